@@ -270,7 +270,7 @@ class Trainer:
     def make_step(self, evaluated: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Make one training step, record it beside an evaluation, and return its metrics."""
         step = self._state.step + 1
-        self._logger.trace(step, self.workers.drain_timeline())
+        self._logger.log_workers(step, self.workers.drain_timeline(), ())
         with self._console.phase("step", f"{step}/{self._config.run.steps}"):
             record = self._step.run(step)
         self.timeline = self.workers.drain_timeline()
@@ -296,9 +296,9 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics of a held-out evaluation of the present policy."""
-        evaluation = self._evaluator.evaluate(self._state.step)
-        self._logger.log(evaluation.logged)
-        return evaluation.metrics
+        metrics, logged = self._evaluator.evaluate(self._state.step)
+        self._logger.log(logged)
+        return metrics
 
     def _checkpoint(self) -> None:
         with self._console.phase("writing a checkpoint"):

@@ -138,14 +138,12 @@ class Completion:
 class Rollout:
     """A graded completion.
 
-    Example: Rollout(prompt=p, completion=c, reward=1.0, components={"correct": 1.0})
+    Example: Rollout(prompt=p, completion=c, reward=1.0)
     """
 
     prompt: Prompt
     completion: Completion
     reward: float
-    components: Mapping[str, float] = field(default_factory=dict)
-    """Named terms of the reward; they are logged only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -54,7 +55,6 @@ _MAY_DIFFER = frozenset(
 )  # fmt: skip
 """Fields that a resumed run may change; none affects a weight, unless a schedule uses it."""
 
-
 CONFIG_FILE = "config.toml"
 _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
@@ -65,16 +65,8 @@ UNWRITABLE = (OSError, SafetensorError)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors to one safetensors file; tensors that share storage are copied."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        own = tensor.detach().contiguous()
-        storage = own.untyped_storage()
-        alone = storage.nbytes() == own.nbytes and storage.data_ptr() not in seen
-        seen.add(storage.data_ptr())
-        separate[name] = own if alone else own.clone()
-    save_file(separate, path)
+    """Write tensors, no two of which overlap, to one safetensors file."""
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
@@ -159,7 +151,7 @@ class Checkpoint:
 
 
 @final
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """Directory of a run: `start` locks it for this process, `save` adds checkpoints.
 
     Lifecycle:  with RunDirectory(path) as run: start -> save, save, ...
@@ -171,9 +163,6 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._keep = keep
         self._lock: int | None = None
-
-    def __enter__(self) -> "RunDirectory":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -189,22 +178,18 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._claim()
             latest = self._resume_point(config_text, resume)
-            self._sweep()
+            for partial in self.path.glob("*/.*-step_*"):  # of a killed process
+                shutil.rmtree(partial, ignore_errors=True)
             if latest is None:
                 self._set_aside()
             write_atomically(self.path / CONFIG_FILE, config_text)
         except CheckpointError:
-            self.close()
             raise
         except OSError as error:
-            self.close()
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: {error.filename or 'it'} cannot be written "
                 f"({error.strerror}); give a directory that can"
             ) from error
-        except BaseException:
-            self.close()
-            raise
         return latest
 
     def load_latest(self) -> Checkpoint | None:
@@ -230,13 +215,12 @@ class RunDirectory:
         `save_policy` writes into the given directory. Raises CheckpointError if a write fails; the
         partial checkpoint is removed, and earlier checkpoints stay.
         """
-        document = {"run_format": RUN_FORMAT, "step": step, "state": dict(state)}
 
         def write(folder: Path) -> None:
             (folder / "policy").mkdir()
             save_policy(folder / "policy")
             save_tensors(tensors, folder / "trainer.safetensors")
-            write_state(folder, document)
+            write_state(folder, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)})
 
         try:
             path = put_step(self.checkpoints, step, write, keep=self._keep)
@@ -282,26 +266,37 @@ class RunDirectory:
                 f"{str(latest.policy)!r} to continue from its policy"
             )
         if latest:
-            _refuse_changes(self.path, self._written_config(), config_text)
+            self._refuse_changes(config_text)
         return latest
 
-    def _holds_steps(self) -> bool:
-        """Return whether an earlier start completed a step, so that its logs are not empty."""
-        logs = (self.path / name for name in ("metrics.jsonl", "rollouts.jsonl"))
-        return any(log.exists() and log.stat().st_size > 0 for log in logs)
-
-    def _written_config(self) -> str:
-        """Return the configuration of the run's last start."""
+    def _refuse_changes(self, config_text: str) -> None:
+        """Raise ConfigError if a configuration changes the run that the written one began."""
         path = self.path / CONFIG_FILE
         try:
-            text = path.read_text(encoding="utf-8")
-            configfile.differences(text, text)
+            changed = configfile.differences(path.read_text(encoding="utf-8"), config_text)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path}: it says how the run was begun, and cannot be read ({error}); put it back "
                 "from a copy, or give another run.dir"
             ) from error
-        return text
+        steps = {"run.steps": "learner.schedule", "train.steps": "train.schedule"}
+        fixed = [
+            f"{name}: {before!r} -> {after!r}"
+            for name, (before, after) in changed.items()
+            if name not in _MAY_DIFFER
+            or configfile.lookup(config_text, steps.get(name, "")) not in (None, "constant")
+        ]
+        if fixed:
+            changes = "\n  ".join(["", *fixed])
+            raise ConfigError(
+                f"run.dir = {str(self.path)!r}: it holds a run that was begun with{changes}\n"
+                "resume with its own values, or give another run.dir"
+            )
+
+    def _holds_steps(self) -> bool:
+        """Return whether an earlier start completed a step, so that its logs are not empty."""
+        log = self.path / "metrics.jsonl"
+        return log.exists() and log.stat().st_size > 0
 
     def _set_aside(self) -> None:
         """Move the logs of an earlier start without a checkpoint to `earlier-N`."""
@@ -318,11 +313,6 @@ class RunDirectory:
             self.path,
             aside,
         )
-
-    def _sweep(self) -> None:
-        """Remove the partial checkpoints of a killed process."""
-        for path in self.path.glob("*/.*-step_*"):
-            shutil.rmtree(path, ignore_errors=True)
 
 
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
@@ -359,20 +349,3 @@ def policy_directory(path: Path) -> Path:
         f"{path}: {reason}; give a Hugging Face directory (with config.json), a checkpoint, or "
         "a run directory with at least one complete checkpoint"
     )
-
-
-def _refuse_changes(path: Path, old: str, new: str) -> None:
-    """Raise ConfigError if configuration `new` changes the run that `old` started."""
-    changed = configfile.differences(old, new)
-    steps = {"run.steps": "learner.schedule", "train.steps": "train.schedule"}
-    fixed = [
-        f"{name}: {before!r} -> {after!r}"
-        for name, (before, after) in changed.items()
-        if name not in _MAY_DIFFER
-        or (name in steps and configfile.lookup(new, steps[name]) not in (None, "constant"))
-    ]
-    if fixed:
-        raise ConfigError(
-            "\n  ".join([f"run.dir = {str(path)!r}: it holds a run that was begun with", *fixed])
-            + "\nresume with its own values, or give another run.dir"
-        )

@@ -17,10 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console as RichConsole
-from rich.table import Table
-from rich.text import Text
-
 from longtail.cluster.records import Progress
 from longtail.engine.report import StepReport
 from longtail.run.summary import Summary, summary_lines
@@ -30,8 +26,6 @@ _SILENCE_S = 10.0
 """Most seconds without a line where there is no terminal."""
 _MOST_TEXT = 120
 """Characters that are shown of a completion."""
-_WIDE = 200
-"""Columns of the summary in a file, enough to keep paths on one line."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,32 +41,21 @@ class _Phase:
     """Time at which `num_done` last rose."""
     detail: str = ""
 
-    def count(self, num_done: int, now: float) -> None:
-        """Set the number of parts that are done."""
-        if num_done != self.num_done:
-            self.num_done, self.done_s = num_done, now
-
     def status(self, now: float) -> str:
         """Return how far it is and how long it may still take."""
-        seconds = f"{now - self.began_s:.0f} s so far"
-        if not self.total:
-            return seconds
-        count = f"{self.num_done}/{self.total} done"
-        return ", ".join(filter(None, (count, self.detail, self._left(now) or seconds)))
-
-    def _left(self, now: float) -> str:
         each_s = (self.done_s - self.began_s) / max(self.num_done, 1)
         left = each_s * (self.total - self.num_done) - (now - self.done_s)
+        time_text = f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
         if not self.num_done or left <= 0:
-            return ""
-        return f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
+            time_text = f"{now - self.began_s:.0f} s so far"
+        count = f"{self.num_done}/{self.total} done" if self.total else ""
+        return ", ".join(filter(None, (count, self.detail, time_text)))
 
 
 class Console:
     """Progress output; `prefix` begins each of its lines."""
 
     def __init__(self, prefix: str = "", *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._out = RichConsole(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
         self._live = sys.stderr.isatty()
         self._prefix, self._clock = prefix, clock
         self._lock = threading.Lock()
@@ -109,7 +92,9 @@ class Console:
 
     def count(self, num_done: int) -> None:
         """Set the number of parts of the innermost phase that are done."""
-        self._phases[-1].count(num_done, self._clock())
+        phase = self._phases[-1]
+        if num_done != phase.num_done:
+            phase.num_done, phase.done_s = num_done, self._clock()
 
     def rollout_step(self, report: StepReport) -> None:
         """Add one step of a single engine to the innermost phase."""
@@ -126,10 +111,10 @@ class Console:
 
     def rollout_progress(self, progress: Progress) -> None:
         """Set the progress of the innermost phase; log the first text of all phases."""
-        phase, now = self._phases[-1], self._clock()
-        speed = progress.num_generated / max(now - phase.began_s, 1e-9)
+        self.count(progress.num_finished)
+        phase = self._phases[-1]
+        speed = progress.num_generated / max(self._clock() - phase.began_s, 1e-9)
         drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
-        phase.count(progress.num_finished, now)
         phase.detail = f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"
         if progress.text and not self._has_shown_text:
             self._has_shown_text = True
@@ -177,12 +162,8 @@ class Console:
     def summary(self, summary: Summary, run_dir: Path) -> None:
         """Print the summary on stdout."""
         self._clear()
-        table = Table(show_header=False, title="longtail", title_justify="left")
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
         for label, text in summary_lines(summary, run_dir):
-            table.add_row(label, Text(text))  # not markup: a path may hold brackets
-        self._out.print(table)
+            print(f"{label:<17} {text}")
 
     def _print(self, text: str) -> None:
         self._clear()

@@ -15,11 +15,10 @@ it starts with its configured drafter, which changes only the speed.
 """
 
 import sys
-import threading
-from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -50,22 +49,26 @@ class DrafterStore:
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self._directory, self._keep = directory, keep
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writer = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future[Path] | None = None
 
     def save(self, step: int, state: DrafterState) -> None:
         """Start to write. Raises CheckpointError if the write before failed."""
+
+        def write(folder: Path) -> None:
+            save_tensors(state.tensors, folder / _TENSORS)
+            write_state(folder, {"numbers": dict(state.numbers)})
+
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(step, state), daemon=True)
-        self._thread.start()
+        self._writing = self._writer.submit(put_step, self._directory, step, write, keep=self._keep)
 
     def wait(self) -> None:
         """Wait for the write in progress. Raises CheckpointError if it failed."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except UNWRITABLE as error:
             raise CheckpointError(
                 f"the drafter cannot be written to {self._directory}: {error}; free some space, "
                 "then start again: the run resumes from its newest checkpoint"
@@ -82,16 +85,6 @@ class DrafterStore:
         numbers = read_state(found[-1])["numbers"]
         return DrafterState(tensors=load_tensors(found[-1] / _TENSORS), numbers=numbers)
 
-    def _write(self, step: int, state: DrafterState) -> None:
-        def write(folder: Path) -> None:
-            save_tensors(state.tensors, folder / _TENSORS)
-            write_state(folder, {"numbers": dict(state.numbers)})
-
-        try:
-            put_step(self._directory, step, write, keep=self._keep)
-        except UNWRITABLE as error:
-            self._error = error
-
 
 def run_drafters(path: Path) -> Path | None:
     """Return the drafter folder of a run, given the run's directory or a step in that folder."""
@@ -106,15 +99,14 @@ def load_run_drafter(
 ) -> LoadedDrafter:
     """Read the newest drafter of a run, or that of the step at `path`.
 
-    Raises ConfigError if the target differs, or if the weights do not fit the initial drafter.
+    What the run taught it is recorded in place of earlier measurements. Raises ConfigError if the
+    target differs, or if the weights do not fit the initial drafter.
     """
     place = run_drafters(path)
     assert place is not None, "a run with a drafter"
     loaded = load_drafter(place / INITIAL, target, tokenizer, strict_weights=False, dtype=dtype)
-    kept = None
-    if path.name != INITIAL:
-        step = step_of(path)
-        kept = DrafterStore(place).load(sys.maxsize if step is None else step)
+    newest = step_of(path) or sys.maxsize
+    kept = None if path.name == INITIAL else DrafterStore(place).load(newest)
     if kept is None or not kept.numbers["version"]:
         return loaded
     tensors = kept.drafter()
@@ -124,17 +116,13 @@ def load_run_drafter(
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"
         ) from error
-    loaded = replace(loaded, draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids))
-    return _trained_in(place.parent.name, kept.numbers, loaded)
-
-
-def _trained_in(run: str, numbers: Mapping[str, Any], loaded: LoadedDrafter) -> LoadedDrafter:
-    """Return a drafter with the run as its training, and without the earlier measurements."""
-    name = f"{loaded.trained_on.name}, then the policy of {run} (version {numbers['version']})"
+    run, version = place.parent.name, kept.numbers["version"]
+    name = f"{loaded.trained_on.name}, then the policy of {run} (version {version})"
     return replace(
         loaded,
+        draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids),
         trained_on=replace(loaded.trained_on, name=name),
         training=replace(
-            loaded.training, agreement=(), overlap=(), accept_len=numbers.get("accept_len")
+            loaded.training, agreement=(), overlap=(), accept_len=kept.numbers.get("accept_len")
         ),
     )

@@ -15,14 +15,6 @@ from longtail.types import Completion, Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """Result of a held-out evaluation, and the speculation of its rollout."""
-
-    metrics: dict[str, float]
-    logged: Sequence[LoggedRollout] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluator:
     """Evaluates the policy on held-out problems, always with the same sampling noise."""
 
@@ -33,10 +25,13 @@ class Evaluator:
     grader: GraderPool
     console: Console
 
-    def evaluate(self, step: int) -> Evaluation:
-        """Return the mean reward after `step` steps; nothing without held-out problems."""
+    def evaluate(self, step: int) -> tuple[dict[str, float], Sequence[LoggedRollout]]:
+        """Return the mean reward after `step` steps, and the speculation of the rollout.
+
+        Both are empty without held-out problems.
+        """
         if not self.heldout:
-            return Evaluation(metrics={})
+            return {}, ()
         samples, seed = self.config.eval.samples, self.config.run.seed
         requests = eval_requests(self.heldout, samples=samples, seed=seed, sampling=self.sampling)
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
@@ -48,10 +43,8 @@ class Evaluator:
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
             f"{samples}" + (f", {failures} ungraded)" if failures else ")")
         )
-        return Evaluation(
-            metrics={"eval/reward_mean": mean, "eval/failures": float(failures)},
-            logged=rollout.logged(step + 1, EVALUATION),
-        )
+        metrics = {"eval/reward_mean": mean, "eval/failures": float(failures)}
+        return metrics, rollout.logged(step + 1, EVALUATION)
 
     def probe_drafter(self, prompts: Sequence[Prompt]) -> None:
         """Measure the configured drafter on the policy's completions, and log the result."""

@@ -10,6 +10,7 @@ Every line is written once, in order of steps; a resumed run first drops the lin
 checkpoint.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,7 @@ class RunLogger:
     def __init__(self, config: RunConfig, directory: Path, *, last_step: int | None) -> None:
         self._keeps_rollouts = config.run.save_rollouts
         self._directory = directory
-        self._most_bytes = config.run.speculation_mb * 2**20 or None
+        self._most_bytes = config.run.speculation_mb * 2**20 or math.inf
         self._metrics = MetricLog(
             config.run.writers, directory, last_step=last_step, config=config.model_dump()
         )
@@ -47,7 +48,7 @@ class RunLogger:
     def _open(self, name: str, last_step: int | None) -> JsonLines:
         """Return a file that only some runs have; it is made at its first line."""
         if name not in self._files:
-            bound = None if name == DECISIONS else self._most_bytes
+            bound = math.inf if name == DECISIONS else self._most_bytes
             path = self._directory / name
             self._files[name] = JsonLines(path, last_step=last_step, most_bytes=bound)
         return self._files[name]
@@ -71,14 +72,10 @@ class RunLogger:
             self._open(rollout_log.FILE, rollout.step).write(rollout.step, rollout.as_json())
 
     def log_workers(self, step: int, states: Timeline, decisions: Sequence[Decision]) -> None:
-        """Write the states of the workers in a step, and the decisions about the drafter."""
-        self.trace(step, states)
+        """Write the states of the workers in or before a step, and the decisions in it."""
+        self._trace.append(step, states)
         for decision in decisions:
             self._open(DECISIONS, step).write(step, asdict(decision))
-
-    def trace(self, step: int, states: Timeline) -> None:
-        """Write the states of the workers in a step, or before it."""
-        self._trace.append(step, states)
 
     def close(self) -> None:
         """Close all files."""

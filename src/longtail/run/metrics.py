@@ -20,8 +20,8 @@ from typing import Any, final
 
 import numpy as np
 
-from longtail.errors import CheckpointError, ConfigError
-from longtail.system import machine
+from longtail.errors import CheckpointError
+from longtail.system.machine import import_extra
 
 Number = int | float
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
@@ -40,22 +40,16 @@ def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
     return {f"{name}/{key}": float(number) for key, number in numbers.items()}
 
 
-def summarize_lengths(lengths: Sequence[int], name: str = "response_length") -> dict[str, float]:
+def summarize_lengths(lengths: Sequence[int]) -> dict[str, float]:
     """Return mean, p50, p90, p99 and max of lengths in tokens; {} without lengths.
 
     A percentile is a length that occurs (numpy's inverted_cdf).
     """
     if not lengths:
         return {}
-    numbers: dict[str, Any] = {"mean": np.mean(lengths)}
-    for percent in (50, 90, 99):
-        numbers[f"p{percent}"] = np.percentile(lengths, percent, method="inverted_cdf")
-    return {f"{name}/{key}": float(each) for key, each in {**numbers, "max": max(lengths)}.items()}
-
-
-def timing(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Return seconds under metric names: {"rollout": 6.2} -> {"timing_s/rollout": 6.2}."""
-    return {f"timing_s/{section}": value for section, value in seconds.items()}
+    p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="inverted_cdf")
+    numbers = {"mean": np.mean(lengths), "p50": p50, "p90": p90, "p99": p99, "max": max(lengths)}
+    return {f"response_length/{key}": float(each) for key, each in numbers.items()}
 
 
 @final
@@ -98,7 +92,7 @@ class JsonLines:
     """
 
     def __init__(
-        self, path: Path, *, last_step: int | None = None, most_bytes: int | None = None
+        self, path: Path, *, last_step: int | None = None, most_bytes: Number = math.inf
     ) -> None:
         """Open for lines after `last_step`, the checkpoint's; None starts a new file.
 
@@ -125,16 +119,13 @@ class JsonLines:
         with self._named_errors():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._most_bytes is not None:
-                self._drop_oldest(self._most_bytes, len(line))
+            if self._file.tell() > max(self._most_bytes, len(line)):
+                self._keep_newest(max(int(self._most_bytes / 2), len(line)))
 
-    def _drop_oldest(self, most_bytes: int, newest: int) -> None:
-        """Keep the newest lines that fit into half of `most_bytes`, at least the last one."""
-        size = self._file.tell()
-        if size <= max(most_bytes, newest):
-            return
+    def _keep_newest(self, num_bytes: int) -> None:
+        """Keep the newest lines that fit into `num_bytes`."""
         with self._path.open("rb") as old:
-            old.seek(size - max(most_bytes // 2, newest) - 1)
+            old.seek(-num_bytes - 1, os.SEEK_END)
             old.readline()  # the rest of a line that is dropped
             _replace(self._path, old)
         self._file.close()
@@ -195,24 +186,18 @@ class MetricLog:
 
 
 def _tensorboard(directory: Path, last_step: int | None) -> Any:
-    """Open TensorBoard's event files; needs the extra `tensorboard`."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise _missing("tensorboard") from error
+    """Open TensorBoard's event files."""
+    board = import_extra("torch.utils.tensorboard", "tensorboard", "run.writers")
     purge = None if last_step is None else last_step + 1
-    return SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+    return board.SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
 
 
 def _wandb_run(directory: Path, config: Mapping[str, Any]) -> Any:
-    """Open a run of Weights & Biases; needs the extra `wandb`, and is offline without an API key.
+    """Open a run of Weights & Biases, which is offline without an API key.
 
     Its id is a digest of the directory, so a resumed run continues the same record.
     """
-    try:
-        import wandb
-    except ImportError as error:
-        raise _missing("wandb") from error
+    wandb = import_extra("wandb", "wandb", "run.writers")
     reachable = "WANDB_API_KEY" in os.environ or (Path.home() / ".netrc").exists()
     mode = os.environ.get("WANDB_MODE", "online" if reachable else "offline")
     run_id = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
@@ -245,9 +230,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _missing(extra: str) -> ConfigError:
-    return ConfigError(
-        f"run.writers names {extra!r}, which is not installed; {machine.pip_install(extra)}"
-    )

@@ -40,11 +40,8 @@ class StateSaver:
         """Restore a checkpoint, or begin at step 0; return the trainer's state."""
         if self._workers.published is not None:
             self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
-        if checkpoint is not None:
-            return self._restore(checkpoint)
-        return TrainerState(step=0, cursor=self._source.state(), seconds=0.0)
-
-    def _restore(self, checkpoint: Checkpoint) -> TrainerState:
+        if checkpoint is None:
+            return TrainerState(step=0, cursor=self._source.state(), seconds=0.0)
         state = dict(checkpoint.state)
         learner = LearnerState(tensors=checkpoint.tensors(), numbers=state.pop("learner"))
         self._workers.restore(checkpoint.policy, learner)

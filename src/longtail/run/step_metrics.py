@@ -12,7 +12,7 @@ from longtail.rl.data.requests import regroup
 from longtail.rl.data.sources import TASK
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.run.metrics import summarize, summarize_lengths, timing
+from longtail.run.metrics import summarize, summarize_lengths
 from longtail.types import Completion, FinishReason, Group, Rollout
 
 
@@ -80,7 +80,7 @@ class StepRecord:
             **rollout_metrics(report, completions, self.series),
             **learned.metrics,
             "training/policy_version": float(learned.version),
-            **timing({**self.seconds, **learning}),
+            **{f"timing_s/{name}": s for name, s in {**self.seconds, **learning}.items()},
             "cluster/reused_share": reused_share(spots),
         }
 
@@ -91,67 +91,50 @@ def rollout_metrics(
     """Return the metrics of a rollout; a speculating engine has `series`."""
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
     lengths = summarize_lengths([len(each.tokens) for each in completions])
-    return {
+    longest, typical = lengths["response_length/max"], lengths["response_length/p50"]
+    metrics = {
         **lengths,
         "response_length/clip_ratio": cut / max(len(completions), 1),
-        "response_length/max_over_median": lengths["response_length/max"]
-        / max(lengths["response_length/p50"], 1.0),
+        "response_length/max_over_median": longest / max(typical, 1.0),
         "rollout/generated_tokens": float(report.num_generated),
         "rollout/tokens_per_s": report.tokens_per_s,
         "rollout/tail_idle_share": report.tail_idle_share,
         "rollout/bookkeeping_share": report.bookkeeping_share,
-        **(_draft_metrics(report) if report.num_verified else {}),
-        **({} if series is None else _tuner_metrics(report, series)),
     }
-
-
-def _draft_metrics(report: RolloutReport) -> dict[str, float]:
-    """Return the metrics of drafting, for a step that drafted."""
-    return {
-        "speculation/accept_length": report.accept_length,
-        "speculation/accepted_share": report.num_accepted / max(report.num_drafted, 1),
-        "speculation/emitted_share": (report.num_accepted + report.num_verified)
-        / max(report.num_generated, 1),
-        "speculation/draft_share": report.draft_share,
-    }
-
-
-def _tuner_metrics(report: RolloutReport, series: RolloutSeries) -> dict[str, float]:
-    """Return the metrics of the tuner's decisions."""
-    return {
-        "speculation/tuner_share": report.tuner_share,
-        "speculation/switches": float(len(series.switches)),
-        "speculation/nodes_per_step": series.mean_nodes,
-    }
+    if report.num_verified:
+        num_emitted = report.num_accepted + report.num_verified
+        metrics |= {
+            "speculation/accept_length": report.accept_length,
+            "speculation/accepted_share": report.num_accepted / max(report.num_drafted, 1),
+            "speculation/emitted_share": num_emitted / max(report.num_generated, 1),
+            "speculation/draft_share": report.draft_share,
+        }
+    if series is not None:
+        metrics |= {
+            "speculation/tuner_share": report.tuner_share,
+            "speculation/switches": float(len(series.switches)),
+            "speculation/nodes_per_step": series.mean_nodes,
+        }
+    return metrics
 
 
 def group_metrics(
     rollouts: Sequence[Rollout], failures: int, groups: Sequence[Group]
 ) -> dict[str, float]:
-    """Return the metrics of rewards; failures are counted apart and have no reward."""
+    """Return the metrics of rewards, of all and of each task of reasoning-gym.
+
+    Failures are counted apart and have no reward.
+    """
     informative = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
-    components: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, value in rollout.components.items():
-            components.setdefault(f"reward/{name}", []).append(value)
-    return {
-        **summarize("reward", [rollout.reward for rollout in rollouts]),
-        **{name: sum(values) / len(values) for name, values in components.items()},
-        "reward/failures": float(failures),
-        "reward/informative_groups": informative / max(len(groups), 1),
-        **task_metrics(rollouts),
-    }
-
-
-def task_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Return the mean reward of each task of reasoning-gym; none for other prompts."""
-    tasks: dict[str, list[Rollout]] = {}
+    tasks: dict[str, list[float]] = {}
     for rollout in rollouts:
         if (task := rollout.prompt.data.get(TASK)) is not None:
-            tasks.setdefault(task, []).append(rollout)
+            tasks.setdefault(task, []).append(rollout.reward)
     return {
-        f"task/{task}/reward": fmean(rollout.reward for rollout in own)
-        for task, own in sorted(tasks.items())
+        **summarize("reward", [rollout.reward for rollout in rollouts]),
+        "reward/failures": float(failures),
+        "reward/informative_groups": informative / max(len(groups), 1),
+        **{f"task/{task}/reward": fmean(rewards) for task, rewards in sorted(tasks.items())},
     }
 
 

@@ -4,6 +4,7 @@ Cores and memory are those that this process may use, so a container's limits ar
 """
 
 import functools
+import importlib
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 from longtail.errors import ConfigError
@@ -104,6 +106,14 @@ def pip_install(extra: str) -> str:
     editable = origin.get("dir_info", {}).get("editable", False)
     what = f"-e '{place}[{extra}]'" if editable and place else f"'longtail[{extra}]'"
     return f"{sys.executable} -m pip install {what}"
+
+
+def import_extra(module: str, extra: str, where: str) -> Any:
+    """Return a module of an optional package; ConfigError, which names `where`, without it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{where} needs {module} ({error}): {pip_install(extra)}") from error
 
 
 def disk_free(path: Path) -> int:

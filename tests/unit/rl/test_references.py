@@ -6,7 +6,7 @@ from longtail.errors import DataError, GradingError
 from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
 from longtail.rl.grading.pool import GraderPool
 from longtail.rl.grading.references import gradable
-from longtail.rl.grading.reward import resolve_reward
+from longtail.rl.grading.reward import reward_factory
 
 ENCODER = Encoder(encode=lambda text: list(text.encode()), render=None)
 UNUSABLE = [None, float("nan"), "", "  ", "####", r"\boxed{}", [1], {"a": 1}]
@@ -26,7 +26,7 @@ def gradable_here(prompts, reward="exact", *, drop=False):
         reasons = {}
         for number, row in enumerate(rows):
             try:
-                resolve_reward(reward).check(row)
+                reward_factory(reward)().check(row)
             except GradingError as error:
                 reasons[number] = str(error)
         return reasons

@@ -165,7 +165,7 @@ def test_the_summary_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[s
     Console().summary(summary, run)
     out, err = capsys.readouterr()
     assert err == ""
-    assert f" {run / 'metrics.jsonl'} " in out
+    assert f" {run / 'metrics.jsonl'}\n" in out
     assert "rollout speed" in out
 
 

@@ -12,7 +12,6 @@ from longtail.run.metrics import (
     Stopwatch,
     summarize,
     summarize_lengths,
-    timing,
 )
 
 
@@ -41,11 +40,6 @@ def test_length_percentiles_are_lengths_that_occur() -> None:
 def test_no_values_have_no_summary() -> None:
     assert summarize("reward", []) == {}
     assert summarize_lengths([]) == {}
-
-
-def test_seconds_get_metric_names() -> None:
-    seconds = {"rollout": 6.0, "update": 1.0, "step": 8.0}
-    assert timing(seconds)["timing_s/rollout"] == 6.0
 
 
 def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:

@@ -49,8 +49,8 @@ def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Comple
     )
 
 
-def _rollout(reward: float, **components: float) -> Rollout:
-    return Rollout(prompt=P, completion=_completion(1), reward=reward, components=components)
+def _rollout(reward: float) -> Rollout:
+    return Rollout(prompt=P, completion=_completion(1), reward=reward)
 
 
 def _failure() -> GradingFailure:
@@ -117,14 +117,13 @@ def test_metrics_of_the_tuner_exist_for_steps_without_drafts() -> None:
 
 
 def test_grading_failures_are_counted_apart_from_rewards() -> None:
-    rollouts = (_rollout(1.0, correct=1.0), _rollout(0.5, correct=0.0), _rollout(0.5))
+    rollouts = (_rollout(1.0), _rollout(0.5), _rollout(0.5))
     graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
     groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
     numbers = group_metrics(graded.rollouts, len(graded.failures), groups)
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
     assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
     assert numbers["reward/failures"] == 2.0
-    assert numbers["reward/correct"] == 0.5  # mean over the rollouts with this component
     assert numbers["reward/informative_groups"] == 0.5
 
 

@@ -20,9 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import ConfigError, DataError, JsonError
+from longtail.errors import DataError, JsonError
 from longtail.rl.data import sum_task
 from longtail.system.files import parse_json
+from longtail.system.machine import import_extra
 
 Row = Mapping[str, Any]
 
@@ -48,22 +49,19 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     """
     where = f"{field} = {source!r}"
     kind, _, rest = source.partition(":")
-    suffix = Path(source).suffix
     if source in GENERATED:
         rows: list[Row] = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
     elif kind == "reasoning_gym":
         rows = _reasoning_gym(rest, size, seed, where=where)
     elif kind == "hf":
         rows = _datasets(*_name_and_split(rest), where=where)
-    elif suffix == ".jsonl":
+    elif source.endswith(".jsonl"):
         rows = _jsonl(_existing_file(source, where=where))
-    elif suffix == ".parquet":
+    elif source.endswith(".parquet"):
         rows = _datasets(str(_existing_file(source, where=where)), "train", where=where)
     else:
-        near = difflib.get_close_matches(source, GENERATED, n=1)
-        hint = f", did you mean {near[0]!r}?" if near else ""
         raise DataError(
-            f"{where}: unknown kind of source{hint}; expected a .jsonl or .parquet file, "
+            f"{where}: unknown kind of source; expected a .jsonl or .parquet file, "
             f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {EMBEDDED}"
         )
     if not rows:
@@ -87,8 +85,7 @@ def source_label(source: str) -> str:
 def _existing_file(path: str, *, where: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
-        what = "is not a file" if file.exists() else "does not exist"
-        raise DataError(f"{where}: {file.absolute()} {what}")
+        raise DataError(f"{where}: {file.absolute()} does not exist or is not a file")
     return file
 
 
@@ -103,9 +100,7 @@ def _jsonl(path: Path) -> list[Row]:
         except JsonError as error:
             raise DataError(f"{path}:{number}: {error}") from error
         if not isinstance(row, dict):
-            raise DataError(
-                f"{path}:{number}: expected an object with columns, found {type(row).__name__}"
-            )
+            raise DataError(f"{path}:{number}: expected an object, found {type(row).__name__}")
         rows.append(row)
     return rows
 
@@ -120,7 +115,7 @@ def _name_and_split(rest: str) -> tuple[str, str]:
 
 def _datasets(name: str, split: str, *, where: str) -> list[Row]:
     """Read a split of a hub dataset, a folder or a parquet file; none of its code is run."""
-    datasets = import_extra("datasets", extra="data", where=where)
+    datasets = import_extra("datasets", "data", where)
     path = Path(name).expanduser()
     if name.startswith((".", "/", "~")) and not path.exists():
         raise DataError(f"{where}: the directory {path.absolute()} does not exist")
@@ -130,27 +125,22 @@ def _datasets(name: str, split: str, *, where: str) -> list[Row]:
         if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
             saved = datasets.load_from_disk(str(path))
             return (saved[split] if isinstance(saved, Mapping) else saved).to_list()
-        if path.is_dir():
-            return datasets.load_dataset(str(path), split=split).to_list()
-        owner, dataset, config = (*name.split("/", 2), "", "")[:3]
-        hub_id = f"{owner}/{dataset}" if dataset else owner
-        return datasets.load_dataset(
-            hub_id, config or None, split=split, trust_remote_code=False
-        ).to_list()
+        parts = [str(path)] if path.is_dir() else name.split("/", 2)
+        hub_id, config = "/".join(parts[:2]), parts[2] if len(parts) > 2 else None
+        rows = datasets.load_dataset(hub_id, config, split=split, trust_remote_code=False)
+        return rows.to_list()
 
 
 def _reasoning_gym(name: str, size: int, seed: int, *, where: str) -> list[Row]:
     """Draw problems of a task, or of the mixture of tasks in a YAML file."""
-    gym = import_extra("reasoning_gym", extra="reasoning-gym", where=where)
-    is_mixture = Path(name).suffix in (".yaml", ".yml")
-    file = str(_existing_file(name, where=where)) if is_mixture else ""
+    gym = import_extra("reasoning_gym", "reasoning-gym", where)
     near = difflib.get_close_matches(name, gym.factory.DATASETS, n=3)
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    specs: list[Any] = []
     with _explained(f"{where}: reasoning_gym refuses it", hint):
-        specs: list[Any] = []
-        if is_mixture:
+        if is_mixture := Path(name).suffix in (".yaml", ".yml"):
             composite = importlib.import_module("reasoning_gym.composite")
-            specs = composite.CompositeConfig.from_yaml(file).datasets
+            specs = composite.CompositeConfig.from_yaml(str(Path(name).expanduser())).datasets
             problems = gym.create_dataset("composite", size=size, seed=seed, datasets=specs)
         else:
             problems = gym.create_dataset(name, size=size, seed=seed)
@@ -178,14 +168,3 @@ def _explained(what: str, remedy: str) -> Iterator[None]:
             cause = cause.__cause__
         why = " ".join(f"{type(cause).__name__}: {cause}".split())[:500]
         raise DataError(f"{what} ({why}){remedy}") from error
-
-
-def import_extra(module: str, *, extra: str, where: str) -> Any:
-    """Return a module of an optional package; ConfigError, which names `where`, without it."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{where} needs the package {module} ({error}); install it with: "
-            f"pip install 'longtail[{extra}]'"
-        ) from error

@@ -9,9 +9,6 @@ from typing import SupportsFloat
 
 from longtail.errors import GradingError
 
-MAX_NUMBER_LEN = 1000
-"""Longest number in characters that has a value."""
-
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _PLAIN = rf"{_UNSIGNED}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
 _SIGN = r"(?:(?<![A-Za-z0-9_)\]}])[-+\u2212])?"
@@ -79,14 +76,13 @@ def last_number(text: str) -> Fraction | None:
     have a sign, unless a letter, a digit or a closing bracket stands before it ("10-3" ends with
     3), a currency sign, commas that separate three digits ("1,23" are 1 and 23), a decimal part,
     an exponent of up to three digits, and a denominator without blanks ("3/4", "\frac{3}{4}").
-    Per cent signs and units are ignored. More than MAX_NUMBER_LEN characters have no value.
+    Per cent signs and units are ignored. More than 4300 digits and a denominator of 0 have no
+    value.
 
     Example: last_number("5 x 2 = 10, so she pays $1,210.50.") == Fraction(2421, 2)
     """
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return None if last is None else _value(last)
+    matches = list(_NUMBER.finditer(text))
+    return _value(matches[-1]) if matches else None
 
 
 def whole_number(text: str) -> Fraction | None:
@@ -95,25 +91,16 @@ def whole_number(text: str) -> Fraction | None:
     Example: whole_number("$1,000") == 1000; whole_number("18 dollars") is None
     """
     match = _NUMBER.fullmatch(text.strip().removesuffix("%").rstrip())
-    if match is None or _denominator(match) == 0:
-        return None
-    return _value(match)
+    return None if match is None else _value(match)
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """Return the value of a match; of its denominator, if that is 0."""
-    if len(match[0]) > MAX_NUMBER_LEN:
+    over, under = match["latex_over"] or match["over"], match["latex_under"] or match["under"]
+    try:
+        value = _parse(over) / _parse(under or "1")
+    except (ValueError, ZeroDivisionError):
         return None
-    under = _denominator(match)
-    if under == 0:
-        return under
-    value = _parse(match["latex_over"] or match["over"]) / under
     return -value if match["sign"] in ("-", "\u2212") else value
-
-
-def _denominator(match: re.Match[str]) -> Fraction:
-    written = match["latex_under"] or match["under"]
-    return Fraction(1) if written is None else _parse(written)
 
 
 def _parse(number: str) -> Fraction:

@@ -17,40 +17,33 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError, GradingError, LongtailError
-from longtail.rl.grading.reward import GradingTask, Reward, resolve_reward
+from longtail.rl.grading.reward import GradingTask, Reward, reward_factory
 from longtail.system import machine
 
 MAX_ERROR_LEN = 2000
 """Longest error message in characters."""
 
-_SET_PARENT_DEATH_SIGNAL = 1
-"""Option of prctl, from linux/prctl.h."""
-
 _loaded: list[Reward | ConfigError] = []
 """The reward of this process, or why it cannot be loaded."""
 
 
-def start(reward_name: str, path: list[str]) -> None:
+def start(reward_name: str, path: Sequence[str]) -> None:
     """Prepare this process and load the reward; `path` is the module search path for it."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a grader that hangs in C, too
     if sys.platform == "linux":
-        _end_with_parent()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the parent
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():  # it was killed before the signal was set
+            os._exit(1)
         _limit_memory()
     os.dup2(2, 1)  # stdout belongs to the run
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:] = path
     try:
-        _loaded.append(resolve_reward(reward_name))
+        _loaded.append(reward_factory(reward_name)())
     except BaseException as error:  # noqa: BLE001 - a user's module may raise anything
         prefix = "" if isinstance(error, LongtailError) else f"reward.name = {reward_name!r}: "
         _loaded.append(ConfigError(prefix + describe(error)))
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it was killed before the signal was set
-        os._exit(1)
 
 
 def _limit_memory() -> None:
@@ -71,11 +64,6 @@ def _reward() -> Reward:
     return reward
 
 
-def is_ready() -> bool:
-    """Return True if the reward is loaded. Raises `ConfigError` if it cannot be."""
-    return bool(_reward())
-
-
 def grade(tasks: Sequence[GradingTask]) -> list[float | str]:
     """Return the reward of each completion of one prompt, or why there is none."""
     reward = _reward()
@@ -89,7 +77,10 @@ def grade(tasks: Sequence[GradingTask]) -> list[float | str]:
 
 
 def check(rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
-    """Return, for each row, why no completion of it can be graded; None if one can."""
+    """Return, for each row, why no completion of it can be graded; None if one can.
+
+    Raises `ConfigError` if the reward cannot be loaded.
+    """
     reward, reasons = _reward(), list[str | None]()
     for row in rows:
         try:

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing import get_context
+from operator import itemgetter
 from typing import Any, final
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
@@ -76,7 +77,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self._pool: ProcessPool | None = None
         try:
             with signals_delayed():  # or a process is started that `close` does not know
-                self._open().schedule(grader.is_ready)
+                self._open().schedule(grader.check, ([],))
         except BaseException:
             self.close()
             raise
@@ -86,10 +87,12 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _open(self) -> ProcessPool:
         if self._pool is None:
+            here = os.getcwd()  # where rewards are found last
+            path = [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]
             self._pool = ProcessPool(
                 max_workers=self._num_workers,
                 initializer=grader.start,
-                initargs=(self._reward_name, _search_path()),
+                initargs=(self._reward_name, path),
                 context=get_context("spawn"),  # their parent is this process, with which they end
             )
         return self._pool
@@ -107,7 +110,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         Raises `ConfigError` with the reason if the reward cannot be loaded, and `GradingError` if
         graders cannot be started.
         """
-        self._run(grader.is_ready, [()])
+        self._run(grader.check, [[]])
 
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each task within the time limit; return rewards and failures in order.
@@ -115,12 +118,18 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         With `by_group`, completions are in the order of requests. Raises as `wait_ready` does.
         """
         visits = [visit_of(completion.request_id) for _, completion in pairs]
-        keys = visits if self._by_group else range(len(pairs))
         tasks = [
-            [_task(*pair) for _, pair in members]
-            for _, members in groupby(zip(keys, pairs, strict=True), key=lambda each: each[0])
+            GradingTask(
+                prompt=prompt.data.get("prompt", prompt.text),
+                text=completion.text,
+                tokens=completion.tokens,
+                data=dict(prompt.data),
+            )
+            for prompt, completion in pairs
         ]
-        outcomes = self._run_parts(grader.grade, tasks)
+        keyed = zip(visits if self._by_group else range(len(pairs)), tasks, strict=True)
+        parts = [[task for _, task in members] for _, members in groupby(keyed, itemgetter(0))]
+        outcomes = self._run(grader.grade, parts)
         rollouts, failures = [], []
         for (prompt, completion), outcome in zip(pairs, outcomes, strict=True):
             if isinstance(outcome, str):
@@ -137,24 +146,18 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         """
         starts = range(0, len(rows), _CHECKED_TOGETHER)
         parts = [[dict(row) for row in rows[at : at + _CHECKED_TOGETHER]] for at in starts]
-        reasons = self._run_parts(grader.check, parts)
+        reasons = self._run(grader.check, parts)
         return {index: why for index, why in enumerate(reasons) if why is not None}
 
-    def _run_parts(self, function: Callable[..., Any], parts: Sequence[list[Any]]) -> list[Any]:
-        """Return the outcome of each item of each part, which is a task."""
-        outcomes = self._run(function, [(part,) for part in parts])
-        return [
-            each
-            for part, outcome in zip(parts, outcomes, strict=True)
-            for each in ([outcome] * len(part) if isinstance(outcome, str) else outcome)
-        ]
+    def _run(self, function: Callable[..., Any], parts: Sequence[list[Any]]) -> list[Any]:
+        """Return the outcome of each item of each part, which is a task.
 
-    def _run(self, function: Callable[..., Any], tasks: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the outcome of each task; of one that ends its grader, a text that says why."""
-        outcomes: dict[int, Any] = {}
+        That of a task that ends its grader is a text that says why.
+        """
+        outcomes: dict[int, list[Any]] = {}
         breakdowns = 0
         try:
-            while left := {n: task for n, task in enumerate(tasks) if n not in outcomes}:
+            while left := {n: part for n, part in enumerate(parts) if n not in outcomes}:
                 found = self._attempt(function, left)
                 outcomes |= found
                 breakdowns = 0 if found else breakdowns + 1
@@ -167,11 +170,11 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         except BaseException:  # after an interruption, these tasks must not reach a later call
             self.close()
             raise
-        return [outcomes[number] for number in range(len(tasks))]
+        return [each for number in range(len(parts)) for each in outcomes[number]]
 
     def _attempt(
-        self, function: Callable[..., Any], tasks: Mapping[int, tuple[Any, ...]]
-    ) -> dict[int, Any]:
+        self, function: Callable[..., Any], tasks: Mapping[int, list[Any]]
+    ) -> dict[int, list[Any]]:
         """Return the outcomes of the tasks that end; not all do if every grader ended without one.
 
         pebble gives its pool up when graders end that have no task.
@@ -179,14 +182,15 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         outcomes, pool = {}, self._open()
         try:
             futures = {
-                number: pool.schedule(function, task, timeout=self._timeout_s)
+                number: pool.schedule(function, (task,), timeout=self._timeout_s)
                 for number, task in tasks.items()
             }
         except RuntimeError:
             futures = {}
         for number, future in futures.items():
             with suppress(BrokenProcessPool):
-                outcomes[number] = self._outcome(pool, future)
+                found = self._outcome(pool, future)
+                outcomes[number] = [found] * len(tasks[number]) if isinstance(found, str) else found
         if len(outcomes) < len(tasks):
             self.close()
         return outcomes
@@ -209,31 +213,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         except TimeoutError:
             return f"the grader gave no result in {self._timeout_s:g} s and was killed"
         except ProcessExpired as error:
-            return f"the grader {_describe_end(error.exitcode)} while grading"
+            how = f"exited with status {error.exitcode}"
+            if error.exitcode < 0:
+                how = f"was killed by {signal.Signals(-error.exitcode).name}"
+            return f"the grader {how} while grading"
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return f"the row cannot be sent to a grader: {error}"
-
-
-def _task(prompt: Prompt, completion: Completion) -> GradingTask:
-    return GradingTask(
-        prompt=prompt.data.get("prompt", prompt.text),
-        text=completion.text,
-        tokens=completion.tokens,
-        data=dict(prompt.data),
-    )
-
-
-def _describe_end(code: int) -> str:
-    """Return an exit code in words.
-
-    Example: _describe_end(-9) == "was killed by SIGKILL"
-    """
-    return (
-        f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
-    )
-
-
-def _search_path() -> list[str]:
-    """Return the search path for rewards: sys.path with the working directory moved to its end."""
-    here = os.getcwd()
-    return [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]

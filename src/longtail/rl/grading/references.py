@@ -11,7 +11,6 @@ from typing import Any
 from longtail.errors import DataError
 from longtail.rl.data.prompts import PromptSet
 from longtail.rl.grading.reward import required_columns
-from longtail.types import Prompt
 
 Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]
 """Map rows, reduced to the columns that a reward needs, to reasons why some cannot be graded."""
@@ -25,31 +24,26 @@ def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) 
     Raises DataError naming the first row that cannot be graded; with `drop`, only if none can.
     """
     columns = required_columns(reward_name)
-    reasons = {
-        index: f"reward.name = {reward_name!r} needs {missing!r}, which this row lacks (it has "
-        f"{', '.join(prompt.data)})"
-        for index, prompt in enumerate(prompts.prompts)
-        if (missing := _missing(prompt, columns)) is not None
-    }
+    reasons: dict[int, str] = {}
     equal_rows: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts.prompts):
-        if columns and index not in reasons:
+        missing = [name for name in columns if prompt.data.get(name) is None]
+        if missing:
+            reasons[index] = (
+                f"reward.name = {reward_name!r} needs {missing[0]!r}, which this row lacks (it has "
+                f"{', '.join(prompt.data)})"
+            )
+        elif columns:
             equal_rows.setdefault(repr([prompt.data[name] for name in columns]), []).append(index)
     index_lists = list(equal_rows.values())
-    rows = [
-        {name: prompts.prompts[indices[0]].data[name] for name in columns}
-        for indices in index_lists
-    ]
+    firsts = (prompts.prompts[indices[0]].data for indices in index_lists)
+    rows = [{name: data[name] for name in columns} for data in firsts]
     for number, why in check(rows).items():
         reasons |= dict.fromkeys(index_lists[number], why)
     if reasons and (not drop or len(reasons) == len(prompts.prompts)):
         raise DataError(_error_text(prompts, reasons))
     kept = [index for index in range(len(prompts.prompts)) if index not in reasons]
     return replace(prompts.part(kept), num_ungradable=len(reasons))
-
-
-def _missing(prompt: Prompt, columns: Sequence[str]) -> str | None:
-    return next((name for name in columns if prompt.data.get(name) is None), None)
 
 
 def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:

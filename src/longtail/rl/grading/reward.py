@@ -6,17 +6,15 @@ They run in grader processes, so this module imports neither torch nor `longtail
 
 import abc
 import difflib
-import importlib
 import logging
 import math
-import operator
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, final
 
 from longtail.errors import ConfigError, GradingError
-from longtail.rl.data.sources import import_extra
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -25,6 +23,7 @@ from longtail.rl.grading.answers import (
     tagged_answer,
     whole_number,
 )
+from longtail.system.machine import import_extra
 
 Messages = list[dict[str, Any]]
 
@@ -46,21 +45,14 @@ class GradingTask:
 
 
 class Reward(abc.ABC):
-    """Grades one completion; an error means that the completion has no reward."""
+    """Grades the completions of a prompt; an error means that none of them has a reward."""
 
-    columns: ClassVar[tuple[str, ...]] = ("answer",)
+    columns: ClassVar[tuple[str, ...]] = ()
     """Keys of `GradingTask.data` without which no completion can be graded."""
 
     @abc.abstractmethod
-    def grade(self, task: GradingTask) -> float:
-        """Return a finite number; raise `GradingError` (or any error) if there is none."""
-
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
-        """Return a reward, or the reason why there is none, for each completion of a prompt.
-
-        An error that is raised means that no completion has a reward.
-        """
-        return [self.grade(task) for task in tasks]
+        """Return a reward, or the reason why there is none, for each completion."""
 
     @abc.abstractmethod
     def check(self, data: Mapping[str, Any]) -> None:
@@ -70,7 +62,29 @@ class Reward(abc.ABC):
         """
 
 
-def _reference(data: Mapping[str, Any], reward_name: str) -> str:
+class NamedReward(Reward):
+    """Grades one completion by the reference in its row."""
+
+    columns: ClassVar[tuple[str, ...]] = ("answer",)
+
+    @abc.abstractmethod
+    def grade(self, task: GradingTask) -> float:
+        """Return a finite number; raise `GradingError` (or any error) if there is none."""
+
+    @abc.abstractmethod
+    def reference(self, data: Mapping[str, Any]) -> Any:
+        """Return what completions of this row are compared with; raise as `check` does."""
+
+    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
+        """Grade each completion."""
+        return [self.grade(task) for task in tasks]
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Refuse a row without a usable reference."""
+        self.reference(data)
+
+
+def _answer(data: Mapping[str, Any], reward_name: str) -> str:
     """Return the reference answer as text."""
     answer = data.get("answer")
     if isinstance(answer, float) and answer.is_integer():
@@ -85,20 +99,20 @@ def _reference(data: Mapping[str, Any], reward_name: str) -> str:
 
 
 @final
-class ExactReward(Reward):
+class ExactReward(NamedReward):
     """1 if the final answer equals the reference's final answer, else 0."""
 
     def grade(self, task: GradingTask) -> float:
         """Compare final answers as text."""
-        return float(final_answer(task.text) == final_answer(_reference(task.data, "exact")))
+        return float(final_answer(task.text) == self.reference(task.data))
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row without an answer."""
-        _reference(data, "exact")
+    def reference(self, data: Mapping[str, Any]) -> str:
+        """Return the final answer of the row's answer."""
+        return final_answer(_answer(data, "exact"))
 
 
 @final
-class LastNumberReward(Reward):
+class LastNumberReward(NamedReward):
     """1 if the last number of the completion equals the reference, else 0.
 
     `answers.last_number` defines numbers; text before the last `</think>` does not count. Values
@@ -107,32 +121,29 @@ class LastNumberReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Compare the numbers."""
-        return float(last_number(after_thinking(task.text)) == self._number(task.data))
+        return float(last_number(after_thinking(task.text)) == self.reference(task.data))
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row whose answer is not a number."""
-        self._number(data)
-
-    def _number(self, data: Mapping[str, Any]) -> Fraction:
-        reference = final_answer(_reference(data, "last_number"))
-        number = whole_number(reference)
+    def reference(self, data: Mapping[str, Any]) -> Fraction:
+        """Return the number that is the row's answer."""
+        answer = final_answer(_answer(data, "last_number"))
+        number = whole_number(answer)
         if number is None:
             raise GradingError(
-                f"reward 'last_number': the reference answer of this row is {reference!r:.80}, "
+                f"reward 'last_number': the reference answer of this row is {answer!r:.80}, "
                 "expected one number"
             )
         return number
 
 
 @final
-class MathVerifyReward(Reward):
+class MathVerifyReward(NamedReward):
     """1 if math-verify finds the completion's answer equal to the reference, else 0.
 
     math-verify's own time limits are off: they use SIGALRM, and grade a timeout as wrong.
     """
 
     def __init__(self) -> None:
-        math_verify = import_extra("math_verify", extra="math", where="reward.name = 'math_verify'")
+        math_verify = import_extra("math_verify", "math", "reward.name = 'math_verify'")
         self._parse: Callable[..., list[Any]] = math_verify.parse
         self._verify: Callable[..., bool] = math_verify.verify
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that limits are off
@@ -140,28 +151,20 @@ class MathVerifyReward(Reward):
 
     def grade(self, task: GradingTask) -> float:
         """Compare the two mathematically, in any notation."""
-        gold = self._gold(task.data)
+        gold = self.reference(task.data)
         return float(self._equal(gold, self._extract(after_thinking(task.text))))
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row whose answer is missing or cannot be parsed."""
-        self._gold(data)
-
-    def _gold(self, data: Mapping[str, Any]) -> list[Any]:
-        reference = _reference(data, "math_verify")
-        gold = self._read(reference)
-        if not gold or reference.strip().lower() == "nan":  # math-verify parses n*a*n
+    def reference(self, data: Mapping[str, Any]) -> list[Any]:
+        """Parse the row's answer."""
+        answer, gold = _answer(data, "math_verify"), []
+        if "$" not in answer and r"\boxed" not in answer:  # LaTeX needs a delimiter
+            gold = self._extract(rf"\boxed{{{final_answer(answer)}}}")
+        gold = gold or self._extract(answer)
+        if not gold or answer.strip().lower() == "nan":  # math-verify parses n*a*n
             raise GradingError(
-                f"reward 'math_verify' cannot parse the reference answer {reference!r:.80}"
+                f"reward 'math_verify' cannot parse the reference answer {answer!r:.80}"
             )
         return gold
-
-    def _read(self, reference: str) -> list[Any]:
-        if "$" not in reference and r"\boxed" not in reference:  # LaTeX needs a delimiter
-            gold = self._extract(rf"\boxed{{{final_answer(reference)}}}")
-            if gold:
-                return gold
-        return self._extract(reference)
 
     def _extract(self, text: str) -> list[Any]:
         return self._parse(text, parsing_timeout=None, raise_on_error=True)
@@ -175,33 +178,27 @@ class MathVerifyReward(Reward):
 
 
 @final
-class ReasoningGymReward(Reward):
+class ReasoningGymReward(NamedReward):
     """Score, from 0 to 1, of the reasoning-gym task that generated the problem."""
 
     columns = ("reasoning_gym_task", "reasoning_gym_entry")
 
     def __init__(self) -> None:
-        gym = import_extra(
-            "reasoning_gym", extra="reasoning-gym", where="reward.name = 'reasoning_gym'"
-        )
+        gym = import_extra("reasoning_gym", "reasoning-gym", "reward.name = 'reasoning_gym'")
         self._make_dataset: Callable[..., Any] = gym.create_dataset
         self._scorers: dict[str, Callable[..., float]] = {}
 
     def grade(self, task: GradingTask) -> float:
         """Score the tagged answer by the task's own scorer."""
-        name = task.data["reasoning_gym_task"]
         # NOTE: not `final_answer`: answers may contain #, as in sokoban
-        answer = tagged_answer(task.text)
-        scorer = self._scorer(name, task.data.get("reasoning_gym_config", {}))
-        score = scorer(answer=answer, entry=task.data["reasoning_gym_entry"])
+        answer, entry = tagged_answer(task.text), task.data["reasoning_gym_entry"]
+        score = self.reference(task.data)(answer=answer, entry=entry)
+        name = task.data["reasoning_gym_task"]
         return checked_number(score, source=f"reasoning_gym scorer {name!r}")
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Refuse a row of a task that has no scorer."""
-        self._scorer(data["reasoning_gym_task"], {})
-
-    def _scorer(self, name: str, config: Mapping[str, Any]) -> Callable[..., float]:
+    def reference(self, data: Mapping[str, Any]) -> Callable[..., float]:
         """Return the scorer of a task with its parameters, some of which scorers use."""
+        name, config = data["reasoning_gym_task"], data.get("reasoning_gym_config", {})
         key = f"{name} {sorted(config.items())}"
         if key not in self._scorers:
             self._scorers[key] = self._make_dataset(name, **config).score_answer
@@ -221,14 +218,16 @@ class FunctionReward(Reward):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._function = _import_function(name)
-
-    def grade(self, task: GradingTask) -> float:
-        """Call the function with lists of one."""
-        (outcome,) = self.grade_group([task])
-        if isinstance(outcome, GradingError):
-            raise outcome
-        return outcome
+        try:
+            self._function = pkgutil.resolve_name(name)
+        except ImportError as error:
+            raise ConfigError(
+                f"reward.name = {name!r}: its module cannot be imported ({error}); modules are "
+                "found in the working directory and on PYTHONPATH"
+            ) from error
+        if not callable(self._function):
+            kind = type(self._function).__name__
+            raise ConfigError(f"reward.name = {name!r}: it is of type {kind}, not a function")
 
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
         """Call the function once."""
@@ -269,7 +268,7 @@ def _number_or_error(reward: object, source: str) -> float | GradingError:
         return error
 
 
-_NAMED: dict[str, type[Reward]] = {
+_NAMED: dict[str, type[NamedReward]] = {
     "exact": ExactReward,
     "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
@@ -285,55 +284,17 @@ def required_columns(name: str) -> tuple[str, ...]:
 def reward_factory(name: str) -> Callable[[], Reward]:
     """Check the form of `name` and return the factory of its reward; import nothing yet.
 
-    Raises `ConfigError` for a name that is neither known nor `module:function`.
+    Raises `ConfigError` for a name that is neither known nor `module:function`; the factory raises
+    it for a missing extra, a missing module, and what is not a function.
     """
     if name in _NAMED:
         return _NAMED[name]
     module, colon, function = name.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         return lambda: FunctionReward(name)
+    near = difflib.get_close_matches(name, _NAMED, n=1)
+    hint = f", did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"reward.name = {name!r}: unknown{_nearest(name, _NAMED)}; "
-        f"known are {', '.join(_NAMED)}, and module:function with TRL's signature"
+        f"reward.name = {name!r}: unknown{hint}; known are {', '.join(_NAMED)}, "
+        "and module:function with TRL's signature"
     )
-
-
-def resolve_reward(name: str) -> Reward:
-    """Return the reward of a name, importing the packages that it needs.
-
-    Raises `ConfigError` for an unknown name, a missing extra, a module that cannot be imported, or
-    a function that is missing or not callable.
-    """
-    return reward_factory(name)()
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
-
-
-def _import_function(name: str) -> Callable[..., Any]:
-    module_name, _, function_name = name.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except (ImportError, SyntaxError) as error:
-        raise ConfigError(
-            f"reward.name = {name!r}: the module {module_name!r} does not import "
-            f"({type(error).__name__}: {error}); modules are found in the working directory "
-            f"and on PYTHONPATH"
-        ) from error
-    try:
-        function = operator.attrgetter(function_name)(module)
-    except AttributeError as error:
-        functions = [key for key, value in vars(module).items() if callable(value)]
-        raise ConfigError(
-            f"reward.name = {name!r}: the module {module_name!r} has no {function_name!r}"
-            f"{_nearest(function_name, functions)}"
-        ) from error
-    if not callable(function):
-        raise ConfigError(
-            f"reward.name = {name!r}: {function_name!r} is of type {type(function).__name__}, "
-            f"not a function"
-        )
-    return function
