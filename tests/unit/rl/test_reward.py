@@ -76,7 +76,7 @@ def module(tmp_path, monkeypatch):
         (r"-\dfrac{3}{4}", "-3/4"),
         (r"\boxed{-17}", "-17"),
         ("1 1/2", "1/2"),
-        ("3/0", "0"),
+        ("3/0", None),
         ("12/25/2024", "2024"),
         ("50%", "50"),
         ("5 km", "5"),
@@ -86,7 +86,7 @@ def module(tmp_path, monkeypatch):
         ("none", None),
         ("H2O", None),
         ("", None),
-        ("9" * 1001, None),
+        ("9" * 5000, None),
     ],
 )
 def test_the_last_number_of_a_text_has_an_exact_value(text, number):
