@@ -291,6 +291,8 @@ def f(**columns): os._exit(1)
 @pytest.mark.parametrize(
     ("source", "error", "why"),
     [
+        ("def g(): ...", ConfigError, r"reward\.name = 'bad_start:f'.* has no attribute 'f'"),
+        ("def f(:", ConfigError, r"reward\.name = 'bad_start:f'.*bad_start\.py.* line 1"),
         ("raise OSError('no licence')", ConfigError, r"reward\.name = 'bad_start:f'.*no licence"),
         ("import sys; sys.exit('bye')", ConfigError, "SystemExit: bye"),
         ("import os; os._exit(7)", GradingError, r"'bad_start:f'.* ended 3 times in a row"),

@@ -19,7 +19,6 @@ from longtail.rl.grading.answers import (
 from longtail.rl.grading.reward import (
     GradingTask,
     required_columns,
-    resolve_reward,
     reward_factory,
 )
 
@@ -97,7 +96,7 @@ def test_the_last_number_of_a_text_has_an_exact_value(text, number):
     ("text", "number"),
     [
         *(("$1,000", "1000"), (" 5 % ", "5"), ("-3/4", "-3/4"), ("1e-07", "1/10000000")),
-        *((text, None) for text in ("18 dollars", "3/0", "", "1,23", "x", "1 2", "9" * 1001)),
+        *((text, None) for text in ("18 dollars", "3/0", "", "1,23", "x", "1 2", "9" * 5000)),
     ],
 )
 def test_a_reference_is_one_number(text, number):
@@ -160,7 +159,7 @@ def test_the_last_box_is_balanced_and_a_tagged_answer_keeps_drawings():
 def named(name):
     if name == "math_verify":
         pytest.importorskip("math_verify")
-    return resolve_reward(name)
+    return reward_factory(name)()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_a_row_without_a_usable_reference_is_refused(name, answers):
 
 def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
     gym = pytest.importorskip("reasoning_gym")
-    reward = resolve_reward("reasoning_gym")
+    reward = reward_factory("reasoning_gym")()
     for name in ("chain_sum", "rearc"):  # rearc's scorer distinguishes tuples from lists
         entry = gym.create_dataset(name, size=1, seed=3)[0]
         data = {"reasoning_gym_task": name, "reasoning_gym_entry": entry}
@@ -249,7 +248,8 @@ def echo(prompts, completions, completion_ids, **columns):
 )
 def test_a_function_sees_lists_of_one_with_every_column(module, prompt, completion):
     name = module(ECHO, "echo")
-    assert resolve_reward(f"{name}:echo").grade(task("so 42", prompt=prompt, level=3)) == 0.25
+    asked = [task("so 42", prompt=prompt, level=3)]
+    assert reward_factory(f"{name}:echo")().grade_group(asked) == [0.25]
     columns = {"answer": ["42"], "level": [3]}
     assert sys.modules[name].calls == [([prompt], [completion], [[5, 1]], columns)]
 
@@ -272,9 +272,11 @@ def test_a_function_sees_lists_of_one_with_every_column(module, prompt, completi
 )
 def test_a_function_that_answers_nonsense_gives_no_reward(module, returned, complaint):
     name = module(f"def f(**columns): return {returned}", "nonsense")
-    with pytest.raises(GradingError) as caught:
-        resolve_reward("nonsense:f").grade(task("42"))
-    assert str(caught.value).startswith(f"reward '{name}:f' {complaint}")
+    try:
+        (error,) = reward_factory("nonsense:f")().grade_group([task("42")])
+    except GradingError as raised:  # for the whole group
+        error = raised
+    assert str(error).startswith(f"reward '{name}:f' {complaint}")
 
 
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.array(1.0)])
@@ -294,20 +296,20 @@ def test_an_unknown_reward_lists_the_known_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("source", "why"),
+    ("source", "error", "why"),
     [
-        (None, r"module 'broken' does not import.*working dir"),
-        ("import no_such_package", "the module 'broken' does not import .*no_such_package"),
-        ("def f(:", "does not import .*SyntaxError"),
-        ("def accuracy(**columns): ...", "has no 'acuracy', did you mean 'accuracy'"),
-        ("acuracy = 3", "'acuracy' is of type int, not a function"),
+        (None, ConfigError, r"No module named 'broken'.*working dir"),
+        ("import no_such_package", ConfigError, "its module cannot .*no_such_package"),
+        ("def f(:", SyntaxError, r"broken\.py, line 1"),
+        ("def accuracy(**columns): ...", ConfigError, "'acuracy', did you mean 'accuracy'"),
+        ("acuracy = 3", ConfigError, "it is of type int, not a function"),
     ],
 )
-def test_a_function_that_cannot_be_used_is_named(module, source, why):
+def test_a_function_that_cannot_be_used_is_named(module, source, error, why):
     if source is not None:
         module(source, "broken")
-    with pytest.raises(ConfigError, match=why):
-        resolve_reward("broken:acuracy")
+    with pytest.raises(error, match=why):
+        reward_factory("broken:acuracy")()
 
 
 @pytest.mark.parametrize(
@@ -315,8 +317,8 @@ def test_a_function_that_cannot_be_used_is_named(module, source, why):
 )
 def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, name, extra):
     monkeypatch.setitem(sys.modules, name, None)  # what import sees where it is not installed
-    with pytest.raises(ConfigError, match=rf"pip install 'longtail\[{extra}\]'"):
-        resolve_reward(name)
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]'"):
+        reward_factory(name)()
 
 
 def test_rewards_say_which_columns_they_need():

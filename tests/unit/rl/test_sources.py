@@ -5,7 +5,7 @@ import pytest
 
 from longtail.errors import ConfigError, DataError
 from longtail.rl.data.sources import EMBEDDED, HELDOUT, load_rows, source_label
-from longtail.rl.grading.reward import GradingTask, resolve_reward
+from longtail.rl.grading.reward import GradingTask, reward_factory
 
 pa = pytest.importorskip("pyarrow")
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -37,7 +37,7 @@ def test_jsonl_rows_come_in_order_and_blank_lines_do_not_count(tmp_path):
     ("text", "message"),
     [
         ('{"prompt": "x"}\n\n{"prompt": \n', "{path}:3: not valid JSON .* column 12"),
-        ('{"prompt": "x"}\n["prompt"]\n', "{path}:2: expected an object with columns, found list"),
+        ('{"prompt": "x"}\n["prompt"]\n', "{path}:2: expected an object, found list"),
         (b'{"prompt": "x"}\n{"prompt": "\xff"}\n', "{path}:2: not UTF-8"),
         ("\n\n", "holds no rows"),
         (None, "data.source = .*{path} does not exist"),
@@ -77,7 +77,7 @@ def test_a_damaged_file_is_one_sentence_that_names_the_source(tmp_path, datasets
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_a_directory_in_place_of_a_file_is_named(tmp_path, name):
     (tmp_path / name).mkdir()
-    with pytest.raises(DataError, match=rf"{name} is not a file"):
+    with pytest.raises(DataError, match=rf"{name} does not exist or is not a file"):
         load(tmp_path / name)
 
 
@@ -86,8 +86,8 @@ def test_errors_name_the_setting_that_asked(tmp_path):
         load_rows("none.jsonl", 1, 0, field="data.heldout")
 
 
-def test_an_unknown_kind_of_source_lists_the_known_ones_and_the_nearest():
-    with pytest.raises(DataError, match=r"did you mean 'running_sums'\?.*\.jsonl.*reasoning_gym"):
+def test_an_unknown_kind_of_source_lists_the_known_ones():
+    with pytest.raises(DataError, match=r"unknown.*\.jsonl.*reasoning_gym.*running_sums"):
         load("running_sms")
 
 
@@ -152,7 +152,7 @@ datasets:
     rows = load(f"reasoning_gym:{write(tmp_path / 'mix.yaml', mixture)}", size=40, seed=5)
     assert rows == load(f"reasoning_gym:{tmp_path / 'mix.yaml'}", size=40, seed=5)
     assert {row["reasoning_gym_task"] for row in rows} == {"spell_backward", "gcd"}
-    reward = resolve_reward("reasoning_gym")
+    reward = reward_factory("reasoning_gym")()
     for row in rows:
         right = GradingTask(prompt=row["prompt"], text=row["answer"], tokens=(), data=row)
         assert reward.grade(right) == 1.0
@@ -194,7 +194,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, tmp_path, source,
     write(tmp_path / "a.parquet", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)  # what import sees where it is not installed
-    with pytest.raises(ConfigError, match=rf"pip install 'longtail\[{extra}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]'"):
         load(source)
 
 

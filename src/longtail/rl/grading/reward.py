@@ -225,6 +225,9 @@ class FunctionReward(Reward):
                 f"reward.name = {name!r}: its module cannot be imported ({error}); modules are "
                 "found in the working directory and on PYTHONPATH"
             ) from error
+        except AttributeError as error:
+            hint = _nearest(str(error.name), dir(error.obj))
+            raise ConfigError(f"reward.name = {name!r}: {error}{hint}") from error
         if not callable(self._function):
             kind = type(self._function).__name__
             raise ConfigError(f"reward.name = {name!r}: it is of type {kind}, not a function")
@@ -292,9 +295,13 @@ def reward_factory(name: str) -> Callable[[], Reward]:
     module, colon, function = name.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         return lambda: FunctionReward(name)
-    near = difflib.get_close_matches(name, _NAMED, n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"reward.name = {name!r}: unknown{hint}; known are {', '.join(_NAMED)}, "
+        f"reward.name = {name!r}: unknown{_nearest(name, _NAMED)}; known are {', '.join(_NAMED)}, "
         "and module:function with TRL's signature"
     )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
