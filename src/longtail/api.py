@@ -20,7 +20,6 @@ import torch
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import (
     GrowingEngine,
-    GrowingLimits,
     completion_key,
     model_directory,
     open_engine,
@@ -75,7 +74,7 @@ class Engine:
         self._engines = GrowingEngine(
             lambda limits: open_engine(self._open(), limits, drafter),
             self.tokenizer.decode,
-            GrowingLimits(max_running),
+            max_running=max_running,
         )
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:

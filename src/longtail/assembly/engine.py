@@ -75,71 +75,58 @@ def open_speculation(
 
 
 @final
-class GrowingLimits:
-    """Limits of an engine that follow the largest requests so far.
+class GrowingEngine:
+    """An engine that is replaced by a larger one when requests do not fit it.
 
     The longest text is a multiple of `length_step` tokens, or all of the model's positions.
 
-    Example: GrowingLimits(64).grown(requests) is an `EngineLimits`, and then None
+    Example: GrowingEngine(make, tokenizer.decode, max_running=64).ready(requests)
     """
 
     def __init__(
         self,
-        max_running: int,
+        make: Callable[[EngineLimits], RolloutEngine],
+        decode: Decode,
         *,
+        max_running: int,
         length_step: int = 1,
         max_positions: int = MAX_INT32,
         reserved_bytes: int = 0,
     ) -> None:
+        self._make, self._decode = make, decode
         self._max_running, self._reserved_bytes = max_running, reserved_bytes
         self._length_step, self._max_positions = length_step, max_positions
         self._running = self._length = 0
+        self.present: RolloutEngine | None = None
+        """The engine in use; None before the first `ready`."""
 
-    def grown(self, requests: Sequence[Request]) -> EngineLimits | None:
-        """Return the limits of a larger engine; None if the present ones have room."""
+    def ready(self, requests: Sequence[Request]) -> RolloutEngine:
+        """Return an idle engine with room for the requests; `make` is called once."""
         lengths = [len(each.prompt_tokens) + each.sampling.max_tokens for each in requests]
         running, length = min(max(len(requests), 1), self._max_running), max(lengths, default=1)
-        if running <= self._running and length <= self._length:
-            return None
+        engine = self.present
+        if engine is not None and running <= self._running and length <= self._length:
+            return engine
         rounded = min(
             math.ceil(length / self._length_step) * self._length_step, self._max_positions
         )
         self._running = max(running, self._running)
         self._length = max(length, rounded, self._length)
-        return EngineLimits(
+        limits = EngineLimits(
             max_running=self._running,
             max_step_tokens=max(_STEP_TOKENS, self._max_running),
             max_len=self._length,
             reserved_bytes=self._reserved_bytes,
         )
-
-
-@final
-class GrowingEngine:
-    """An engine that is replaced by a larger one when requests do not fit it.
-
-    Example: GrowingEngine(make, tokenizer.decode, GrowingLimits(64)).ready(requests)
-    """
-
-    def __init__(
-        self, make: Callable[[EngineLimits], RolloutEngine], decode: Decode, limits: GrowingLimits
-    ) -> None:
-        self._make, self._decode, self._limits = make, decode, limits
-        self._engine: RolloutEngine | None = None
-
-    def ready(self, requests: Sequence[Request]) -> RolloutEngine:
-        """Return an idle engine with room for the requests; `make` is called once."""
-        limits, engine = self._limits.grown(requests), self._engine
         if engine is None:
-            assert limits is not None, "there is no engine yet"
-            self._engine = engine = self._make(limits)
-        elif limits is not None:
+            self.present = self._make(limits)
+        else:
             speculation, version = engine.speculation, engine.policy_version
             engine.speculate(None)
-            self._engine = engine = RolloutEngine(
+            self.present = RolloutEngine(
                 engine.model, self._decode, limits, policy_version=version, speculation=speculation
             )
-        return engine
+        return self.present
 
 
 def completion_key(seed: int, index: int) -> int:

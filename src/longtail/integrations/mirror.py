@@ -13,10 +13,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from longtail.assembly.engine import GrowingLimits
+from longtail.assembly.engine import GrowingEngine
 from longtail.drafter.eagle.weights import are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
 from longtail.errors import ConfigError, NonFiniteError
@@ -45,27 +46,30 @@ class MirroredPolicy:
         max_len: int,
         reserved_bytes: int = 0,
     ) -> None:
-        self.model, self._decode = model, decode
+        self.model = model
         self.max_len = min(max_len, model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-        self._limits = GrowingLimits(
-            max_running,
+
+        def make(limits: EngineLimits) -> RolloutEngine:
+            return RolloutEngine(model, decode, limits, policy_version=self.version)
+
+        self._engines = GrowingEngine(
+            make,
+            decode,
+            max_running=max_running,
             length_step=_LENGTH_STEP,
             max_positions=self.max_len,
             reserved_bytes=reserved_bytes,
         )
         self._rows = hf_rows(model)
-        self._engine: RolloutEngine | None = None
         self._speculation: Speculation | None = None
-        self._measured: Speculation | None = None
         self.version = 0
         """Number of pulls."""
 
     @property
-    def engine(self) -> RolloutEngine:
-        """The present engine; there is one after the first `ready`."""
-        assert self._engine is not None, "no request was made"
-        return self._engine
+    def engine(self) -> RolloutEngine | None:
+        """The present engine; None before the first `ready`."""
+        return self._engines.present
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """Return whether the copy equals these parameters; takes a few decoding steps."""
@@ -100,43 +104,25 @@ class MirroredPolicy:
         if missing:
             raise ConfigError(f"the model lacks {min(missing)}: it is another model")
         self.version += 1
-        if self._engine is not None:
+        if self.engine is not None:
             own = dict(self.model.named_parameters())  # copied above; the engine packs them
-            self._engine.pull(PolicyWeights(version=self.version, tensors=own))
+            self.engine.pull(PolicyWeights(version=self.version, tensors=own))
 
-    def speculate(
-        self, speculation: Speculation | None, measured: Speculation | None = None
-    ) -> None:
-        """Use a speculation from the next request on; None decodes plainly.
-
-        `measured`, by default the same, has all drafters that may join later; a new engine
-        measures their costs.
-        """
-        if speculation is self._speculation:
-            return
-        self._speculation, self._measured = speculation, measured or speculation
-        if self._engine is not None:
-            self._engine.speculate(speculation)
+    def speculate(self, speculation: Speculation | None) -> None:
+        """Use a speculation from the next request on; None decodes plainly."""
+        self._speculation = speculation
 
     def reset_estimates(self) -> None:
         """Estimate the gain of drafting anew, since a drafter was changed."""
-        if self._engine is not None:
-            self._engine.reset_estimates()
+        if self.engine is not None:
+            self.engine.reset_estimates()
 
     def ready(self, requests: Sequence[Request]) -> RolloutEngine:
-        """Return an idle engine with room for the requests; one that is too small is replaced."""
-        limits, engine = self._limits.grown(requests), self._engine
-        if limits is None:
-            assert engine is not None, "the first request needs room"
-            return engine
-        if engine is not None:
-            engine.speculate(None)
-        version = self.version
-        self._engine = RolloutEngine(self.model, self._decode, limits, policy_version=version)
-        self._engine.speculate(self._measured)
-        if self._speculation is not self._measured:
-            self._engine.speculate(self._speculation)
-        return self._engine
+        """Return an idle engine with room for the requests."""
+        engine = self._engines.ready(requests)
+        if engine.speculation is not self._speculation:
+            engine.speculate(self._speculation)
+        return engine
 
     def generate(
         self, requests: Sequence[Request], on_step: Callable[[StepReport], None]
@@ -146,5 +132,5 @@ class MirroredPolicy:
 
     def sleep(self) -> None:
         """Free the KV until the next request."""
-        if self._engine is not None:
-            self._engine.sleep()
+        if self.engine is not None:
+            self.engine.sleep()

@@ -10,7 +10,7 @@ work. The engine has weights of its own, and is kept as long as the model lives.
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast, final
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ from longtail.assembly.drafters import (
 from longtail.assembly.engine import completion_key, model_directory
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.report import RolloutMeter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, RequestError
 from longtail.integrations.generation_options import (
@@ -143,7 +144,7 @@ class _Writer:
         self._sequences[:, : self._width] = input_ids
         self._logprobs = torch.zeros(rows, longest)
         self._lengths = [0] * rows
-        self._num_drafted = self._num_accepted = self._num_verified = 0
+        self._meter = RolloutMeter()
 
     def run(self, engine: RolloutEngine) -> None:
         """Generate all rows; the engine is idle before and after."""
@@ -171,9 +172,7 @@ class _Writer:
         for request_id in ended:
             if engine.is_unfinished(request_id):
                 engine.abort(request_id)
-        self._num_drafted += sum(each.num_drafted for each in report.verified)
-        self._num_accepted += sum(each.num_accepted for each in report.verified)
-        self._num_verified += len(report.verified)
+        self._meter.add(report)
 
     def _append(self, row: int, token: int, logprob: float) -> bool:
         """Append a token to a row; return whether a criterion ends the row there."""
@@ -191,13 +190,13 @@ class _Writer:
         sequences = self._sequences[:, : self._width + longest].to(self._device)
         if not as_record:
             return sequences
-        verified = self._num_verified
+        report = self._meter.report()
         return LongtailOutput(
             sequences=cast(torch.LongTensor, sequences),
             logprobs=self._logprobs[:, :longest].to(self._device),
-            num_drafted=self._num_drafted,
-            num_accepted=self._num_accepted,
-            accept_length=1 + self._num_accepted / verified if verified else None,
+            num_drafted=report.num_drafted,
+            num_accepted=report.num_accepted,
+            accept_length=report.accept_length or None,
         )
 
 
@@ -213,7 +212,7 @@ class _Mirror:
         self._source = str(model.config.name_or_path)
         self._policy = MirroredPolicy(
             empty_model(config, first.dtype, first.device),
-            _no_text,
+            lambda tokens: "",  # transformers decodes them itself
             max_running=_MAX_RUNNING,
             max_len=config.max_positions,
         )
@@ -236,11 +235,10 @@ class _Mirror:
         weights = _weights(model)
         if not self._policy.holds(weights):
             self._policy.pull(weights.items())
-        engine = self._policy.ready(requests)
         if drafter != self._drafter:
             self._policy.speculate(self._speculation(drafter))
             self._drafter = drafter
-        return engine
+        return self._policy.ready(requests)
 
     def _speculation(self, drafter: str) -> Speculation | None:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
@@ -269,11 +267,6 @@ def _mirror(model: PreTrainedModel) -> _Mirror:
     return _MIRRORS[model]
 
 
-def _no_text(tokens: Sequence[int]) -> str:
-    """Return no text: transformers decodes the tokens itself."""
-    return ""
-
-
 def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return the model's parameters by name; refuse those that longtail cannot copy."""
     weights: dict[str, Tensor] = dict(model.named_parameters())
@@ -282,17 +275,11 @@ def _weights(model: PreTrainedModel) -> dict[str, Tensor]:
         raise ConfigError(
             f"the model has an adapter ({adapters[0]}): merge it first, with merge_and_unload()"
         )
-    for what, values in (
-        ("dtypes", _distinct(t.dtype for t in weights.values())),
-        ("devices", _distinct(t.device for t in weights.values())),
-    ):
+    for what in ("dtype", "device"):
+        values = sorted({str(getattr(tensor, what)) for tensor in weights.values()})
         if len(values) > 1:
             raise ConfigError(
-                f"the model's parameters have several {what} ({', '.join(values)}): load it with "
+                f"the model's parameters have several {what}s ({', '.join(values)}): load it with "
                 "one dtype onto one device"
             )
     return weights
-
-
-def _distinct(values: Iterable[object]) -> list[str]:
-    return sorted({str(value) for value in values})

@@ -30,10 +30,11 @@ def report(*, generated: int, drafted: int, accepted: int, verified: int) -> Rol
 
 
 def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
-    metrics = SessionMetrics(Ranks(0, 1, torch.device("cpu")))
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    metrics = SessionMetrics(ranks)
     assert metrics.drain() == {}
     for seconds in (2.0, 4.0):
-        metrics.add_rollout()
+        ranks.add("rollouts", 1.0)
         metrics.add(report(generated=30, drafted=20, accepted=6, verified=10), seconds)
     found = metrics.drain()
     assert found["timing_s/gen"] == pytest.approx(3.0)
@@ -46,8 +47,9 @@ def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
 
 
 def test_the_turns_of_a_batch_are_one_rollout() -> None:
-    metrics = SessionMetrics(Ranks(0, 1, torch.device("cpu")))
-    metrics.add_rollout()
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    metrics = SessionMetrics(ranks)
+    ranks.add("rollouts", 1.0)
     for _ in range(2):
         metrics.add(report(generated=5, drafted=0, accepted=0, verified=0), 1.0)
     found = metrics.drain()

@@ -9,7 +9,6 @@ environments work as they do with vLLM.
 
 import functools
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -22,43 +21,22 @@ from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl import host
 from longtail.integrations.trl.host import Ranks
-from longtail.integrations.trl.sampling import end_tokens
-from longtail.integrations.trl.session import RolloutCall, Session
-from longtail.integrations.trl.turns import Tokens
+from longtail.integrations.trl.sampling import LongtailGeneration, RolloutsCallback, end_tokens
+from longtail.integrations.trl.session import Session
+from longtail.integrations.trl.turns import Batch, Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.system.device import DTYPES, to_stderr
 from longtail.types import Completion, SamplingParams
 
-host.require_trl()
-
 _LEARNER_BYTES = 12
 """Bytes of a trained parameter: its gradient and AdamW's two moments, in float32."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSettings:
-    """Settings of `longtail_rollouts`."""
-
-    drafter: str = "auto"
-    train: Literal["idle", "never"] = "idle"
-    seed: int | None = None
-    dtype: str | None = None
-    max_running: int = 64
-    resume: str | None = None
-
-
-def longtail_rollouts(
-    drafter: str = "auto",
-    *,
-    train: Literal["idle", "never"] = "idle",
-    seed: int | None = None,
-    dtype: str | None = None,
-    max_running: int = 64,
-    resume: str | None = None,
-) -> "Rollouts":
-    """Return rollouts for one trainer.
+@final
+class Rollouts:
+    """Rollouts for one trainer, made inside this context; called `longtail_rollouts`.
 
     `drafter` is a name as for `--speculation.drafter`: "auto" begins a fresh one, which learns
     during the run, "none" decodes plainly; texts are the same. `train` "idle": it learns while this
@@ -68,46 +46,40 @@ def longtail_rollouts(
     trainer whose drafter is used, by default the one in its output directory that it resumes from.
     Raises ConfigError for other values.
     """
-    check_names(drafter, field="drafter")
-    if train not in ("idle", "never"):
-        raise ConfigError(f"train = {train!r}: give 'idle' or 'never'")
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"dtype = {dtype!r}: give one of {', '.join(DTYPES)}, or None")
-    if max_running < 1:
-        raise ConfigError(f"max_running = {max_running}: it must be at least 1")
-    if resume is not None and not Path(resume).is_dir():
-        raise ConfigError(f"resume = {resume!r}: no such directory; give a trainer's checkpoint")
-    return Rollouts(
-        RolloutSettings(
-            drafter=drafter,
-            train=train,
-            seed=seed,
-            dtype=dtype,
-            max_running=max_running,
-            resume=resume,
-        )
-    )
 
-
-@final
-class Rollouts:
-    """Rollouts for one trainer, made inside this context."""
-
-    def __init__(self, settings: RolloutSettings) -> None:
-        self._settings = settings
+    def __init__(
+        self,
+        drafter: str = "auto",
+        *,
+        train: Literal["idle", "never"] = "idle",
+        seed: int | None = None,
+        dtype: str | None = None,
+        max_running: int = 64,
+        resume: str | None = None,
+    ) -> None:
+        check_names(drafter, field="drafter")
+        if train not in ("idle", "never"):
+            raise ConfigError(f"train = {train!r}: give 'idle' or 'never'")
+        if dtype is not None and dtype not in DTYPES:
+            raise ConfigError(f"dtype = {dtype!r}: give one of {', '.join(DTYPES)}, or None")
+        if max_running < 1:
+            raise ConfigError(f"max_running = {max_running}: it must be at least 1")
+        if resume is not None and not Path(resume).is_dir():
+            raise ConfigError(
+                f"resume = {resume!r}: no such directory; give a trainer's checkpoint"
+            )
+        self._drafter, self._trains, self._seed = drafter, train == "idle", seed
+        self._dtype, self._max_running, self._resume = dtype, max_running, resume
         self._patch = ExitStack()
         self._session: Session | None = None
         self._args: Any = None
         self._state: Any = None
-        self._trainer: Any = None
         self._opened: Any = None
         """The `VLLMGeneration` that the session was opened for."""
         self._is_restored = False
 
     def __enter__(self) -> "Rollouts":
         """Replace TRL's class for vLLM, for the trainers that are made inside."""
-        from longtail.integrations.trl.sampling import LongtailGeneration
-
         make = functools.partial(LongtailGeneration, self)
         self._patch.enter_context(host.patched(make, self._before_log))
         return self
@@ -118,14 +90,13 @@ class Rollouts:
 
     def callback(self) -> Any:
         """Return the callback that the trainer needs, as in `callbacks=[rollouts.callback()]`."""
-        from longtail.integrations.trl.sampling import RolloutsCallback
-
         return RolloutsCallback(self)
 
     def _before_log(self, trainer: Any) -> None:
+        """Add the metrics of the last rollouts to the trainer's own."""
         if trainer.use_vllm and trainer.vllm_generation is self._opened:
-            self._trainer = trainer
-            self.add_metrics()
+            for name, value in self.session.drain_metrics().items():
+                trainer._metrics["train"][name].append(value)
 
     # ---- called by TRL's side
 
@@ -151,14 +122,14 @@ class Rollouts:
                 "callbacks: the rollouts' callback is missing; give the trainer "
                 "callbacks=[rollouts.callback()]"
             )
-        own, accelerator, self._opened = self._settings, settings.accelerator, settings
-        target = _open_target(settings, own.dtype)
+        accelerator, self._opened = settings.accelerator, settings
+        target = _open_target(settings, self._dtype)
         longest = settings.max_model_length or target.model.config.max_positions
         ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
         policy = MirroredPolicy(
             target.model,
             target.tokenizer.decode,
-            max_running=own.max_running,
+            max_running=self._max_running,
             max_len=longest,
             reserved_bytes=_learner_bytes(settings.model),
         )
@@ -166,8 +137,8 @@ class Rollouts:
             target,
             policy,
             ranks,
-            own.drafter,
-            trains=own.train == "idle",
+            self._drafter,
+            trains=self._trains,
             log=to_stderr if accelerator.is_main_process else lambda line: None,
         )
         return self._session
@@ -177,25 +148,17 @@ class Rollouts:
     ) -> list[Completion]:
         """Return one completion of each prompt, in their order."""
         self._restore()
-        seed, state = self._settings.seed, self._state
-        call = RolloutCall(
-            prompts=tuple(prompts),
-            params=params,
-            seed=self._args.seed if seed is None else seed,
+        state, session = self._state, self.session
+        batch = Batch(
+            seed=self._args.seed if self._seed is None else self._seed,
             step=state.global_step,
-            steps_left=max(state.max_steps - state.global_step, 0),
             is_training=is_training,
+            first=session.ranks.rank * len(prompts),
         )
-        device = self.session.target.model.device.type
+        steps_left = max(state.max_steps - state.global_step, 0)
+        device = session.target.model.device.type
         with torch.autocast(device, enabled=False):  # the engine has its own precision
-            return self.session.generate(call)
-
-    def add_metrics(self) -> None:
-        """Add the metrics of the last rollouts to the trainer's own."""
-        if self._trainer is None or self._session is None:
-            return
-        for name, value in self._session.drain_metrics().items():
-            self._trainer._metrics["train"][name].append(value)
+            return session.generate(prompts, params, batch, steps_left)
 
     # ---- the drafter
 
@@ -209,7 +172,7 @@ class Rollouts:
         if self._is_restored:
             return
         self._is_restored = True
-        step, given = self._state.global_step, self._settings.resume
+        step, given = self._state.global_step, self._resume
         if given is not None:
             if not self.session.restore(Path(given), 2**31):
                 raise ConfigError(f"resume = {given!r}: it holds no drafter of longtail")
@@ -227,7 +190,7 @@ class Rollouts:
         loaded, target = self.session.drafter(), self.session.target
         if loaded is None:
             raise ConfigError(
-                f"drafter = {self._settings.drafter!r}: it has no weights of its own to export"
+                f"drafter = {self._drafter!r}: it has no weights of its own to export"
             )
         out, model = Path(path), target.model
         export_drafter(out, loaded, model, target.tokenizer, model.dtype)
@@ -257,3 +220,6 @@ def _open_target(settings: Any, dtype: str | None) -> Target:
         precision = DTYPES[dtype]
     empty = empty_model(config, precision, accelerator.device)
     return Target(model=empty, tokenizer=tokenizer, directory=Path(name), name=name)
+
+
+longtail_rollouts = Rollouts

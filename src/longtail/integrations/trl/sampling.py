@@ -10,7 +10,6 @@ from transformers import ProcessorMixin, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.errors import ConfigError
-from longtail.integrations.trl import sampling
 from longtail.types import SamplingParams
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
@@ -112,10 +111,6 @@ class RolloutsCallback(TrainerCallback):
         """Take the state of a training that begins or goes on."""
         self._rollouts.follow(args, state)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Give the trainer the metrics of its rollouts, before it logs the step."""
-        self._rollouts.add_metrics()
-
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the drafter beside the trainer's checkpoint."""
         if state.is_world_process_zero:
@@ -137,8 +132,8 @@ class LongtailGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         """Open the engine; called at the end of the inherited constructor."""
-        sampling.refuse_unsupported(self)
-        sampling.sampling_params(self, ())  # refuses before any work
+        refuse_unsupported(self)
+        sampling_params(self, ())  # refuses before any work
         session = self._rollouts.open(self)
         # TRL's loop over tools reads the longest text here.
         longest = SimpleNamespace(max_model_len=session.policy.max_len)
@@ -153,8 +148,8 @@ class LongtailGeneration(VLLMGeneration):
         self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
     ) -> tuple[Any, Any, Any, Any]:
         """Return prompts, completions, and the logprob and id of each token."""
-        sampling.refuse_images(images)
-        params = sampling.sampling_params(self, sampling.end_tokens(self.model, self.tokenizer))
+        refuse_images(images)
+        params = sampling_params(self, end_tokens(self.model, self.tokenizer))
         with profiler or nullcontext():
             done = self._rollouts.generate(
                 [tuple(map(int, prompt)) for prompt in prompts],

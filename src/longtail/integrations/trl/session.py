@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -19,7 +19,7 @@ from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
 from longtail.integrations.trl.training import DrafterTraining
-from longtail.integrations.trl.turns import Batch, Tokens, Turn, Turns
+from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.system.device import compute_threads, rollout_threads
 from longtail.tuner.budget import BudgetTuner
@@ -27,24 +27,6 @@ from longtail.types import Completion, Request, SamplingParams
 
 FOLDER = "longtail"
 """Name of the drafter's folder in a checkpoint of the trainer."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutCall:
-    """One call of the generator by the trainer.
-
-    Example: RolloutCall(prompts=((3, 9), (3, 9)), params=SamplingParams(), seed=0, step=5,
-                         steps_left=95, is_training=True)
-    """
-
-    prompts: tuple[Tokens, ...]
-    params: SamplingParams
-    seed: int
-    step: int
-    """Number of the trainer's updates so far."""
-    steps_left: int
-    is_training: bool
-    """False in an evaluation, whose texts no drafter learns."""
 
 
 @final
@@ -64,7 +46,7 @@ class Session:
         trains: bool,
         log: Callable[[str], None],
     ) -> None:
-        self.target, self.policy, self._ranks = target, policy, ranks
+        self.target, self.policy, self.ranks = target, policy, ranks
         self._drafter, self._trains, self._log = drafter, trains, log
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
@@ -80,49 +62,32 @@ class Session:
             self._is_open = True
             self._open_drafters()
 
-    def generate(self, call: RolloutCall) -> list[Completion]:
-        """Return one completion of each prompt, in their order."""
+    def generate(
+        self, prompts: Sequence[Tokens], params: SamplingParams, batch: Batch, steps_left: int
+    ) -> list[Completion]:
+        """Return one completion of each prompt, in their order.
+
+        `steps_left` is the number of the trainer's updates to come. No drafter learns the texts of
+        an evaluation.
+        """
         assert self._is_open, "weights were pulled"
-        batch = Batch(
-            seed=call.seed,
-            step=call.step,
-            is_training=call.is_training,
-            first=self._ranks.rank * len(call.prompts),
-        )
-        turn = self._turns.begin(call.prompts, batch)
+        turn = self._turns.begin(prompts, batch)
+        training = self._training if batch.is_training else None
         self._has_tools = self._has_tools or not turn.is_first
-        if turn.is_first and call.is_training:
-            self._metrics.add_rollout()
-            if self._training is not None:
-                self._training.begin()
+        if turn.is_first and batch.is_training:
+            self.ranks.add("rollouts", 1.0)
+            if training is not None:
+                training.begin()
         requests = [
             Request(
                 request_id=each.request_id,
                 prompt_tokens=each.prompt,
                 noise_key=each.key,
-                sampling=self._fitting(call.params, len(each.prompt)),
+                sampling=self._fitting(params, len(each.prompt)),
                 group_id=each.group,
             )
             for each in turn.samples
         ]
-        completions = self._generate(requests, turn, call)
-        self._turns.end(turn, [each.tokens for each in completions])
-        self.policy.sleep()
-        return completions
-
-    def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """Return the parameters with no more tokens than the model has positions."""
-        room = self.policy.max_len - prompt_len
-        if room < 1:
-            raise ConfigError(
-                f"a prompt has {prompt_len} tokens, and the model has {self.policy.max_len} "
-                "positions (or vllm_max_model_length); shorten the prompts of the data set"
-            )
-        return params if room >= params.max_tokens else replace(params, max_tokens=room)
-
-    def _generate(
-        self, requests: Sequence[Request], turn: Turn, call: RolloutCall
-    ) -> list[Completion]:
         meter, log = RolloutMeter(), RolloutLog()
 
         def on_step(step: StepReport) -> None:
@@ -133,21 +98,35 @@ class Session:
         with compute_threads(self._threads):
             completions = self.policy.generate(requests, on_step)
         gen_s = time.perf_counter() - began
-        if call.is_training:
+        if batch.is_training:
             self._metrics.add(meter.report(), gen_s)
-        training = self._training
-        if training is None or not call.is_training:
-            return completions
-        training.add(requests, completions)
-        if not turn.is_first:
-            return completions
-        training.end_share()
-        if self._ranks.size > 1 and not self._has_tools:
-            self._metrics.add_waiting(training.train_waiting())
-        else:
-            costs = self.policy.engine.costs
-            training.train_share(gen_s, log.series(), costs, call.steps_left)
+        if training is not None:
+            training.add(requests, completions)
+            if turn.is_first:
+                self._train(training, gen_s, log, steps_left)
+        self._turns.end(turn, [each.tokens for each in completions])
+        self.policy.sleep()
         return completions
+
+    def _train(
+        self, training: DrafterTraining, gen_s: float, log: RolloutLog, steps_left: int
+    ) -> None:
+        training.end_share()
+        if self.ranks.size > 1 and not self._has_tools:
+            self.ranks.add("wait_s", training.train_waiting())
+        else:
+            assert self.policy.engine is not None, "it has generated"
+            training.train_share(gen_s, log.series(), self.policy.engine.costs, steps_left)
+
+    def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """Return the parameters with no more tokens than the model has positions."""
+        room = self.policy.max_len - prompt_len
+        if room < 1:
+            raise ConfigError(
+                f"a prompt has {prompt_len} tokens, and the model has {self.policy.max_len} "
+                "positions (or vllm_max_model_length); shorten the prompts of the data set"
+            )
+        return params if room >= params.max_tokens else replace(params, max_tokens=room)
 
     # ---- drafters
 
@@ -163,8 +142,7 @@ class Session:
             features=feature_store(spot, drafters),
         )
         is_fresh = FRESH in names
-        first = without_fresh(speculation, names) if is_fresh else speculation
-        self.policy.speculate(first, speculation)
+        self.policy.speculate(without_fresh(speculation, names) if is_fresh else speculation)
         loaded = open_trainable(names, self.target, self._log)
         self._initial = None if loaded is None else loaded.copied()
         drafting = make_drafting(
@@ -172,11 +150,11 @@ class Session:
             self.target,
             speculation,
             lambda: loaded,
-            seed=self._ranks.rank,  # or all would train the same replica
+            seed=self.ranks.rank,  # or all would train the same replica
             is_fresh=is_fresh,
         )
         if drafting is not None:
-            self._training = DrafterTraining(drafting, self._ranks, self.policy)
+            self._training = DrafterTraining(drafting, self.ranks, self.policy)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use, with its training; None without one that can be trained."""
@@ -229,15 +207,11 @@ _SUMS = (
 
 @final
 class SessionMetrics:
-    """Adds this process's counts to the sums of the job, and reads their rise."""
+    """Means over the rollouts of a job, from the rise of its sums."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._before = dict.fromkeys(_SUMS, 0.0)
-
-    def add_rollout(self) -> None:
-        """Count a batch of this process."""
-        self._ranks.add("rollouts", 1.0)
 
     def add(self, report: RolloutReport, gen_s: float) -> None:
         """Add a turn of the batch."""
@@ -246,10 +220,6 @@ class SessionMetrics:
         self._ranks.add("drafted", report.num_drafted)
         self._ranks.add("accepted", report.num_accepted)
         self._ranks.add("verified", report.num_verified)
-
-    def add_waiting(self, seconds: float) -> None:
-        """Add the time from this process's last text to the last one of all."""
-        self._ranks.add("wait_s", seconds)
 
     def drain(self) -> dict[str, float]:
         """Return the means of a rollout since the last call; empty without one."""

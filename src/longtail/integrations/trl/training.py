@@ -68,11 +68,6 @@ class DrafterTraining:
         """Expected accept length of the served drafter at its publication; None: unknown."""
         return self._publisher.accept_len
 
-    def prompts(self, count: int) -> list[tuple[int, ...]]:
-        """Return up to `count` recent prompts."""
-        texts = self._drafting.buffer.snapshots()
-        return list(dict.fromkeys(text.tokens[: text.prompt_len] for text in texts))[-count:]
-
     def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the initial shape with the weights in use."""
         load_parameters(drafter.layer, self._served.tensors)
@@ -186,8 +181,7 @@ class DrafterTraining:
         self._publisher.restore(weights, known)
         self._drafting.drafter.load_weights(weights.tensors)
         if not self._drafting.served.has_parameters_of(weights):  # a fresh one has learned
-            full = self._drafting.speculation
-            self._policy.speculate(full, full)
+            self._policy.speculate(self._drafting.speculation)
         self._policy.reset_estimates()
         self._served = weights
 
