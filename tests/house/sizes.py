@@ -20,7 +20,7 @@ BUDGETS = {
     "config": 1200,
     "drafter": 4650,
     "engine": 4020,
-    "integrations": 3350,
+    "integrations": 3070,
     "model": 5200,
     "programs": 1130,
     "rl": 4000,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import support.interpreted  # noqa: F401  (Triton's interpreter, or a skip)
-from longtail.integrations.vllm import guards, v2
+from longtail.integrations.vllm import v2
 from longtail.integrations.vllm.guards import VllmSettings
 from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Recall, Requests, Rows, rows
@@ -40,15 +40,12 @@ RECALLED = (
 def recalls() -> Iterator[list[Recall]]:
     """vLLM with the functions of the plugin; its draws and truncations of verified steps."""
     found = [Recall(getattr(import_module(module), name)) for module, name in RECALLED]
-    recalling = [
-        guards.Patch(owner=import_module(module), name=name, replacement=recall)
-        for (module, name), recall in zip(RECALLED, found, strict=True)
-    ]
-    undo = guards.replace(recalling)
-    restore = guards.replace(v2.patches(VllmSettings(), None))
-    yield found
-    restore()
-    undo()
+    with pytest.MonkeyPatch.context() as patch:
+        for (module, name), recall in zip(RECALLED, found, strict=True):
+            patch.setattr(import_module(module), name, recall)
+        for each in v2.patches(VllmSettings()):
+            patch.setattr(each.owner, each.name, each.replacement)
+        yield found
 
 
 def requests(count: int, seed: int) -> Requests:

@@ -161,7 +161,6 @@ def live(job: dict[str, Any]) -> Any:
         first = adopt_drafter(llm, job["eagle3"])
         found["after"] = texts(job, llm)
         found["refused"] = refused(lambda: adopt_drafter(llm, job["eagle1"]))
-        found["other_digest"] = refused(lambda: adopt_drafter(llm, job["eagle3"], digest="00"))
         found["still"] = texts(job, llm)
         second = adopt_drafter(llm, job["run"])
         found["of_run"] = texts(job, llm)

@@ -4,8 +4,8 @@ vLLM loads `plugin.register` in each of its processes (entry point group vllm.ge
 changes nothing unless an engine asks for it, by `additional_config={"longtail": {}}` or by the
 environment variable LONGTAIL_VLLM=coupled.
 
-    settings    the record of settings, strictly parsed
-    guards      what cannot be coupled; checks of signatures; replacing functions
+    guards      settings, strictly parsed; what cannot be coupled; checks of signatures
     plugin      entry point, hooks in the front end and in the workers, status
-    v1, v2      the functions that are replaced in each of vLLM's model runners
+    v1, v2      the functions that are replaced in each of vLLM's model runners; v1_cpu on a CPU
+    adopt       new weights for the drafter of a running engine, which `weights` reads
 """

@@ -21,14 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.guards import Patch, Signature, check, class_of, module_of
+from longtail.integrations.vllm.guards import Patch, check, class_of, module_of
 from longtail.integrations.vllm.weights import read_weights
 
 METHOD = "longtail_adopt_drafter"
 """Method that every worker has, for `collective_rpc`."""
-_BEGIN = Signature(first=("model",))
-_FINISH = Signature(first=("model", "model_config"))
-_GET = Signature(first=("self",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +48,7 @@ def patches() -> list[Patch]:
     """Return the new method of every worker; ConfigError if this vLLM cannot reload weights."""
     _reloading()
     worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
-    check(worker, "get_model", _GET)
+    check(worker, "get_model", "self")
     return [Patch(owner=worker, name=METHOD, replacement=adopt_in_worker)]
 
 
@@ -59,24 +56,22 @@ def _reloading() -> tuple[Callable[..., None], Callable[..., None]]:
     """Return vLLM's functions before and after weights are loaded into a packed model."""
     module = module_of("vllm.model_executor.model_loader.reload.layerwise")
     return (
-        check(module, "initialize_layerwise_reload", _BEGIN),
-        check(module, "finalize_layerwise_processing", _FINISH),
+        check(module, "initialize_layerwise_reload", "model"),
+        check(module, "finalize_layerwise_processing", "model model_config"),
     )
 
 
-def adopt_drafter(llm: Any, path: Path | str, *, digest: str | None = None) -> Adoption:
-    """Give a `vllm.LLM` new drafter weights, with this digest if one is given.
+def adopt_drafter(llm: Any, path: Path | str) -> Adoption:
+    """Give a `vllm.LLM` new drafter weights.
 
     Raises ConfigError, before anything is changed, if they do not fit the drafter of the engine.
     """
-    return adoption(llm.collective_rpc(METHOD, args=(str(path), digest)))
+    return adoption(llm.collective_rpc(METHOD, args=(str(path),)))
 
 
-async def adopt_drafter_async(
-    engine: Any, path: Path | str, *, digest: str | None = None
-) -> Adoption:
+async def adopt_drafter_async(engine: Any, path: Path | str) -> Adoption:
     """Give an `AsyncLLM` new drafter weights, as `adopt_drafter`."""
-    return adoption(await engine.collective_rpc(METHOD, args=(str(path), digest)))
+    return adoption(await engine.collective_rpc(METHOD, args=(str(path),)))
 
 
 def adoption(answers: list[Mapping[str, Any]]) -> Adoption:
@@ -88,7 +83,7 @@ def adoption(answers: list[Mapping[str, Any]]) -> Adoption:
 # ---- in the worker
 
 
-def adopt_in_worker(worker: Any, path: str, digest: str | None = None) -> dict[str, Any]:
+def adopt_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Read, check and load new weights; return an `Adoption` as a dictionary."""
     started = time.perf_counter()
     speculation = worker.vllm_config.speculative_config
@@ -98,25 +93,22 @@ def adopt_in_worker(worker: Any, path: str, digest: str | None = None) -> dict[s
             "this vLLM has no drafter whose weights could be replaced: start it with a "
             "speculative_config that names one"
         )
+    from vllm.config import set_current_vllm_config
+
     found = read_weights(
         Path(path),
         Path(speculation.draft_model_config.model),
         Path(worker.vllm_config.model_config.model),
-        digest or None,
     )
-    with _configured(worker.vllm_config):
+    with set_current_vllm_config(worker.vllm_config):
         load_in_place(
             model,
             speculation.draft_model_config,
             found.tensors,
             shared=worker.model_runner.get_model(),
         )
-    return {
-        "digest": found.digest,
-        "seconds": time.perf_counter() - started,
-        "version": found.version,
-        "source": found.source,
-    }
+    seconds = time.perf_counter() - started
+    return {"digest": found.digest, "seconds": seconds, "version": found.version, "source": path}
 
 
 def draft_model(runner: Any) -> Any:
@@ -165,11 +157,3 @@ def without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
     finally:
         for parent, name, child in taken:
             setattr(parent, name, child)
-
-
-@contextmanager
-def _configured(vllm_config: Any) -> Iterator[None]:
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(vllm_config):
-        yield

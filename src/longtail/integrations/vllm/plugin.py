@@ -19,18 +19,10 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import guards
-from longtail.integrations.vllm.guards import (
-    KEY,
-    VARIABLE,
-    VllmSettings,
-    requested,
-    speculation,
-)
+from longtail.integrations.vllm.guards import KEY, VARIABLE, VllmSettings, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
-RUNNERS = {"v1": "longtail.integrations.vllm.v1", "v2": "longtail.integrations.vllm.v2"}
-"""Module for each of vLLM's model runners; `patches(settings, config)` gives what it replaces."""
 _FRONT_END = "vllm.engine.arg_utils"
 _WORKER = "vllm.v1.worker.worker_base"
 _NOT_ACTIVE = (
@@ -89,8 +81,7 @@ def install(config: Any) -> Installed | None:
             "in a process of its own"
         )
     if settings is not None:
-        guards.refuse(config)
-        guards.without_draft_cache(config)
+        guards.admit(config)
         _Process.installed = present or _replace(settings, config)
     _Process.workers += 1
     return _Process.installed
@@ -98,9 +89,11 @@ def install(config: Any) -> Installed | None:
 
 def _replace(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
+    from longtail.integrations.vllm import adopt, v1, v2  # they need torch
+
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-    adopt = import_module("longtail.integrations.vllm.adopt")  # it needs torch
-    patches = [*import_module(RUNNERS[runner]).patches(settings, config), *adopt.patches()]
+    functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)
+    patches = [*functions, *adopt.patches()]
     guards.replace(patches)
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
     return Installed(
@@ -122,38 +115,9 @@ def require(engine: Any) -> list[dict[str, Any]]:
     return found
 
 
-def prepare(config: Any) -> None:
-    """Check a vllm_config in the front end and write the settings into it, for the workers."""
-    settings = requested(config.additional_config, os.environ)
-    if settings is None:
-        return
-    guards.refuse(config)
-    guards.without_draft_cache(config)
-    _hook_worker(asked=True)
-    if isinstance(config.additional_config, dict):
-        # A copy: the dictionary is the caller's, who may start another engine with it.
-        config.additional_config = {**config.additional_config, KEY: settings.as_dict()}
-
-
 def _status(_worker: Any) -> dict[str, Any] | None:
     """Return what is installed in a worker's process, in plain values; None if nothing is."""
     return None if _Process.installed is None else asdict(_Process.installed)
-
-
-def _attribute(module: str, name: str) -> Any:
-    """Return an attribute of a module of vLLM; None if it is absent."""
-    try:
-        return getattr(import_module(module), name, None)
-    except ImportError:
-        return None
-
-
-def _hook_worker(asked: bool) -> None:
-    """Wrap the constructor of vLLM's workers, and give them `longtail_status` for `require`."""
-    _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
-    worker = _attribute(_WORKER, "WorkerBase")
-    if worker is not None:
-        worker.longtail_status = _status
 
 
 def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked: bool) -> None:
@@ -162,7 +126,10 @@ def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked
     Where it is missing, ConfigError is raised if the plugin is asked for; otherwise it is logged,
     since the engine may not ask.
     """
-    owner = _attribute(module, name)
+    try:
+        owner = getattr(import_module(module), name, None)
+    except ImportError:
+        owner = None
     stock = owner and getattr(owner, method, None)
     if stock is None:
         problem = f"longtail: this vLLM has no {name}.{method} in {module}"
@@ -176,21 +143,35 @@ def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked
 
 
 def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """Check the vllm_config of the front end and write the settings into it, for the workers."""
+
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = requested(self.additional_config, os.environ) is not None
         if asked and self.speculative_config is None:
-            self.speculative_config = speculation(os.environ)
+            self.speculative_config = guards.speculation(os.environ)
         config = stock(self, *args, **kwargs)
-        prepare(config)
+        settings = requested(config.additional_config, os.environ)
+        if settings is None:
+            return config
+        guards.admit(config)
+        _hook_worker(asked=True)
+        if isinstance(config.additional_config, dict):
+            # A copy: the dictionary is the caller's, who may start another engine with it.
+            config.additional_config = {**config.additional_config, KEY: asdict(settings)}
         return config
 
     return create_engine_config
 
 
+def _hook_worker(asked: bool) -> None:
+    _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
+
+
 def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        type(self).longtail_status = _status
         stock(self, *args, **kwargs)
         install(self.vllm_config)
 

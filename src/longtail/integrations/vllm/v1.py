@@ -12,8 +12,7 @@ longtail's engine where both compute the same logits.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
@@ -28,7 +27,6 @@ from longtail.integrations.vllm import v1_cpu
 from longtail.integrations.vllm.guards import (
     TESTED,
     Patch,
-    Signature,
     VllmSettings,
     check,
     class_of,
@@ -36,24 +34,6 @@ from longtail.integrations.vllm.guards import (
 )
 from longtail.sampling import gumbel_noise
 
-_INIT = Signature(first=("self", "vllm_config", "device"))
-_SAMPLE = Signature(first=("self", "logits", "spec_decode_metadata"))
-_SAMPLER = Signature(first=("self", "logits", "generators", "k", "p"))
-_TRUNCATE = Signature(first=("logits", "k", "p"))
-_REJECTION = Signature(
-    first=(
-        "draft_token_ids", "num_draft_tokens", "max_spec_len", "cu_num_draft_tokens",
-        "draft_probs", "target_logits", "bonus_token_ids", "sampling_metadata",
-    ),
-    then=("synthetic_mode", "synthetic_conditional_rates", "use_fp64_gumbel"),
-)  # fmt: skip
-_FIRST_PASS = Signature(
-    first=(
-        "self", "target_token_ids", "next_token_ids", "target_positions", "target_hidden_states",
-        "token_indices_to_sample", "cad", "num_rejected_tokens_gpu",
-    )
-)  # fmt: skip
-_DRAFT = Signature(first=("self", "hidden_states", "sampling_metadata"))
 _READ = ("positions", "query_start_loc", "input_batch", "requests", "sampler", "device")
 """Attributes of a model runner that are read in every step."""
 
@@ -73,19 +53,31 @@ class StepNoise:
 _NOISE: ContextVar[StepNoise | None] = ContextVar("longtail_noise", default=None)
 
 
-def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
+def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
     runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     sampler = module_of("vllm.v1.sample.ops.topk_topp_sampler")
     row_sampler = class_of(sampler.__name__, "TopKTopPSampler")
-    check(row_sampler, "forward_native", _SAMPLER)
-    truncate = check(sampler, "apply_top_k_top_p", _TRUNCATE)
-    reject = check(rejection, "rejection_sample", _REJECTION)
-    init, sample = check(runner, "__init__", _INIT), check(runner, "_sample", _SAMPLE)
     proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
-    first_pass = check(proposer, "set_inputs_first_pass", _FIRST_PASS)
-    draft = check(proposer, "_sample_draft_tokens", _DRAFT)
+    check(row_sampler, "forward_native", "self logits generators k p")
+    truncate = check(sampler, "apply_top_k_top_p", "logits k p")
+    reject = check(
+        rejection,
+        "rejection_sample",
+        "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs "
+        "target_logits bonus_token_ids sampling_metadata",
+        then="synthetic_mode synthetic_conditional_rates use_fp64_gumbel",
+    )
+    init = check(runner, "__init__", "self vllm_config device")
+    sample = check(runner, "_sample", "self logits spec_decode_metadata")
+    first_pass = check(
+        proposer,
+        "set_inputs_first_pass",
+        "self target_token_ids next_token_ids target_positions target_hidden_states "
+        "token_indices_to_sample cad num_rejected_tokens_gpu",
+    )
+    draft = check(proposer, "_sample_draft_tokens", "self hidden_states sampling_metadata")
     found = [
         Patch(owner=runner, name="__init__", replacement=_construction(init)),
         Patch(owner=runner, name="_sample", replacement=_sampling(sample)),
@@ -126,19 +118,13 @@ def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
         noise = step_noise(self, spec_decode_metadata)
         if getattr(self, "drafter", None) is not None:
             self.drafter.longtail_keys = noise.keys
-        with _drawing(noise):
+        token = _NOISE.set(noise)
+        try:
             return stock(self, logits, spec_decode_metadata)
+        finally:
+            _NOISE.reset(token)
 
     return sample
-
-
-@contextmanager
-def _drawing(noise: StepNoise) -> Iterator[None]:
-    token = _NOISE.set(noise)
-    try:
-        yield
-    finally:
-        _NOISE.reset(token)
 
 
 def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:

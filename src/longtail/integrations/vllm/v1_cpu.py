@@ -17,19 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import (
-    Patch,
-    Signature,
-    VllmSettings,
-    check,
-    class_of,
-    module_of,
-)
+from longtail.integrations.vllm.guards import Patch, VllmSettings, check, class_of, module_of
 
 logger = logging.getLogger("vllm.plugins.longtail")
-_EXPAND = Signature(first=("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"))
-_CONSTRAIN = Signature(first=("logits", "cu_num_draft_tokens", "sampling_metadata"))
-_LOAD = Signature(first=("self",), then=("load_dummy_weights",))
 
 
 def patches(settings: VllmSettings) -> list[Patch]:
@@ -39,7 +29,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
     found = defects()
     if settings.block_rows is not None:
         runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-        load = check(runner, "load_model", _LOAD)
+        load = check(runner, "load_model", "self", then="load_dummy_weights")
         made = _loading_blocks(load, settings.block_rows)
         found.append(Patch(owner=runner, name="load_model", replacement=made))
     return found
@@ -48,17 +38,10 @@ def patches(settings: VllmSettings) -> list[Patch]:
 def defects() -> list[Patch]:
     """Return replacements of the two functions."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
-    check(rejection, "expand_batch_to_tokens", _EXPAND)
-    constrain = check(rejection, "apply_sampling_constraints", _CONSTRAIN)
-
-    def expand_batch_to_tokens(
-        x: Tensor,
-        cu_num_tokens: Tensor,
-        num_tokens: int,
-        replace_from: int = 0,
-        replace_to: int = 0,
-    ) -> Tensor:
-        return expand(x, cu_num_tokens, replace_from, replace_to)
+    expanded = "x cu_num_tokens num_tokens replace_from replace_to"
+    check(rejection, "expand_batch_to_tokens", expanded)
+    constrained = "logits cu_num_draft_tokens sampling_metadata"
+    constrain = check(rejection, "apply_sampling_constraints", constrained)
 
     @wraps(constrain)
     def apply_sampling_constraints(logits: Tensor, *rest: Any) -> Tensor:
@@ -68,18 +51,20 @@ def defects() -> list[Patch]:
     return [Patch(owner=rejection, name=each.__name__, replacement=each) for each in new]
 
 
+def expand_batch_to_tokens(
+    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat each value for its tokens, which end at `cu_num_tokens`; one value may be replaced.
+
+    Example: expand_batch_to_tokens(tensor([0.7, 0.0]), tensor([2, 3]), 3, 0, 1) is [0.7, 0.7, 1.0]
+    """
+    counts = cu_num_tokens.long().diff(prepend=cu_num_tokens.new_zeros(1).long())
+    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts).to(x.dtype)
+
+
 def is_cpu() -> bool:
     """Return whether vLLM runs on the CPU here."""
     return bool(module_of("vllm.platforms").current_platform.is_cpu())
-
-
-def expand(x: Tensor, ends: Tensor, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    """Repeat each value for its tokens, which end at `ends`; one value may be replaced.
-
-    Example: expand(tensor([0.7, 0.0]), tensor([2, 3]), 0, 1) is [0.7, 0.7, 1.0]
-    """
-    counts = ends.long().diff(prepend=ends.new_zeros(1).long())
-    return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts).to(x.dtype)
 
 
 def _loading_blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:

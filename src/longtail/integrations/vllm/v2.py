@@ -16,40 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, Signature, VllmSettings, check, module_of
+from longtail.integrations.vllm.guards import Patch, VllmSettings, check, module_of
 
 _GPU = "vllm.v1.worker.gpu"
-_REJECTION = Signature(
-    first=(
-        "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
-        "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed",
-        "num_speculative_steps", "synthetic_conditional_rates", "use_fp64",
-    ),
-    then=(
-        "use_block_verification", "contexts", "watermarking", "watermarking_skip_mask",
-        "watermark_key", "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k",
-    ),
-)  # fmt: skip
-_DRAFT = Signature(
-    first=(
-        "self", "hidden_states", "sample_src_positions", "idx_mapping",
-        "temperature", "seeds", "draft_step", "draft_logits",
-    ),
-    then=("spec_step_idx", "num_steps"),
-)  # fmt: skip
-_GUMBEL = Signature(
-    first=(
-        "logits", "expanded_idx_mapping", "temperature", "seed", "pos", "apply_temperature"
-    ),
-    then=(
-        "is_drafting", "logits_cache", "logits_cache_col", "logits_cache_source", "use_fp64",
-        "output_processed_logits", "output_processed_logits_col",
-    ),
-)  # fmt: skip
-_TRUNCATION = Signature(first=("logits", "k", "p"), then=("has_topp_only_rows",))
-_TRUNCATION_KERNEL = Signature(
-    first=("logits", "k", "p"), then=("mask_value", "has_topp_only_rows")
-)
 
 
 def match(
@@ -74,21 +43,30 @@ def match(
     return tokens, stands.sum(1).add(1).to(torch.int32)
 
 
-def patches(settings: VllmSettings, _config: Any) -> list[Patch]:
+def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
-    gumbel = module_of(f"{_GPU}.sample.gumbel")
     rejection = module_of(f"{_GPU}.spec_decode.rejection_sampler")
-    check(rejection, "rejection_sample", _REJECTION)
-    draw = _target_draw(check(gumbel, "gumbel_sample", _GUMBEL))
+    check(
+        rejection,
+        "rejection_sample",
+        "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping "
+        "expanded_idx_mapping expanded_local_pos temperature seed num_speculative_steps "
+        "synthetic_conditional_rates use_fp64",
+        then="use_block_verification contexts watermarking watermarking_skip_mask watermark_key "
+        "fly_window_size fly_entropy_threshold fly_entropy_top_k",
+    )
+    gumbel_sample = check(
+        module_of(f"{_GPU}.sample.gumbel"),
+        "gumbel_sample",
+        "logits expanded_idx_mapping temperature seed pos apply_temperature",
+        then="is_drafting logits_cache logits_cache_col logits_cache_source use_fp64 "
+        "output_processed_logits output_processed_logits_col",
+    )
+    draw = partial(gumbel_sample, is_drafting=False)  # the target's noise, for drafts, too
     found = [Patch(owner=rejection, name="rejection_sample", replacement=_verification(draw))]
     if settings.drafts == "coupled":
         found.append(_drafting(draw))
     return [*found, *_truncation(), *_without_fused_samplers()]
-
-
-def _target_draw(gumbel_sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return gumbel_sample with the target's noise, for drafts, too."""
-    return partial(gumbel_sample, is_drafting=False)
 
 
 def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -132,7 +110,13 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
     A draw's noise is keyed by the position before the token.
     """
     owner = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
-    check(owner, "sample_draft", _DRAFT)
+    check(
+        owner,
+        "sample_draft",
+        "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
+        "draft_logits",
+        then="spec_step_idx num_steps",
+    )
 
     def sample_draft(  # noqa: PLR0913  (vLLM's signature)
         self: Any,
@@ -171,7 +155,8 @@ def _truncation() -> list[Patch]:
     one of them only.
     """
     kernels = module_of("vllm.v1.sample.ops.topk_topp_triton")
-    kernel = check(kernels, "apply_top_k_top_p_triton", _TRUNCATION_KERNEL)
+    options = "mask_value has_topp_only_rows"
+    kernel = check(kernels, "apply_top_k_top_p_triton", "logits k p", then=options)
     few = getattr(kernels, "_SPLIT_MAX_BATCH", 0)  # rows up to which another kernel serves top-p
 
     def apply_top_k_top_p(
@@ -189,7 +174,7 @@ def _truncation() -> list[Patch]:
     found = []
     for name in ("states", "sampler"):
         module = module_of(f"{_GPU}.sample.{name}")
-        check(module, "apply_top_k_top_p", _TRUNCATION)
+        check(module, "apply_top_k_top_p", "logits k p", then="has_topp_only_rows")
         found.append(Patch(owner=module, name="apply_top_k_top_p", replacement=apply_top_k_top_p))
     return found
 
@@ -208,5 +193,5 @@ def _without_fused_samplers() -> list[Patch]:
     sampler = module_of(f"{_GPU}.sample.sampler")
     found = ("flashinfer_sampler_supported", "xpu_sampler_supported")
     for name in found:
-        check(sampler, name, Signature(first=()))
+        check(sampler, name, "")
     return [Patch(owner=sampler, name=name, replacement=lambda: False) for name in found]

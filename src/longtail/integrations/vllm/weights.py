@@ -4,8 +4,8 @@
     a drafter directory                 drafter.json and drafter.safetensors
     the drafter folder of a run         the newest step; or one step
 
-The tensors must have the names and shapes of the drafter that the engine started with. A digest of
-the caller, or that of config.json, must be that of the tensors.
+The tensors must have the names and shapes of the drafter that the engine started with. A digest in
+config.json must be theirs.
 """
 
 import sys
@@ -35,21 +35,17 @@ _OF_THE_TARGET = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
 class DraftWeights:
     """Tensors of a drafter, named as vLLM's loader reads them.
 
-    Example: DraftWeights(tensors={"fc.weight": ...}, digest="3fa9...", source="runs/a/drafter",
-                          version=4)
+    Example: DraftWeights(tensors={"fc.weight": ...}, digest="3fa9...", version=4)
     """
 
     tensors: Mapping[str, Tensor]
     digest: str
     """SHA-256 of the tensors as they were stored."""
-    source: str
     version: int | None = None
     """Version of the publisher of a run; None for other directories."""
 
 
-def read_weights(
-    path: Path, running: Path, target: Path, digest: str | None = None
-) -> DraftWeights:
+def read_weights(path: Path, running: Path, target: Path) -> DraftWeights:
     """Read new weights for the drafter in `running`, whose target is in `target`.
 
     Raises ConfigError, or NonFiniteError with a tensor's name, if they cannot be adopted.
@@ -62,10 +58,6 @@ def read_weights(
         raise ConfigError(
             f"drafter {path}: it holds no weights; give a directory of `longtail drafter export`, "
             "or the drafter folder of a run"
-        )
-    if digest is not None and found.digest != digest:
-        raise ConfigError(
-            f"drafter {path}: its digest is {found.digest}, not {digest}: copy it again"
         )
     _require_same_shapes(path, found.tensors, running)
     return found
@@ -81,7 +73,7 @@ def _of_engine(path: Path) -> DraftWeights:
         raise ConfigError(
             f"drafter {path}: its digest is {digest}, config.json says {written}: copy it again"
         )
-    return DraftWeights(tensors=tensors, digest=digest, source=str(path))
+    return DraftWeights(tensors=tensors, digest=digest)
 
 
 # ---- longtail's own files
@@ -95,9 +87,7 @@ def _of_longtail(path: Path, running: Path, target: Path) -> DraftWeights:
     tensors = layer_tensors(loaded.layer, loaded.layer.dtype)
     if loaded.layer.config.recipe == "eagle3":
         tensors |= _vocabulary(loaded, running, target)
-    return DraftWeights(
-        tensors=tensors, digest=tensors_digest(stored), source=str(path), version=version
-    )
+    return DraftWeights(tensors=tensors, digest=tensors_digest(stored), version=version)
 
 
 def _load(path: Path) -> tuple[LoadedDrafter, int | None]:

@@ -42,7 +42,7 @@ def test_match_equals_a_loop_over_requests():
 @pytest.mark.parametrize("version", PARAMETERS)
 def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, version):
     modules = release(monkeypatch, version)
-    for patch in v2.patches(VllmSettings(), None):
+    for patch in v2.patches(VllmSettings()):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     generator = torch.Generator().manual_seed(7)
     requests = 6
@@ -79,7 +79,7 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
 def test_drafts_still_feed_the_acceptance_estimate(monkeypatch):
     modules = release(monkeypatch, "0.33")
     owner = modules["speculator"].DraftModelSpeculator
-    for patch in v2.patches(VllmSettings(), None):
+    for patch in v2.patches(VllmSettings()):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     speculator = owner()
     speculator.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
@@ -100,7 +100,7 @@ def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
 
     monkeypatch.setattr(modules["topk_topp_triton"], "apply_top_k_top_p_triton", kernel)
     monkeypatch.setattr(modules["topk_topp_triton"], "_SPLIT_MAX_BATCH", 3, raising=False)
-    for patch in v2.patches(VllmSettings(), None):
+    for patch in v2.patches(VllmSettings()):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     truncate = modules["states"].apply_top_k_top_p
     logits = torch.randn(2, VOCAB)
@@ -114,6 +114,6 @@ def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
 
 def test_plain_steps_draw_by_keyed_noise_too(monkeypatch):
     modules = release(monkeypatch, "0.33")
-    for patch in v2.patches(VllmSettings(drafts="match"), None):
+    for patch in v2.patches(VllmSettings(drafts="match")):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     assert modules["sampler"].flashinfer_sampler_supported() is False

@@ -1,5 +1,7 @@
 """Settings of the vLLM plugin: strict, and asked for in one of two ways."""
 
+from dataclasses import asdict
+
 import pytest
 
 from longtail.errors import ConfigError
@@ -31,7 +33,7 @@ def test_additional_config_goes_before_the_variable_unless_that_says_off():
 
 def test_written_settings_are_read_back():
     settings = VllmSettings(drafts="match", block_rows=32)
-    assert parse_settings(settings.as_dict()) == settings
+    assert parse_settings(asdict(settings)) == settings
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import guards, v1, v1_cpu
+from longtail.integrations.vllm import v1, v1_cpu
 from longtail.integrations.vllm.guards import VllmSettings
 from longtail.integrations.vllm.v1 import draw, draw_drafts, request_key
 from longtail.sampling import gumbel_noise
@@ -20,9 +20,9 @@ PROMPT, LENGTH = 3, 12
 def vllm(monkeypatch):
     """Stand-ins of vLLM with the patches of coupled drafts."""
     stand_ins = vllm_v1.install(monkeypatch)
-    restore = guards.replace(v1.patches(VllmSettings(), None))
-    yield stand_ins
-    restore()
+    for patch in v1.patches(VllmSettings()):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    return stand_ins
 
 
 def logits_after(text):
@@ -170,7 +170,7 @@ def test_a_vllm_with_other_functions_is_refused(monkeypatch, name):
         if hasattr(owner, name):
             monkeypatch.setattr(owner, name, lambda self, tokens: None)
     with pytest.raises(ConfigError, match=f"{name} .*use vLLM"):
-        v1.patches(VllmSettings(), None)
+        v1.patches(VllmSettings())
 
 
 def test_a_runner_without_what_is_read_in_each_step_does_not_start(vllm):
@@ -186,7 +186,7 @@ def test_a_runner_without_what_is_read_in_each_step_does_not_start(vllm):
 
 def test_with_match_the_drafts_stay_vllms(monkeypatch):
     stand_ins = vllm_v1.install(monkeypatch)
-    replaced = {patch.name for patch in v1.patches(VllmSettings(drafts="match"), None)}
+    replaced = {patch.name for patch in v1.patches(VllmSettings(drafts="match"))}
     assert "rejection_sample" in replaced
     assert "_sample_draft_tokens" not in replaced
     assert stand_ins.proposer._sample_draft_tokens is not None
@@ -215,15 +215,13 @@ def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
 
 def test_block_rows_reach_every_linear_layer_when_the_model_is_loaded(monkeypatch, caplog):
     stand_ins = vllm_v1.install(monkeypatch)
-    restore = guards.replace(v1.patches(VllmSettings(block_rows=8), None))
-    try:
-        runner = stand_ins.runner(None, "cpu")
-        runner.load_model()
-        linear = runner.model[0]
-        x = torch.ones(3, 4)
-        expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
-        assert torch.allclose(linear.cpu_linear(x, linear.weight, linear.bias), expected)
-        assert linear.cpu_linear is not torch.nn.functional.linear
-        assert "1 linear layers compute blocks of 8 rows" in caplog.text
-    finally:
-        restore()
+    for patch in v1.patches(VllmSettings(block_rows=8)):
+        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    runner = stand_ins.runner(None, "cpu")
+    runner.load_model()
+    linear = runner.model[0]
+    x = torch.ones(3, 4)
+    expected = torch.nn.functional.linear(x, linear.weight, linear.bias)
+    assert torch.allclose(linear.cpu_linear(x, linear.weight, linear.bias), expected)
+    assert linear.cpu_linear is not torch.nn.functional.linear
+    assert "1 linear layers compute blocks of 8 rows" in caplog.text
