@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from longtail.cluster.timeline import Timeline
-from longtail.report import timeline_plot
-from longtail.report.timeline_plot import (
+from longtail.sampling import gumbel_noise, noise_key
+from longtail.view import timeline_plot
+from longtail.view.timeline_plot import (
     BLUE,
     GREY,
     INK,
@@ -26,7 +27,6 @@ from longtail.report.timeline_plot import (
     frame,
     write,
 )
-from longtail.sampling import gumbel_noise, noise_key
 
 CARDS = Path(__file__).resolve().parent
 IMAGES = CARDS.parent / "docs" / "img"

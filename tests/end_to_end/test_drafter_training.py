@@ -12,6 +12,7 @@ import pytest
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
 from longtail.assembly.drafters import drafter_directory
 from longtail.drafter.formats.checkpoint import load_drafter
+from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model
@@ -32,6 +33,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 def _train(workshop: Workshop, run: str, *more: str) -> Said:
+    eagle = ("--drafter.window=8", "--drafter.unroll_steps=3")
+    return _train_ridge(workshop, run, *eagle, *more)
+
+
+def _train_ridge(workshop: Workshop, run: str, *more: str) -> Said:
     return say(
         *("drafter", "train"),
         f"--target.path={workshop.model}",
@@ -39,8 +45,8 @@ def _train(workshop: Workshop, run: str, *more: str) -> Said:
         f"--run.dir={workshop.path / run}",
         *("--data.size=12", "--data.heldout_size=4", "--data.max_tokens=24", "--data.samples=2"),
         *("--target.dtype=float32", "--train.autocast=false"),
-        *("--drafter.window=8", "--drafter.unroll_steps=3", "--train.batch_tokens=100"),
         *(f"--train.steps={STEPS}", "--train.warmup_steps=1", "--run.checkpoint_every=2"),
+        "--train.batch_tokens=100",
         *("--run.threads=1", "--run.device=cpu", "--run.log_every=1", *more),
     )
 
@@ -252,3 +258,31 @@ def test_a_foreign_drafter_is_refused_before_the_target_writes_texts_for_it(
     assert field in said.err
     assert "Traceback" not in said.err
     assert not (workshop.path / field / "texts.jsonl").exists()
+
+
+def test_a_ridge_drafter_is_the_same_after_a_stop(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its training is a sum, which a stopped run continues; `drafter eval` measures it."""
+    options = ("--drafter.recipe=ridge", "--drafter.slots=3", "--drafter.draft_vocab_size=50")
+    step = RidgeTrainer.step
+
+    def terminated(trainer: RidgeTrainer, *batch: Any) -> Any:
+        if trainer.steps == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *batch)
+
+    assert _train_ridge(workshop, "ridge", *options).code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(RidgeTrainer, "step", terminated)
+        assert _train_ridge(workshop, "ridge-stopped", *options).code == 130
+    said = _train_ridge(workshop, "ridge-stopped", *options)
+    assert said.code == 0, said.err
+    assert "sums of a regression" in said.err
+    assert _outcome(workshop, "ridge-stopped") == _outcome(workshop, "ridge")
+    path = drafter_directory(workshop.path / "ridge")
+    measured = say(
+        *("drafter", "eval", str(path), f"--target={workshop.model}", "--threads=1"),
+        *(f"--prompts={workshop.prompts}", "--n=4", "--max-tokens=24"),
+    )
+    assert measured.code == 0, measured.err

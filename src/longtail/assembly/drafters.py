@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.architecture import make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter, recipe_for
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.history import HistoryDrafter
@@ -58,9 +59,9 @@ def open_drafter(
 
 def at_work(
     loaded: checkpoint.LoadedDrafter, target: Target, *, window: int | None = None
-) -> EagleDrafter:
+) -> Drafter:
     """Return a drafter with the loaded layer."""
-    return EagleDrafter(
+    return make_drafter(
         loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head, window=window
     )
 
@@ -125,10 +126,10 @@ def _unknown(name: str, field: str) -> ConfigError:
 def open_trainable(
     names: Sequence[str], target: Target, log: Callable[[str], None]
 ) -> checkpoint.LoadedDrafter | None:
-    """Read the weights of the first drafter that can be trained, in float32; None if none can."""
+    """Read the first drafter that gradients train, in float32; None if none can."""
     for name in names:
         loaded = read_drafter(name, target, log, torch.float32)
-        if loaded is not None:
+        if loaded is not None and isinstance(loaded.layer, EagleLayer):
             return loaded
     return None
 

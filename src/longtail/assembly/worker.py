@@ -139,7 +139,7 @@ def make_drafting(
         drafter=served[0],
         speculation=speculation,
         trainer=SpotTrainer(
-            loaded.layer,
+            loaded.eagle,
             target.model,
             settings,
             draft_ids=loaded.draft_ids,
@@ -148,7 +148,7 @@ def make_drafting(
         ),
         served=DrafterWeights(
             version=0,
-            tensors=copy_parameters(loaded.layer, renewable_ids),
+            tensors=copy_parameters(loaded.eagle, renewable_ids),
             num_tokens=loaded.training.tokens,
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),

@@ -21,7 +21,7 @@ from longtail.config.sections import (
 )
 from longtail.system.machine import MAX_INT32
 
-UNROLL_STEPS = {"eagle1": 2, "eagle3": 5}
+UNROLL_STEPS = {"eagle1": 2, "eagle3": 5, "ridge": 1}
 """Default number of trained depths of each recipe."""
 
 
@@ -36,11 +36,14 @@ class TargetSection(Section):
 
 
 class DrafterSection(Section):
-    """The drafter: one decoder layer on the target's features."""
+    """The drafter: a layer on the target's features."""
 
-    recipe: Literal["eagle1", "eagle3"] = "eagle3"
+    recipe: Literal["eagle1", "eagle3", "ridge"] = "eagle3"
     """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
-    last hidden state and learns to predict the next one, too."""
+    last hidden state and learns to predict the next one, too; `ridge` predicts the states of a
+    block of tokens by least squares, from one pass over the texts and without a step size."""
+    slots: Annotated[int, Field(ge=1, le=16)] = 6
+    """ridge: number of tokens of a block."""
     layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
     """eagle3: layers of the target whose input is read, in rising order; empty uses layer 2, the
     middle one, and the third from the end."""
@@ -153,8 +156,13 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     given = drafter.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
     if drafter.init is not None and given:
         yield f"drafter.{min(given)}: drafter.init brings its own; leave it out"
-    if drafter.recipe == "eagle1" and drafter.layers:
+    if drafter.recipe != "eagle3" and drafter.layers:
         yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
+    if drafter.recipe == "ridge":
+        for name in sorted(drafter.model_fields_set & {"window", "unroll_steps", "init"}):
+            yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
+    if drafter.recipe != "ridge" and "slots" in drafter.model_fields_set:
+        yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
     if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):
         yield (
             f"train.fit_tokens = {config.train.fit_tokens}: it is for a fresh drafter with "

@@ -17,6 +17,7 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
+from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.eagle.loss import DepthReport
@@ -28,6 +29,8 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
     save_drafter,
 )
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.engine.report import StepReport
@@ -54,7 +57,7 @@ class Components(steps.Components):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
-    trainer: DrafterTrainer
+    trainer: DrafterTrainer | RidgeTrainer
     batches: TextBatches
     corpus: Corpus
     target: TargetIdentity
@@ -141,11 +144,14 @@ class Components(steps.Components):
         """Return the line of a step, and that of its measurement."""
         lines = []
         if is_due:
-            lines.append(
-                f"{steps.step_label(self.steps, self.config.train.steps)}  "
+            by_gradient = (
                 f"loss {metrics['train/loss']:.4f}  "
                 f"expected accept length {metrics['train/accept_len']:.2f}  "
-                f"lr {metrics['train/learning_rate']:.2e}  "
+                f"lr {metrics['train/learning_rate']:.2e}"
+            )
+            lines.append(
+                f"{steps.step_label(self.steps, self.config.train.steps)}  "
+                f"{by_gradient if metrics['train/grad_norm'] else 'sums of a regression'}  "
                 f"{metrics['perf/tokens_per_s']:,.0f} tok/s"
             )
         return lines if self.depths is None else [*lines, f"held out: {_described(self.depths)}"]
@@ -222,6 +228,27 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
+    trainer: DrafterTrainer | RidgeTrainer
+    if isinstance(layer, RidgeLayer):
+        trainer = RidgeTrainer(layer, target, draft_ids=ids)
+    else:
+        trainer = _gradient_trainer(config, target, layer, ids, head)
+    return Components(
+        config=config,
+        trainer=trainer,
+        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        corpus=corpus,
+        target=identity(config.target.path, target, tokenizer),
+    )
+
+
+def _gradient_trainer(
+    config: DrafterTrainConfig,
+    target: Transformer,
+    layer: EagleLayer,
+    ids: torch.Tensor | None,
+    head: torch.Tensor | None,
+) -> DrafterTrainer:
     own = config.train
     settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
@@ -231,16 +258,10 @@ def assemble(
         autocast=own.autocast is True,
         fit_tokens=own.fit_tokens,
     )
-    return Components(
-        config=config,
-        trainer=DrafterTrainer(layer, target, settings, draft_ids=ids, head=head),
-        batches=TextBatches(corpus.training, own.batch_tokens, config.run.seed),
-        corpus=corpus,
-        target=identity(config.target.path, target, tokenizer),
-    )
+    return DrafterTrainer(layer, target, settings, draft_ids=ids, head=head)
 
 
-def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
+def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
     own, name = config.drafter, config.target.path
     if own.layers and own.layers[-1] >= shape.num_layers:
         raise ConfigError(
@@ -252,6 +273,8 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> EagleConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
+    if own.recipe == "ridge":
+        return RidgeConfig(target=shape, slots=own.slots, draft_vocab_size=own.draft_vocab_size)
     return EagleConfig(
         recipe=own.recipe,
         target=shape,
@@ -271,13 +294,15 @@ def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter
 
 def _fresh_layer(
     config: DrafterTrainConfig,
-    drafter: EagleConfig,
+    drafter: DraftConfig,
     target: Transformer,
     tokenizer: Tokenizer,
     corpus: Corpus,
-) -> tuple[EagleLayer, torch.Tensor | None]:
+) -> tuple[DraftLayer, torch.Tensor | None]:
     size = drafter.draft_vocab_size
     ids = commonest_tokens(corpus.training, size, tokenizer.eos_ids) if size else None
+    if isinstance(drafter, RidgeConfig):
+        return RidgeLayer(drafter).to(target.device, _working(target)), ids
     sample = pack_texts(corpus.training[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
     layer = fresh_drafter(drafter, target, sample, generator)
@@ -289,6 +314,6 @@ def _working(target: Transformer) -> torch.dtype:
     return torch.float64 if target.dtype == torch.float64 else torch.float32
 
 
-def _num_unrolled(config: DrafterTrainConfig, layer: EagleLayer) -> int:
+def _num_unrolled(config: DrafterTrainConfig, layer: DraftLayer) -> int:
     """Return the number of trained depths; a given drafter has its own recipe."""
     return config.drafter.unroll_steps or UNROLL_STEPS[layer.config.recipe]

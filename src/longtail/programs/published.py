@@ -29,7 +29,7 @@ def run_import(args: argparse.Namespace) -> int:
     model = open_model(args.target, directory, tokenizer).model
     loaded = load_published(path, args.target, model, tokenizer, layer_ids=args.layer_ids)
     loaded.save(out)
-    config = loaded.layer.config
+    config = loaded.eagle.config
     reads = f", reads the inputs of layers {list(config.layers)}" if config.layers else ""
     print(
         f"{config.recipe}{reads}; window {config.window or 'unbounded'}; draft vocabulary "
@@ -50,9 +50,9 @@ def run_export(args: argparse.Namespace) -> int:
     loaded = read_drafter(args.drafter, target, print, None)
     if loaded is None:
         raise ConfigError(f"{args.drafter}: it has no EAGLE layer to export")
-    dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.layer.dtype
+    dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.eagle.dtype
     loaded = export_drafter(Path(args.out), loaded, target.model, target.tokenizer, dtype)
-    recipe = loaded.layer.config.recipe
+    recipe = loaded.eagle.config.recipe
     options = {
         "method": "eagle" if recipe == "eagle1" else recipe,
         "model": args.out,

@@ -111,7 +111,7 @@ def load_run_drafter(
         return loaded
     tensors = kept.drafter()
     try:
-        load_parameters(loaded.layer, tensors)
+        load_parameters(loaded.eagle, tensors)
     except CheckpointError as error:
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"

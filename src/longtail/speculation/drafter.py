@@ -17,6 +17,7 @@ all requests, an added one gets `refresh`.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
@@ -109,9 +110,28 @@ class Noise(abc.ABC):
     ) -> Float[Tensor, "requests entries"]:
         """Return the noise of each request's nodes of `depth` (from 1); None: of all entries."""
 
+    def rows(self, rows: Sequence[int], device: torch.device) -> "Noise":
+        """Return the noise of some of the requests."""
+        return _NoiseRows(self, rows, device)
+
     def of(self, request: int, depth: int) -> Callable[[int], float]:
         """Return the noise of single entries, for a drafter that proposes few."""
         return entry_noise(self.keys[request], self.positions[request] + depth - 1)
+
+
+@final
+class _NoiseRows(Noise):
+    """Noise of some of the requests."""
+
+    def __init__(self, noise: Noise, rows: Sequence[int], device: torch.device) -> None:
+        super().__init__([noise.keys[row] for row in rows], [noise.positions[row] for row in rows])
+        self._noise, self._rows = noise, torch.tensor(rows, device=device)
+
+    def at_depth(
+        self, depth: int, entries: Int[Tensor, "entries"] | None = None
+    ) -> Float[Tensor, "requests entries"]:
+        """Select the requests' rows."""
+        return self._noise.at_depth(depth, entries)[self._rows]
 
 
 class Drafter(abc.ABC):

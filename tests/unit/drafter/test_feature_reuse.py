@@ -181,7 +181,8 @@ def test_the_target_computes_only_texts_that_were_not_kept() -> None:
 def test_a_window_has_the_states_of_its_whole_text() -> None:
     place = Workplace.at("eagle1")
     spot, buffer = place.spot("eagle1", reuses=True), buffer_of(*place.own)
-    reader = TargetReader(place.target, spot._trainer.layer, None)
+    layer = spot._trainer.layer
+    reader = TargetReader(place.target, layer.dtype, layer.config.taps, None)
     cut = set()
     for _ in range(30):
         for window in spot._looked_up(buffer.batch(80, max_len=20)):

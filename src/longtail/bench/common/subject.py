@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from longtail.assembly.drafters import Target, open_drafter, read_drafter
 from longtail.assembly.engine import model_directory, open_model
 from longtail.bench.common.timing import Log
-from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.architecture import make_drafter
 from longtail.drafter.history import HistoryDrafter
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.prompts import Encoder, make_prompts
@@ -76,6 +76,6 @@ def drafter_maker(name: str, target: Target, log: Log) -> Callable[[], Drafter]:
     loaded = read_drafter(name, target, log, target.model.dtype, field="--drafter")
     if loaded is None:
         return lambda: open_drafter(name, target, log)
-    return lambda: EagleDrafter(
+    return lambda: make_drafter(
         copy.deepcopy(loaded.layer), target.model, draft_ids=loaded.draft_ids, head=loaded.head
     )

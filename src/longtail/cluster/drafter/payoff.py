@@ -274,7 +274,7 @@ def probe(
         for request, done in zip(requests, completions, strict=True)
     ]
     reader = DrafterTrainer(
-        given.layer, model, TrainerSettings(), draft_ids=given.draft_ids, head=given.head
+        given.eagle, model, TrainerSettings(), draft_ids=given.draft_ids, head=given.head
     )
     depths = reader.evaluate(pack_texts(texts, limits.max_step_tokens), PROBED_DEPTHS)
     return Probe(

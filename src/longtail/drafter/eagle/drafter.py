@@ -193,7 +193,7 @@ class EagleDrafter(Drafter):
             return trees
         chosen = [requests[i] for i in ready]
         if noise is not None and len(ready) < len(requests):
-            noise = _NoiseRows(noise, ready, self._target.device)
+            noise = noise.rows(ready, self._target.device)
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
@@ -272,18 +272,3 @@ def _trees(chains: Chains) -> list[DraftTree]:
         )
         start = end
     return trees
-
-
-@final
-class _NoiseRows(Noise):
-    """Noise of some of the requests."""
-
-    def __init__(self, noise: Noise, rows: Sequence[int], device: torch.device) -> None:
-        super().__init__([noise.keys[row] for row in rows], [noise.positions[row] for row in rows])
-        self._noise, self._rows = noise, torch.tensor(rows, device=device)
-
-    def at_depth(
-        self, depth: int, entries: Int[Tensor, "entries"] | None = None
-    ) -> Float[Tensor, "requests entries"]:
-        """Select the requests' rows."""
-        return self._noise.at_depth(depth, entries)[self._rows]

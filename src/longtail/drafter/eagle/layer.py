@@ -21,6 +21,7 @@ The layer owns the parameters and the arithmetic that training and drafting shar
 embedding and head are arguments: they are never copied, saved or trained.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -35,6 +36,7 @@ from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
 from longtail.speculation.drafter import Taps
+from longtail.system.machine import MAX_INT32
 
 Recipe = Literal["eagle1", "eagle3"]
 
@@ -72,6 +74,14 @@ class EagleConfig:
     def taps(self) -> Taps:
         """Target states that the layer reads."""
         return Taps(final=True) if self.recipe == "eagle1" else Taps(layers=self.layers)
+
+    def ranges(self) -> dict[str, bool]:
+        """Return whether each field that is not the target's is in its range."""
+        return {
+            "layers": all(0 <= each < self.target.num_layers for each in self.layers),
+            "window": 0 <= self.window <= MAX_INT32,
+            "feature_scale": 0 < self.feature_scale < math.inf,
+        }
 
     @property
     def feature_size(self) -> int:

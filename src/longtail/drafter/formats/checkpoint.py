@@ -13,7 +13,6 @@ whether they must match.
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -28,7 +27,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, make_layer
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -85,7 +85,7 @@ class TrainingRecord:
 class LoadedDrafter:
     """Contents of a drafter directory."""
 
-    layer: EagleLayer
+    layer: DraftLayer
     draft_ids: Int[Tensor, "draft"] | None
     """Target tokens that the drafter can propose; None: all."""
     head: Float[Tensor, "draft hidden"] | None = None
@@ -93,9 +93,19 @@ class LoadedDrafter:
     trained_on: TargetIdentity
     training: TrainingRecord
 
+    @property
+    def eagle(self) -> EagleLayer:
+        """The layer; ConfigError if it is of another architecture."""
+        if not isinstance(self.layer, EagleLayer):
+            raise ConfigError(
+                f"a {self.layer.config.recipe} drafter of {self.trained_on.name}: only an EAGLE "
+                "drafter is exported, or trained while it drafts"
+            )
+        return self.layer
+
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""
-        layer = EagleLayer(self.layer.config).to(self.layer.device, self.layer.dtype)
+        layer = make_layer(self.layer.config).to(self.layer.device, self.layer.dtype)
         layer.load_state_dict(self.layer.state_dict())
         return replace(self, layer=layer)
 
@@ -104,7 +114,7 @@ class LoadedDrafter:
         save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
 
 
-_Described = tuple[EagleConfig, TargetIdentity, TrainingRecord]
+_Described = tuple[DraftConfig, TargetIdentity, TrainingRecord]
 """Content of drafter.json."""
 
 
@@ -136,7 +146,7 @@ def weights_digest(target: Transformer) -> str:
 
 def save_drafter(
     path: Path,
-    layer: EagleLayer,
+    layer: DraftLayer,
     draft_ids: Int[Tensor, "draft"] | None,
     trained_on: TargetIdentity,
     training: TrainingRecord,
@@ -211,7 +221,8 @@ def _describe(path: Path) -> _Described:
     described = _read(path)
     try:
         target = described["target"]
-        config = parse_as(EagleConfig, {**described, "target": target["shape"]})
+        kind = ARCHITECTURES[described["recipe"]].config
+        config = parse_as(kind, {**described, "target": target["shape"]})
         _require_ranges(config)
         record = parse_as(TrainingRecord, described["training"])
         return config, parse_as(TargetIdentity, target), record
@@ -224,19 +235,15 @@ def parse_as(kind: type[_T], value: Any) -> _T:
     return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
 
 
-def _require_ranges(config: EagleConfig) -> None:
-    for name, is_good in (
-        ("layers", all(0 <= each < config.target.num_layers for each in config.layers)),
-        ("window", 0 <= config.window <= MAX_INT32),
-        ("draft_vocab_size", 0 <= config.draft_vocab_size <= MAX_INT32),
-        ("feature_scale", 0 < config.feature_scale < math.inf),
-    ):
+def _require_ranges(config: DraftConfig) -> None:
+    own = {"draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32}
+    for name, is_good in (config.ranges() | own).items():
         if not is_good:
             raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
 
 
 def _load(
-    path: Path, config: EagleConfig, trained_on: TargetIdentity, training: TrainingRecord
+    path: Path, config: DraftConfig, trained_on: TargetIdentity, training: TrainingRecord
 ) -> LoadedDrafter:
     """Read the tensors of a description, as stored."""
     try:
@@ -329,7 +336,7 @@ def _require_target(
         )
 
 
-def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None) -> None:
+def _require_draft_ids(path: Path, config: DraftConfig, draft_ids: Tensor | None) -> None:
     found = 0 if draft_ids is None else len(draft_ids)
     inside = draft_ids is None or bool(
         ((draft_ids >= 0) & (draft_ids < config.target.vocab_size)).all()
@@ -342,10 +349,10 @@ def _require_draft_ids(path: Path, config: EagleConfig, draft_ids: Tensor | None
         )
 
 
-def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> EagleLayer:
+def _layer(path: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> DraftLayer:
     try:
         with torch.device("meta"):  # an untrusted shape: allocate only after the tensors match it
-            outline = EagleLayer(config)
+            outline = make_layer(config)
     except _MALFORMED as error:
         raise _malformed(path, error) from error
     expected = {name: tuple(p.shape) for name, p in outline.named_parameters()}
@@ -359,7 +366,7 @@ def _layer(path: Path, config: EagleConfig, tensors: Mapping[str, Tensor]) -> Ea
     broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
     if broken is not None:
         raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
-    layer = EagleLayer(config)
+    layer = make_layer(config)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             parameter.data = tensors[name].clone()

@@ -143,11 +143,11 @@ def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
 
     The layout of EAGLE-1 has no reduced vocabulary, so such a drafter gets the whole one.
     """
-    loaded.layer.fold()
-    loaded.layer.to(dtype)
-    config = loaded.layer.config
+    loaded.eagle.fold()
+    loaded.eagle.to(dtype)
+    config = loaded.eagle.config
     if config.recipe == "eagle1" and loaded.draft_ids is not None:
-        loaded.layer.config = replace(config, draft_vocab_size=0)
+        loaded.eagle.config = replace(config, draft_vocab_size=0)
         loaded = replace(loaded, draft_ids=None)
     head = None if loaded.head is None else loaded.head.to(dtype)
     return replace(loaded, head=head)
@@ -156,8 +156,8 @@ def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
 def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None:
     """Write config.json and the tensors of a drafter, in its dtype, into a new directory."""
     path.mkdir(parents=True)
-    config, dtype = loaded.layer.config, loaded.layer.dtype
-    tensors = to_tensors(loaded.layer, target, loaded.draft_ids, loaded.head, dtype)
+    config, dtype = loaded.eagle.config, loaded.eagle.dtype
+    tensors = to_tensors(loaded.eagle, target, loaded.draft_ids, loaded.head, dtype)
     content = to_config(config, dtype)
     content[SECTION] |= {"target": asdict(loaded.trained_on), "digest": tensors_digest(tensors)}
     write_tensors(tensors, path)

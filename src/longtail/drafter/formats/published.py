@@ -107,11 +107,11 @@ def export_drafter(
 def _are_equal(mine: LoadedDrafter, theirs: LoadedDrafter, target: Transformer) -> bool:
     """Return whether two drafters have equal shapes and, in the layout, equal tensors."""
     first, second = (
-        to_tensors(each.layer, target, each.draft_ids, each.head, mine.layer.dtype)
+        to_tensors(each.eagle, target, each.draft_ids, each.head, mine.eagle.dtype)
         for each in (mine, theirs)
     )
     return (
-        replace(theirs.layer.config, feature_scale=1.0) == mine.layer.config
+        replace(theirs.eagle.config, feature_scale=1.0) == mine.eagle.config
         and first.keys() == second.keys()
         and all(torch.equal(first[name], second[name]) for name in first)
     )

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
@@ -62,9 +61,11 @@ class Reading:
 class TargetReader:
     """Reads a target for a drafter of its shape, and never writes it."""
 
-    def __init__(self, target: Transformer, layer: EagleLayer, lookup: StateLookup | None) -> None:
-        self._target, self._dtype, self._lookup = target, layer.dtype, lookup
-        self._recipe, self._taps = layer.config.taps, training_taps(layer.config.taps)
+    def __init__(
+        self, target: Transformer, dtype: torch.dtype, taps: Taps, lookup: StateLookup | None
+    ) -> None:
+        self._target, self._dtype, self._lookup = target, dtype, lookup
+        self._recipe, self._taps = taps, training_taps(taps)
         self._kept: dict[tuple[int, ...], Tensor] | None = None
         """States of measured texts by their tokens, in `reading_once`."""
         self._stopped: Callable[[], bool] = _never
@@ -133,6 +134,11 @@ class TargetReader:
             rows.append(torch.cat((states.embeddings, states.features, after), -1)[pairs.trained])
             num_reused += int((states.reused & pairs.trained).sum())
         return torch.cat(rows), num_reused
+
+    @torch.no_grad()
+    def states(self, packed: PackedSequences) -> Float[Tensor, "tokens states"]:
+        """Return the states of all tokens; `packed` is on the target's device."""
+        return self._states(packed, self._looked_up(packed))
 
     def knows(self, batch: Sequence[PackedSequences]) -> bool:
         """Return whether no text of a batch has to be computed."""

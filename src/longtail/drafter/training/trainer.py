@@ -119,7 +119,7 @@ class DrafterTrainer:
         size = layer.config.draft_vocab_size
         assert size == (0 if draft_ids is None else len(draft_ids)), "one id for each draft token"
         self._layer, self._target, self._settings = layer, target, settings
-        self._reader = TargetReader(target, layer, lookup)
+        self._reader = TargetReader(target, layer.dtype, layer.config.taps, lookup)
         self.reading_once = self._reader.reading_once
         self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
         self._head = None if head is None else head.to(target.device)

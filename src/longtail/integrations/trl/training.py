@@ -70,7 +70,7 @@ class DrafterTraining:
 
     def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the initial shape with the weights in use."""
-        load_parameters(drafter.layer, self._served.tensors)
+        load_parameters(drafter.eagle, self._served.tensors)
         ids = self._served.tensors.get(DRAFT_IDS, drafter.draft_ids)
         return replace(
             drafter,

@@ -81,11 +81,11 @@ def _of_engine(path: Path) -> DraftWeights:
 
 def _of_longtail(path: Path, running: Path, target: Path) -> DraftWeights:
     loaded, version = _load(path)
-    stored = {name: parameter.detach() for name, parameter in loaded.layer.named_parameters()}
+    stored = {name: parameter.detach() for name, parameter in loaded.eagle.named_parameters()}
     if loaded.draft_ids is not None:
         stored[DRAFT_IDS] = loaded.draft_ids
-    tensors = layer_tensors(loaded.layer, loaded.layer.dtype)
-    if loaded.layer.config.recipe == "eagle3":
+    tensors = layer_tensors(loaded.eagle, loaded.eagle.dtype)
+    if loaded.eagle.config.recipe == "eagle3":
         tensors |= _vocabulary(loaded, running, target)
     return DraftWeights(tensors=tensors, digest=tensors_digest(stored), version=version)
 
@@ -104,7 +104,7 @@ def _load(path: Path) -> tuple[LoadedDrafter, int | None]:
         return loaded, 0
     tensors = state.drafter()
     try:
-        load_parameters(loaded.layer, tensors)
+        load_parameters(loaded.eagle, tensors)
     except CheckpointError as error:
         raise ConfigError(f"drafter {path}: {error}; give the folder of one run") from error
     ids = tensors.get(DRAFT_IDS, loaded.draft_ids)

@@ -1,0 +1,92 @@
+"""The ridge drafter's weights: linear maps from one state to the states of the next tokens.
+
+The pair (final state at token i, embedding of token i + 1), as in `drafter.eagle.layer`, gives the
+states of a whole block at once; each is then moved by the token that was drafted before it:
+
+    stream[k] = A[k] [state of i; embedding of i + 1] + b[k]            k = 1 .. slots, one product
+    state of i + k  ~  stream[k] + T[k] embedding of i + k              for k > 1
+
+The target's head reads a state and scores token i + k + 1. A block takes one pass where a chain of
+EAGLE takes one per token, and its weights are the least squares of `sums`.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longtail.model.kernels.linear import Linear, pack_layers
+from longtail.model.transformer import ModelConfig
+from longtail.speculation.drafter import Taps
+
+_MOST_SLOTS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RidgeConfig:
+    """Shape of a ridge drafter.
+
+    Example: RidgeConfig(target=config, slots=6, draft_vocab_size=512)
+    """
+
+    recipe: Literal["ridge"] = "ridge"
+    target: ModelConfig
+    slots: int = 6
+    """Tokens of a block."""
+    draft_vocab_size: int = 0
+    """Number of tokens that can be drafted; 0: all."""
+
+    @property
+    def taps(self) -> Taps:
+        """Target states that the layer reads."""
+        return Taps(final=True)
+
+    def ranges(self) -> dict[str, bool]:
+        """Return whether each field that is not the target's is in its range."""
+        return {"slots": 1 <= self.slots <= _MOST_SLOTS}
+
+
+class RidgeLayer(nn.Module):
+    """The linear maps; the target's embedding and head are arguments and never copied."""
+
+    def __init__(self, config: RidgeConfig) -> None:
+        super().__init__()
+        hidden = config.target.hidden_size
+        self.config = config
+        self.streams = Linear(2 * hidden, config.slots * hidden, bias=True)
+        moves = (Linear(hidden, hidden) for _ in range(config.slots - 1))
+        self.transitions = nn.ModuleList(moves)
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.streams.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.streams.weight.device
+
+    def pack(self) -> None:
+        """Pack all weights for inference."""
+        pack_layers(self)
+
+    def block(
+        self, features: Float[Tensor, "pairs hidden"], embeddings: Float[Tensor, "pairs hidden"]
+    ) -> Float[Tensor, "pairs slots hidden"]:
+        """Return the streams of each pair's block."""
+        streams = self.streams(torch.cat((features, embeddings), 1))
+        return streams.view(len(features), self.config.slots, -1)
+
+    def move(
+        self,
+        stream: Float[Tensor, "nodes hidden"],
+        slot: int,
+        embeddings: Float[Tensor, "nodes hidden"],
+    ) -> Float[Tensor, "nodes hidden"]:
+        """Return the states at `slot` (from 1), given the embeddings of the tokens before it."""
+        return stream if slot == 1 else stream + self.transitions[slot - 2](embeddings)

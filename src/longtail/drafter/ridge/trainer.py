@@ -1,0 +1,111 @@
+"""Training of a ridge drafter: a step adds the sums of a batch; the weights follow from them."""
+
+from collections.abc import Mapping, Sequence
+from typing import final
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
+from longtail.drafter.eagle.unroll import Pairs
+from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.ridge.sums import RidgeSums, block_rows
+from longtail.drafter.training.reader import TargetReader
+from longtail.drafter.training.trainer import TrainerReport
+from longtail.errors import DataError
+from longtail.model.transformer import Transformer
+from longtail.rl.packing import moved
+from longtail.types import PackedSequences
+
+
+@final
+class RidgeTrainer:
+    """Collects sums over texts; never writes the target. `layer` has the weights of all so far."""
+
+    head = None
+    """A ridge drafter has the target's head."""
+
+    def __init__(
+        self,
+        layer: RidgeLayer,
+        target: Transformer,
+        *,
+        draft_ids: Int[Tensor, "draft"] | None = None,
+    ) -> None:
+        self._layer, self._target, self.draft_ids = layer, target, draft_ids
+        self._reader = TargetReader(target, layer.dtype, layer.config.taps, None)
+        self._sums = RidgeSums(layer.config, target.device)
+        self.steps, self._num_solved = 0, 0
+
+    @property
+    def layer(self) -> RidgeLayer:
+        """The drafter, with the weights that follow from the sums."""
+        if self._num_solved != self._sums.num_rows:
+            self._layer.load_state_dict(self._sums.solve())
+            self._num_solved = self._sums.num_rows
+        return self._layer
+
+    @torch.no_grad()
+    def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
+        """Add the sums of a batch; DataError if it has no token to learn."""
+        before = self._sums.num_rows
+        for packed in batch:
+            here = moved(packed, self._target.device)
+            pairs = Pairs.of(here)
+            begins = pairs.rows[pairs.trained]
+            states = self._reader.states(here)
+            ends = torch.tensor(here.cu_seqlens[1:], device=begins.device)
+            lasts = ends[here.sequence[begins]] - 1
+            embeddings = self._target.embedding(here.tokens).to(states)
+            self._sums.add(block_rows(states, embeddings, begins, lasts, self._layer.config.slots))
+        if self._sums.num_rows == before:
+            raise DataError("no text of the batch can be drafted: give longer texts")
+        self.steps += 1
+        return TrainerReport(
+            loss=0.0,
+            depths=DepthReport(agreement=(), overlap=(), cross_entropy=()),
+            grad_norm=0.0,
+            learning_rate=0.0,
+            num_tokens=sum(packed.num_tokens for packed in batch),
+            num_trained=self._sums.num_rows - before,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, batch: Sequence[PackedSequences], num_depths: int) -> DepthReport:
+        """Measure on texts: each slot, given the tokens before it in the text."""
+        layer, num_depths = self.layer, min(num_depths, self._layer.config.slots)
+        counts, scores = [0] * num_depths, torch.zeros(3, num_depths, dtype=torch.float64)
+        for packed in batch:
+            here = moved(packed, self._target.device)
+            pairs = Pairs.of(here)
+            states = self._reader.read(here, pairs)
+            block = layer.block(states.features, states.embeddings)
+            rows = pairs.trained.nonzero()[:, 0]
+            scored = torch.stack(
+                [
+                    layer.move(block[(rows - k).clamp(min=0), k], k + 1, states.embeddings[rows])
+                    for k in range(num_depths)
+                ]
+            )
+            teacher = Teacher(
+                hidden=states.after[rows],
+                head=self._target.head.weight.detach(),
+                draft_ids=self.draft_ids,
+            )
+            exist = torch.stack([pairs.exist(k)[rows] for k in range(num_depths)])
+            found = score_rows(scored, teacher)
+            own = torch.stack((found.agreement, found.overlap, found.cross_entropy))
+            scores += (own * exist).sum(-1, dtype=torch.float64).cpu()
+            counts = [a + int(b) for a, b in zip(counts, exist.sum(1), strict=True)]
+        reached = counts.index(0) if 0 in counts else num_depths
+        return DepthReport.of(scores[:, :reached], counts[:reached])
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sums."""
+        return {**self._sums.tensors, "num_rows": torch.tensor(self._sums.num_rows)}
+
+    def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the sums after `steps` steps; CheckpointError if of another drafter."""
+        self._sums.restore(int(tensors["num_rows"]), tensors)
+        self.steps = steps
