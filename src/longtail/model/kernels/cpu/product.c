@@ -152,7 +152,7 @@ typedef struct {
  * W it waits for memory; the processor then reads ahead by itself, and prefetches slow it down, by
  * 1.2 to 1.45 on Zen 4. */
 #define LT_REGISTER_BYTES(K) (LT_LANES * STEP_##K * (int64_t)sizeof(T_##K))
-#define LT_AHEAD(K, rows) ((rows) * 64 / LT_REGISTER_BYTES(K) <= 6 ? 0 : LT_AHEAD_BYTES)
+#define LT_SOON(K, rows) ((rows) * 64 / LT_REGISTER_BYTES(K) <= 6 ? 0 : LT_AHEAD_BYTES)
 
 /* What one of `parts` tiles over a block of W prefetches: its share of the next block; if it is alone,
  * what it reads soon. */
@@ -196,7 +196,7 @@ LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, in
           float (*to)[LT_PANEL] = (float (*)[LT_PANEL])(sums[r] + first);                         \
           const int64_t part = (p * LT_PANEL + first) / wide;                                     \
           const lt_coming coming =                                                                \
-              lt_share(w, bytes, steps, parts, part, LT_AHEAD(K, here));                          \
+              lt_share(w, bytes, steps, parts, part, LT_SOON(K, here));                          \
           switch (here) { LT_SHAPES(LT_TILE_CASE, K) }                                            \
         }                                                                                         \
       }                                                                                           \
