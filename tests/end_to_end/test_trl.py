@@ -238,7 +238,7 @@ def toy_with_tools(place: Path) -> None:
 def test_an_example_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     toy_with_tools(tmp_path / "toy")
-    run["main"](str(tmp_path / "out"), str(tmp_path / "toy"), steps=2)
+    run["main"](str(tmp_path / "out"), str(tmp_path / "toy"), steps=1)
     printed = capsys.readouterr().out
     assert "timing_s/gen" in printed
     if name == "trl_tools":
