@@ -88,7 +88,7 @@ def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
     ) -> tuple[Tensor, Tensor]:
         """Draw each row as plain decoding would and keep drafts while they match (vLLM calls it).
 
-        `target_logits` have temperature and truncation applied. Features are off: `guards.refuse`.
+        `target_logits` have temperature and truncation applied. Features are off: `guards.admit`.
         """
         drawn = draw(
             target_logits,
