@@ -49,46 +49,35 @@ def _resolve(model: type[BaseModel], text: bytes, words: list[str]) -> None:
         assert files.resolve(model, path, []) == config
 
 
-@pytest.mark.slow
-@given(
-    models,
-    st.binary(max_size=60)
-    | st.text(max_size=60).map(str.encode)
-    | st.tuples(st.sampled_from(["[", "{a=", "9", "a."]), st.integers(1, 20_000)).map(
-        lambda drawn: f"[run]\nsteps = {drawn[0] * drawn[1]}".encode()
-    ),
+bytes_ = st.binary(max_size=60) | st.text(max_size=60).map(str.encode)
+deep = st.tuples(st.sampled_from(["[", "{a=", "9", "a."]), st.integers(1, 20_000)).map(
+    lambda drawn: f"[run]\nsteps = {drawn[0] * drawn[1]}".encode()
 )
-def test_any_bytes_are_a_run_file_or_refused(model: type[BaseModel], text: bytes) -> None:
-    _resolve(model, text, [])
-
-
-@pytest.mark.slow
-@given(models, st.dictionaries(names | st.text(max_size=9), values, min_size=1, max_size=4))
-def test_any_value_of_any_field_is_accepted_or_refused(
-    model: type[BaseModel], fields: dict[str, Any]
-) -> None:
-    table: dict[str, Any] = {}
-    for name, value in fields.items():
-        section, _, key = name.partition(".")
-        table.setdefault(section, {})[key] = value
-    try:
-        text = tomli_w.dumps(table).encode()
-    except (TypeError, ValueError, AttributeError):  # TOML cannot say it
-        return
-    _resolve(model, text, [])
-
-
 options = st.tuples(
     names | st.text(max_size=9),
     scalars.map(str) | values.map(lambda value: json.dumps(value, default=str)),
 ).map(lambda pair: f"--{pair[0]}={pair[1]}")
 
 
+@st.composite
+def tables(draw: st.DrawFn) -> bytes:
+    """Values of any fields, as far as TOML can say them."""
+    table: dict[str, Any] = {}
+    for name, value in draw(st.dictionaries(names | st.text(max_size=9), values)).items():
+        section, _, key = name.partition(".")
+        table.setdefault(section, {})[key] = value
+    try:
+        return tomli_w.dumps(table).encode()
+    except (TypeError, ValueError, AttributeError):
+        return b""
+
+
 @pytest.mark.slow
-@given(models, st.lists(options | st.text(max_size=9), max_size=4))
-def test_any_options_are_a_configuration_or_refused(
-    model: type[BaseModel], words: list[str]
+@given(models, bytes_ | deep | tables(), st.lists(options | st.text(max_size=9), max_size=4))
+def test_any_file_and_options_are_a_configuration_or_refused(
+    model: type[BaseModel], text: bytes, words: list[str]
 ) -> None:
+    _resolve(model, text, [])
     with contextlib.suppress(SystemExit):  # of -h
         _resolve(model, b"", words)
 

@@ -45,18 +45,6 @@ def _left_behind(folder: str, names: list[str]) -> list[str]:
     return [*hidden, *(name for name in names if name in LEFT_BEHIND)]
 
 
-@pytest.fixture(scope="module")
-def wheel(dist: Path) -> Path:
-    (found,) = dist.glob("*.whl")
-    return found
-
-
-@pytest.fixture(scope="module")
-def sdist(dist: Path) -> Path:
-    (found,) = dist.glob("*.tar.gz")
-    return found
-
-
 def files_under(folder: Path) -> Iterator[str]:
     """Paths, relative to the checkout, of the files of a folder, without what Python caches."""
     for path in folder.rglob("*"):
@@ -65,20 +53,17 @@ def files_under(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    package = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
-    assert package == {path.removeprefix("src/") for path in files_under(PACKAGE)}
-    assert {"longtail/py.typed", "longtail/model/kernels/cpu/kernels.c"} <= package
-
-
-@pytest.mark.slow
-def test_the_wheel_has_version_licence_and_commands(wheel: Path) -> None:
+def test_the_wheel_holds_the_package_with_version_licence_and_commands(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
     info = f"longtail-{longtail.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
         metadata = archive.read(f"{info}/METADATA").decode()
         commands = archive.read(f"{info}/entry_points.txt").decode()
         licence = archive.read(f"{info}/licenses/LICENSE").decode()
+    package = {name for name in names if not name.partition("/")[0].endswith(".dist-info")}
+    assert package == {path.removeprefix("src/") for path in files_under(PACKAGE)}
+    assert {"longtail/py.typed", "longtail/model/kernels/cpu/kernels.c"} <= package
     assert f"\nVersion: {longtail.__version__}\n" in metadata
     assert "\nProject-URL: " in metadata
     assert "longtail = longtail.cli.main:main" in commands
@@ -87,7 +72,8 @@ def test_the_wheel_has_version_licence_and_commands(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_source_distribution_holds_what_its_tests_read(sdist: Path) -> None:
+def test_the_source_distribution_holds_what_its_tests_read(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("src/longtail", "tests", "docs", "examples", "benchmarks"):

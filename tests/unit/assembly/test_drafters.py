@@ -44,26 +44,12 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
     eagle, history = opened("auto", target, learns=True)
     assert isinstance(eagle, EagleDrafter)
     assert isinstance(history, HistoryDrafter)
-    loaded = open_trainable(["fresh", "history"], target, print)
-    assert loaded is not None
-    assert loaded.training.steps == 0
-    assert loaded.layer.dtype == torch.float32
-
-
-def test_a_fresh_drafter_is_the_same_each_time(target):
-    first, second = (open_trainable(["fresh"], target, print) for _ in range(2))
-    assert first is not None
-    assert second is not None
-    for (name, one), (_, other) in zip(
-        first.layer.named_parameters(), second.layer.named_parameters(), strict=True
-    ):
-        assert torch.equal(one, other), name
+    first, second = (open_trainable(["fresh", "history"], target, print) for _ in range(2))
+    assert first.training.steps == 0
+    assert first.layer.dtype == torch.float32
     assert first.layer.config == second.layer.config
-
-
-def test_a_fresh_drafter_that_cannot_learn_is_refused(target):
-    with pytest.raises(ConfigError, match="has to learn while it is used"):
-        drafter_names("fresh+history", target.name, learns=False)
+    others = dict(second.layer.named_parameters())
+    assert all(torch.equal(one, others[name]) for name, one in first.layer.named_parameters())
 
 
 def test_names_joined_by_plus_are_as_many_drafters(target):
@@ -74,22 +60,21 @@ def test_names_joined_by_plus_are_as_many_drafters(target):
 
 
 @pytest.mark.parametrize(
-    ("names", "reason"),
+    ("names", "message"),
     [
-        ("no-such-thing", "'no-such-thing': it is neither history, fresh nor a directory"),
+        (
+            "no-such-thing",
+            r"speculation\.drafter.*'no-such-thing': it is neither history, fresh",
+        ),
         ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),
+        ("fresh+history", "has to learn while it is used"),
+        ("{place}", "neither a drafter nor a run with one"),
     ],
 )
-def test_an_unknown_name_is_refused(names, reason, target):
-    with pytest.raises(ConfigError, match=r"speculation\.drafter") as caught:
-        opened(names, target)
-    assert reason in str(caught.value)
-
-
-def test_a_directory_without_a_drafter_says_what_is_wanted(target, tmp_path: Path):
-    with pytest.raises(ConfigError, match="neither a drafter nor a run with one"):
-        opened(str(tmp_path), target)
+def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path: Path):
+    with pytest.raises(ConfigError, match=message):
+        opened(names.format(place=tmp_path), target)
     with pytest.raises(ConfigError, match="no such directory"):
         drafter_directory(tmp_path / "absent")
 
@@ -135,20 +120,9 @@ def features_of(taps: Taps) -> torch.Tensor:
     return torch.tensor(states).repeat_interleave(2).repeat(3, 1)
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [EAGLE1, EAGLE3, Taps(layers=(9,)), Taps(layers=(2, 9), final=True)],
-    ids=["final", "layers", "one", "both"],
-)
-def test_what_is_picked_of_a_union_is_what_was_wanted_alone(wanted):
+def test_what_is_picked_of_a_union_is_what_was_wanted_alone():
     whole = Taps(layers=(2, 4, 5, 9), final=True)
-    picked = whole.pick(wanted, features_of(whole))
-    assert torch.equal(picked, features_of(wanted))
-
-
-def test_nothing_is_picked_of_nothing_or_for_unknown():
+    for wanted in (EAGLE1, EAGLE3, Taps(layers=(2, 9), final=True), whole):
+        assert torch.equal(whole.pick(wanted, features_of(whole)), features_of(wanted))
     assert EAGLE3.pick(NO_TAPS, features_of(EAGLE3)) is None
     assert EAGLE3.pick(EAGLE3, None) is None
-    assert NO_TAPS.pick(NO_TAPS, None) is None
-    whole = features_of(EAGLE3)
-    assert EAGLE3.pick(EAGLE3, whole) is whole

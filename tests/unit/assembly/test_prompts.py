@@ -1,13 +1,11 @@
 """Prompts of a run, from its configuration and a tokenizer."""
 
-from pathlib import Path
-
 import pytest
 
 from end_to_end.workshop import Workshop, build
 from longtail.assembly.prompts import load_prompts
 from longtail.config.rl import load
-from longtail.errors import ConfigError, DataError
+from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.prompts import HeldOut
 
@@ -55,14 +53,19 @@ def test_what_the_system_gives_to_a_template_cannot_be_set(workshop: Workshop, n
 
 
 @pytest.mark.parametrize(
-    "word", ["--data.system_prompt=Be brief.", "--data.chat_template_kwargs={a = 1}"]
+    ("word", "template", "message"),
+    [
+        ("--data.system_prompt=Be brief.", None, r"^data\.\w+ = .*has no chat template"),
+        ("--data.chat_template_kwargs={a = 1}", None, r"^data\.\w+ = .*has no chat template"),
+        (
+            "--data.system_prompt=Be brief.",
+            "{{ messages[-1].content }}",
+            r"data\.system_prompt = 'Be brief\.'",
+        ),
+    ],
 )
-def test_without_a_chat_template_there_is_nothing_to_set(workshop: Workshop, word: str) -> None:
-    with pytest.raises(ConfigError, match=r"^data\.\w+ = .*has no chat template"):
-        _load(workshop, word, template=None)
-
-
-def test_a_template_without_system_messages_is_refused(workshop: Workshop, tmp_path: Path) -> None:
-    template = "{{ messages[-1].content }}"
-    with pytest.raises(DataError, match=r"data\.system_prompt = 'Be brief\.'"):
-        _load(workshop, "--data.system_prompt=Be brief.", template=template)
+def test_what_the_template_cannot_take_is_refused(
+    workshop: Workshop, word: str, template: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        _load(workshop, word, template=template)

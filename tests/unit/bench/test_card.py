@@ -22,12 +22,8 @@ def test_contestants_run_in_turns_and_the_warm_up_is_discarded():
     )
     assert calls == ["a", "b"] * 3
     assert found == {"a": [3.0, 5.0], "b": [104.0, 106.0]}
-
-
-def test_a_function_without_a_clock_is_timed_from_outside():
-    found = paired({"a": lambda: None}, repeats=3)
-    assert len(found["a"]) == 3
-    assert all(0 <= seconds < 60 for seconds in found["a"])
+    timed_outside = paired({"a": lambda: None}, repeats=3)["a"]
+    assert len(timed_outside) == 3
 
 
 def test_ratios_are_taken_within_each_pair():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
+from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.bench import engine
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, drafter_maker, open_subject
@@ -50,19 +50,14 @@ def test_a_subject_has_the_chat_of_its_model_and_repeats_its_prompts(subject: Su
 
 
 def test_a_mistake_names_the_option(workshop: Workshop, subject: Subject) -> None:
+    make = drafter_maker("history", subject.target, print)
+    assert make() is not make(), "each turn has a new one"
     with pytest.raises(ConfigError, match="--drafter = 'nowhere'"):
         drafter_maker("nowhere", subject.target, print)
     with pytest.raises(DataError, match=r"--prompts = 'nowhere.jsonl'"):
         opened(workshop, source="nowhere.jsonl")
     with pytest.raises(ConfigError, match="--model"):
         opened(workshop, model=str(workshop.path / "no"))
-
-
-def test_drafters_are_new_for_each_turn(workshop: Workshop, subject: Subject) -> None:
-    trained = save_untaught(workshop.model, workshop.path / "drafter")
-    for name in ("history", str(trained)):
-        make = drafter_maker(name, subject.target, print)
-        assert make() is not make()
 
 
 def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(subject: Subject) -> None:
@@ -76,28 +71,25 @@ def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(subject: Subje
     assert cell.best_fixed in STRATEGIES
 
 
-def asked(tmp_path: Path) -> tuple[PeerProcess, Path]:
-    """Start a stand-in for another engine, which writes down what it is asked."""
-    log = tmp_path / "asked"
-    worker = tmp_path / "worker.py"
-    worker.write_text(f"""
+STAND_IN = """
 import json, sys
-print(json.dumps({{"ready": "stand-in 1"}}), flush=True)
+print(json.dumps({"ready": "stand-in 1"}), flush=True)
 for line in sys.stdin:
-    open({str(log)!r}, "a").write(line)
+    open("asked", "a").write(line)
     count = sum(json.loads(line)["lengths"])
-    print(json.dumps({{"seconds": 1.0, "cpu_seconds": 1.0, "num_tokens": count}}), flush=True)
-""")
-    return PeerProcess(sys.executable, worker, "vllm", {"threads": 1}, flag="--x"), log
+    print(json.dumps({"seconds": 1.0, "cpu_seconds": 1.0, "num_tokens": count}), flush=True)
+"""
 
 
 def test_another_engine_writes_as_many_tokens_after_each_prompt(
-    subject: Subject, tmp_path: Path
+    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer, log = asked(tmp_path)
-    with peer:
+    monkeypatch.chdir(tmp_path)
+    worker = tmp_path / "worker.py"
+    worker.write_text(STAND_IN)
+    with PeerProcess(sys.executable, worker, "vllm", {"threads": 1}, flag="--x") as peer:
         cell = EngineBench(subject, OPTIONS, {"vllm": peer}, print).measure(2)
-    warm_up, measured = map(json.loads, log.read_text().splitlines())
+    warm_up, measured = map(json.loads, (tmp_path / "asked").read_text().splitlines())
     assert warm_up == measured
     assert measured["prompts"] == [list(each.prompt_tokens) for each in subject.requests(8)]
     assert sum(measured["lengths"]) == cell.num_tokens
@@ -163,20 +155,16 @@ def test_the_command_compares_with_transformers_and_ends_with_json(workshop: Wor
     assert found["peers"]["transformers"].startswith("transformers ")
 
 
-def spec(directory: Path) -> dict[str, Any]:
-    return {"kind": "vllm", "model_dir": str(directory), "dtype": "float32", "threads": 1,
-            "max_len": 9, "max_running": 1}  # fmt: skip
-
-
 def test_a_peer_that_cannot_load_is_reported_with_its_last_output(tmp_path: Path) -> None:
-    # vLLM is not installed beside longtail
-    with pytest.raises(ConfigError, match=r"(?s)vllm process .* ended with exit code 1; .*Error"):
-        PeerProcess(sys.executable, ENGINE_WORKER, "vllm", spec(tmp_path), flag="--vllm-python")
-
-
-def test_a_missing_interpreter_is_refused_by_option(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--vllm-python = '/nowhere/python'"):
-        PeerProcess("/nowhere/python", ENGINE_WORKER, "vllm", spec(tmp_path), flag="--vllm-python")
+    spec = {"kind": "vllm", "model_dir": str(tmp_path), "dtype": "float32", "threads": 1}
+    spec |= {"max_len": 9, "max_running": 1}
+    for python, message in (
+        # vLLM is not installed beside longtail
+        (sys.executable, r"(?s)vllm process .* ended with exit code 1; .*Error"),
+        ("/nowhere/python", "--vllm-python = '/nowhere/python'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            PeerProcess(python, ENGINE_WORKER, "vllm", spec, flag="--vllm-python")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")

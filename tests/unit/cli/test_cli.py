@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,19 +60,13 @@ def test_the_installed_command_is_this_one() -> None:
     assert done.stdout == cli.summary() + "\n"
 
 
-def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"longtail {longtail.__version__}\n"
-
-
-def test_every_verb_has_a_line_in_the_summary() -> None:
-    for name in COMMANDS:
-        assert f"\n  {name.split()[0]} " in cli.summary()
-
-
-def test_no_words_show_the_summary_and_fail(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 2
-    assert "verbs:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "verbs:" in said
+    assert all(f"\n  {name.split()[0]} " in said for name in COMMANDS)
 
 
 @pytest.mark.parametrize(
@@ -128,31 +123,32 @@ def test_a_dry_run_prints_the_configuration_and_the_memory_as_toml(
         assert row in out
 
 
-def test_a_dry_run_of_fine_tuning_prints_its_configuration(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["sft", "--dry-run", "--train.steps=3"]) == 0
-    assert tomllib.loads(capsys.readouterr().out)["train"]["steps"] == 3
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = ["sh", "-c", f"{sys.executable} -m longtail.cli.main sft --dry-run | true"]
-    for unbuffered in ("", "1"):
-        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+def test_a_dry_run_of_fine_tuning_prints_its_configuration_to_any_reader() -> None:
+    command = f"{sys.executable} -m longtail.cli.main sft --dry-run --train.steps=3"
+    for reader, unbuffered, steps in (("cat", "", 3), ("true", "1", None)):
+        done = subprocess.run(
+            ["sh", "-c", f"{command} | {reader}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
         assert done.stderr == ""
+        assert tomllib.loads(done.stdout).get("train", {}).get("steps") == steps
 
 
-def test_an_interrupt_ends_with_a_clean_line(
+def test_an_interrupt_ends_with_a_clean_line_and_no_text_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
 ) -> None:
-    class Terminal:
-        def read(self) -> str:
-            raise KeyboardInterrupt
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys, "stdin", Terminal())
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=interrupt))
     assert cli.main(["generate", str(model_path)]) == 130
     assert capsys.readouterr().err == "longtail: interrupted\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert cli.main(["generate", str(model_path)]) == 2
+    assert "standard input is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -190,17 +186,21 @@ def test_generate_computes_batch_invariantly_if_asked(
 
 
 @pytest.mark.slow
-def test_generate_reads_the_prompt_as_chat_where_there_is_a_template(
+def test_equivalent_options_write_the_same_text(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
     def text(*more: str) -> str:
-        words = ["generate", str(model_path), "--max-tokens=12", "--temperature=0", "--threads=1"]
-        assert cli.main([*words, *more]) == 0
+        words = ["generate", str(model_path), "--max-tokens=12", "--threads=1", *more]
+        assert cli.main(words) == 0
         return capsys.readouterr().out
 
-    assert text("--prompt", "hi") == text("--prompt", "hi", "--chat")
-    assert text("--prompt", "hi") == text("--prompt", "<user>hi<eos><assistant>", "--raw")
-    assert text("--prompt", "hi") != text("--prompt", "hi", "--raw")
+    greedy = text("--prompt=hi", "--temperature=0")
+    assert greedy == text("--prompt=hi", "--temperature=0", "--chat")
+    raw = "--prompt=<user>hi<eos><assistant>"
+    assert greedy == text(raw, "--temperature=0", "--raw")
+    assert greedy != text("--prompt=hi", "--temperature=0", "--raw")
+    assert greedy == text("--prompt=hi", "--top-p=1e-50"), "it is 0 in float32"
+    assert text("--prompt=hi") == text("--prompt=hi", f"--top-k=1{'0' * 30}")
 
 
 @pytest.mark.parametrize(
@@ -228,29 +228,6 @@ def test_generate_refuses_what_cannot_be_served(
 
 
 @pytest.mark.slow
-def test_generate_draws_the_best_token_where_top_p_leaves_no_other(
-    capsys: pytest.CaptureFixture[str], model_path: Path
-) -> None:
-    """A top_p that is 0 in float32 left nothing to draw."""
-    words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=12", "--threads=1"]
-
-    def text(*more: str) -> str:
-        assert cli.main([*words, *more]) == 0
-        return capsys.readouterr().out
-
-    assert text("--top-p=1e-50") == text("--temperature=0")
-    assert text(f"--top-k=1{'0' * 30}") == text()
-
-
-def test_generate_refuses_standard_input_that_is_no_text(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
-    assert cli.main(["generate", str(model_path)]) == 2
-    assert "standard input is not UTF-8" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_generate_colours_what_drafts_foretold_and_changes_no_text(
     capsys: pytest.CaptureFixture[str], model_path: Path
 ) -> None:
@@ -263,13 +240,9 @@ def test_generate_colours_what_drafts_foretold_and_changes_no_text(
 
     plain = text()
     coloured = text("--show-drafts=always")
+    assert generate.coloured(Piece(text="42", drafted=True)) == "\x1b[32m42\x1b[0m"
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
     assert text("--show-drafts=auto") == plain  # no terminal
-
-
-def test_only_what_a_draft_foretold_is_coloured() -> None:
-    assert generate.coloured(Piece(text="42", drafted=True)) == "\x1b[32m42\x1b[0m"
-    assert generate.coloured(Piece(text="42", drafted=False)) == "42"
 
 
 def test_drafts_are_shown_of_one_streamed_completion_only(

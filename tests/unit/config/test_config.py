@@ -3,7 +3,7 @@ import typing
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
@@ -91,15 +91,12 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest
     assert f"the nearest known one to {name} is --{nearest}" in message
 
 
-def test_an_unknown_key_without_a_near_match_lists_the_known_keys(tmp_path: Path) -> None:
-    assert "[model] has path" in _refusal(toml="[model]\nzzzzzz = 4", at=tmp_path)
-    assert "the sections are model, data," in _refusal(toml="[qqqqqq]", at=tmp_path)
-
-
 def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path: Path) -> None:
     message = _refusal(toml="[learner]\nlearning_rte = 1\n[runn]\nx = 1\n", at=tmp_path)
     assert "learner.learning_rte: unknown key; the nearest known one is learner" in message
     assert "runn: unknown key; the nearest known one is run" in message
+    assert "[model] has path" in _refusal(toml="[model]\nzzzzzz = 4", at=tmp_path)
+    assert "the sections are model, data," in _refusal(toml="[qqqqqq]", at=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -169,15 +166,15 @@ def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
         set_threads(threads)
 
 
-@pytest.mark.parametrize("text", ["[", "{a=", "9"])
-def test_toml_that_overflows_the_parser_is_reported_as_invalid(tmp_path: Path, text: str) -> None:
-    message = _refusal(toml=f"[run]\nsteps = {text * 20_000}", at=tmp_path)
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [("[" * 20_000, ""), ("{a=" * 20_000, ""), ("9" * 20_000, ""), ("= 3\n", "line 2")],
+    ids=["brackets", "tables", "digits", "signs"],
+)
+def test_malformed_toml_names_file_and_line(tmp_path: Path, text: str, place: str) -> None:
+    message = _refusal(toml=f"[run]\nsteps = {text}", at=tmp_path)
     assert "run.toml: not valid TOML" in message
-
-
-def test_a_file_name_that_is_too_long_is_refused() -> None:
-    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
-        load(configfile.locate("x" * 5000))
+    assert place in message
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -198,6 +195,10 @@ def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
         (["--learner.mini_batches=129"], ["learner.mini_batches = 129", "128"]),
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
+        (
+            ["--rollout.temperature=0", "--learner.overlong_buffer=9999"],
+            ["2 problems", "rollout.temperature = 0", "learner.overlong_buffer = 9999"],
+        ),
         (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
         (
             ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2048"],
@@ -217,28 +218,16 @@ def test_values_at_the_limits_are_accepted() -> None:
     load(None, ["--rollout.group_size=1", "--learner.loss=reinforce_pp"])
 
 
-def test_several_contradictions_are_reported_at_once() -> None:
-    message = _refusal("--rollout.temperature=0", "--learner.overlong_buffer=9999")
-    assert "2 problems" in message
-
-
-def test_malformed_toml_names_file_and_line(tmp_path: Path) -> None:
-    message = _refusal(toml="[run]\nsteps = = 3\n", at=tmp_path)
-    assert "run.toml: not valid TOML" in message
-    assert "line 2" in message
-
-
-def test_a_missing_file_is_named_with_the_recipes_that_exist() -> None:
-    with pytest.raises(ConfigError, match=r"no/such\.toml: no such file.*quickstart"):
-        load(Path("no/such.toml"))
-
-
-def test_a_file_that_is_not_text_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match=r"run\.toml: not a UTF-8 text file"):
-        load(tmp_path / "run.toml")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(tmp_path)
+    for path, message in (
+        (Path("no/such.toml"), r"no/such\.toml: no such file.*quickstart"),
+        (tmp_path / "run.toml", r"run\.toml: not a UTF-8 text file"),
+        (tmp_path, "cannot be read"),
+        (configfile.locate("x" * 5000), "cannot be read: File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(path)
 
 
 def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
@@ -286,17 +275,10 @@ def test_differences_are_keyed_by_dotted_name() -> None:
     }
 
 
-def test_a_configuration_cannot_be_changed() -> None:
-    with pytest.raises(ValidationError):
-        RunConfig().run.steps = 5  # type: ignore[misc]
-
-
 @pytest.mark.parametrize("name", configfile.recipes())
-def test_every_recipe_of_the_package_loads(name: str) -> None:
-    assert load(configfile.locate(name)).run.dir == f"runs/{name}"
-
-
-@pytest.mark.parametrize("name", configfile.recipes("sft"))
-def test_every_recipe_of_sft_makes_the_model_of_the_run_of_that_name(name: str) -> None:
-    start = configfile.resolve(SftConfig, configfile.locate(name, "sft"), ())
-    assert load(configfile.locate(name)).model.path == start.run.dir
+def test_every_recipe_loads_and_that_of_sft_makes_the_model_of_the_run(name: str) -> None:
+    config = load(configfile.locate(name))
+    assert config.run.dir == f"runs/{name}"
+    if name in configfile.recipes("sft"):
+        start = configfile.resolve(SftConfig, configfile.locate(name, "sft"), ())
+        assert config.model.path == start.run.dir

@@ -32,11 +32,8 @@ def example(*words: str) -> Any:
     return read(Example, _arguments(), ["--place", "here", *words])
 
 
-def test_an_option_that_is_not_given_has_its_default() -> None:
+def test_options_are_read_by_their_types_and_have_defaults() -> None:
     assert example() == Example(place="here")
-
-
-def test_options_are_read_by_their_types() -> None:
     assert example("--tags=a,b", "--tags", '["c,d"]').tags == ("a", "b", "c,d")
     words = ("--names=b", "--sizes=2,9", "--share=0.25", "--kind=y", "--no-clean", "--json")
     assert example(*words) == Example(
@@ -77,8 +74,5 @@ def test_a_wrong_value_is_refused_with_option_value_and_remedy(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         example(*words)
-
-
-def test_a_required_option_is_named() -> None:
     with pytest.raises(ConfigError, match="--place: it is missing"):
         read(Example, _arguments(), [])

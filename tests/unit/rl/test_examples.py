@@ -18,12 +18,6 @@ def make(rows, encoder=PLAIN, **options):
     return make_examples(rows, **given)
 
 
-def test_the_prompt_is_read_and_the_completion_is_learned_with_its_end():
-    example = example_of(make([{"prompt": "1+1=", "completion": "2"}]).prompts[0])
-    assert example.tokens == (*WORDS.encode("1+1="), *WORDS.encode("2"), EOS)
-    assert example.prompt_len == 4
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -47,6 +41,8 @@ def test_every_layout_gives_the_same_example(row):
     prompt = WORDS.encode("<user>hi<eos><assistant>")
     assert example.tokens == (*prompt, *WORDS.encode("yo"), EOS)
     assert example.prompt_len == len(prompt)
+    plain = example_of(make([{"prompt": "1+1=", "completion": "2"}]).prompts[0])
+    assert (plain.tokens, plain.prompt_len) == ((*WORDS.encode("1+1=2"), EOS), 4)
 
 
 def test_columns_may_be_named():

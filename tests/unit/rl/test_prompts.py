@@ -77,27 +77,30 @@ def test_a_template_that_leaves_the_system_prompt_out_is_refused():
         prompts_of([{"prompt": "a"}], deaf)
 
 
-def test_verls_layout_gives_the_ground_truth_and_keeps_every_column():
-    row = {
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": "6*7="}],
-        "reward_model": {"style": "rule", "ground_truth": "42"},
-        "extra_info": {"index": 7, "split": "train"},
-    }
-    (prompt,) = prompts_of([row], CHAT).prompts
-    assert prompt.data == {**row, "answer": "42"}
-
-
-@pytest.mark.parametrize("column", ["answer", "ground_truth"])
-def test_the_usual_columns_are_found(column):
-    (prompt,) = prompts_of([{"question": "6*7=", column: "42"}]).prompts
-    assert (prompt.text, prompt.data["answer"]) == ("6*7=", "42")
-
-
-def test_named_columns_win_over_the_usual_ones():
-    row = {"prompt": "no", "answer": "no", "task": "6*7=", "gold": "42"}
-    (prompt,) = prompts_of([row], prompt_column="task", answer_column="gold").prompts
-    assert (prompt.text, prompt.data["prompt"], prompt.data["answer"]) == ("6*7=", "6*7=", "42")
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"question": "6*7=", "answer": "42"}, {}),
+        ({"question": "6*7=", "ground_truth": "42"}, {}),
+        # verl's layout
+        (
+            {
+                "prompt": "6*7=",
+                "reward_model": {"style": "rule", "ground_truth": "42"},
+                "extra_info": {"index": 7, "split": "train"},
+            },
+            {},
+        ),
+        (
+            {"prompt": "no", "answer": "no", "task": "6*7=", "gold": "42"},
+            {"prompt_column": "task", "answer_column": "gold"},
+        ),
+    ],
+)
+def test_the_usual_columns_are_found_named_ones_win_and_all_are_kept(row, named):
+    (prompt,) = prompts_of([row], **named).prompts
+    assert prompt.text == "6*7="
+    assert prompt.data == {**row, "prompt": "6*7=", "answer": "42"}
 
 
 # ------------------------------------------------------------------------------ ids

@@ -1,7 +1,5 @@
-import errno
 import itertools
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -80,16 +78,17 @@ def test_a_checkpoint_is_restored_exactly(run: RunDirectory) -> None:
 def test_the_newest_of_several_checkpoints_is_loaded_and_the_oldest_is_removed(
     run: RunDirectory,
 ) -> None:
+    def interrupt(path: Path) -> None:
+        raise KeyboardInterrupt
+
     for step in (5, 10, 1_000_000):
         _save(run, step)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(1_000_001, interrupt, {}, {})
     assert _names(run) == ["step_000010", "step_1000000"]
     latest = _latest(run)
     assert latest.step == 1_000_000
     assert json.loads((latest.policy / "config.json").read_text()) == {"step": 1_000_000}
-
-
-def test_an_empty_directory_has_no_checkpoint(tmp_path: Path) -> None:
-    assert RunDirectory(tmp_path / "nowhere").load_latest() is None
 
 
 @pytest.mark.parametrize("name", ["state.json", "trainer.safetensors"])
@@ -102,29 +101,6 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(run: RunDirectory, name: 
         _latest(run).tensors()
     newest.rename(run.path / "away")
     assert _latest(run).step == 1
-
-
-def test_a_full_disk_leaves_earlier_checkpoints_and_no_partial_one(run: RunDirectory) -> None:
-    _save(run, 1)
-    before = {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()}
-
-    def full(path: Path) -> None:
-        (path / "model.safetensors").write_bytes(b"half of it")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with pytest.raises(CheckpointError, match=r"step 2 .*free some space.*keep_checkpoints"):
-        run.save(2, full, {}, {})
-    assert {p: p.read_bytes() for p in run.path.rglob("*") if p.is_file()} == before
-    assert _latest(run).step == 1
-
-
-def test_an_interrupted_save_leaves_nothing_and_raises(run: RunDirectory) -> None:
-    def interrupt(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run.save(1, interrupt, {}, {})
-    assert _names(run) == []
 
 
 class _Killed(BaseException):
@@ -177,15 +153,6 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
     assert kill_at > len(places)
 
 
-def test_a_run_resumes_with_its_own_configuration(run: RunDirectory) -> None:
-    _save(run, 4)
-    run.close()
-    again = RunDirectory(run.path)
-    latest = again.start(CONFIG, resume=True)
-    assert latest is not None
-    assert latest.step == 4
-
-
 def test_a_run_of_another_version_is_refused_and_left_as_it_is(run: RunDirectory) -> None:
     folder = run.checkpoints / "step_000004"
     (folder / "policy").mkdir(parents=True)
@@ -206,16 +173,14 @@ def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> No
         RunDirectory(run.path).start(CONFIG, resume=False)
 
 
-def test_a_directory_with_empty_logs_counts_as_unused(run: RunDirectory) -> None:
-    (run.path / "metrics.jsonl").write_text("")
-    run.close()
-    with RunDirectory(run.path) as again:
-        assert again.start(CONFIG, resume=False) is None
-
-
-def test_a_new_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> None:
-    assert RunDirectory(tmp_path / "a" / "b").start(CONFIG, resume=False) is None
-    assert (tmp_path / "a" / "b" / "config.toml").read_text() == CONFIG
+def test_an_unused_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> None:
+    place = tmp_path / "a" / "b"
+    for _ in range(2):
+        with RunDirectory(place) as run:
+            assert run.load_latest() is None
+            assert run.start(CONFIG, resume=False) is None
+        (place / "metrics.jsonl").write_text("")  # empty logs are no run
+    assert (place / "config.toml").read_text() == CONFIG
 
 
 def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(
@@ -244,26 +209,27 @@ def test_fields_without_effect_on_weights_may_change(run: RunDirectory) -> None:
     assert (run.path / "config.toml").read_text() == changed
 
 
-def test_the_number_of_steps_may_not_change_under_a_schedule(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    run.start(configfile.render(load(None, ["--learner.schedule=linear"])), resume=True)
-    _save(run, 4)
-    run.close()
-    longer = configfile.render(load(None, ["--learner.schedule=linear", "--run.steps=200"]))
-    with pytest.raises(ConfigError, match=r"run\.steps: 100 -> 200"):
-        RunDirectory(tmp_path).start(longer, resume=True)
-
-
-def test_the_same_holds_for_fine_tuning(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    config = SftConfig()
-    run.start(configfile.render(config), resume=True)
-    _save(run, 4)
-    run.close()
-    train = config.train.model_copy(update={"steps": 999})
-    longer = config.model_copy(update={"train": train})
-    with pytest.raises(ConfigError, match=r"train\.steps: 400 -> 999"):
-        RunDirectory(tmp_path).start(configfile.render(longer), resume=True)
+@pytest.mark.parametrize(
+    ("config", "word", "message"),
+    [
+        (
+            load(None, ["--learner.schedule=linear"]),
+            "--run.steps=200",
+            r"run\.steps: 100 -> 200",
+        ),
+        (SftConfig(), "--train.steps=999", r"train\.steps: 400 -> 999"),
+    ],
+)
+def test_the_number_of_steps_may_not_change_under_a_schedule(
+    tmp_path: Path, config: RunConfig | SftConfig, word: str, message: str
+) -> None:
+    (tmp_path / "run.toml").write_text(configfile.render(config))
+    with RunDirectory(tmp_path / "run") as run:
+        run.start(configfile.render(config), resume=True)
+        _save(run, 4)
+    longer = configfile.resolve(type(config), tmp_path / "run.toml", [word])
+    with pytest.raises(ConfigError, match=message):
+        RunDirectory(tmp_path / "run").start(configfile.render(longer), resume=True)
 
 
 def test_a_run_without_a_checkpoint_may_start_over_differently(run: RunDirectory) -> None:
@@ -290,12 +256,6 @@ def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
     assert second.stdout == ""
 
 
-def test_a_path_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run\.dir = .*file.* cannot be written"):
-        RunDirectory(tmp_path / "file").start(CONFIG, resume=True)
-
-
 def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run: RunDirectory) -> None:
     _save(run, 1)
     _save(run, 2)
@@ -310,3 +270,6 @@ def test_a_path_without_a_policy_is_refused_with_the_alternatives(tmp_path: Path
         policy_directory(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="neither a model nor a run"):
         policy_directory(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.dir = .*file.* cannot be written"):
+        RunDirectory(tmp_path / "file").start(CONFIG, resume=True)

@@ -3,6 +3,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,9 @@ METRICS = {
     "timing_s/rollout": 6.21,
     "timing_s/step": 8.0,
 }
+
+
+DRAFT = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)
 
 
 class _Terminal(io.StringIO):
@@ -52,15 +56,13 @@ def test_a_step_is_one_line_on_any_terminal_width(
     )
 
 
-def test_the_line_of_a_step_counts_ungraded_completions(capsys: pytest.CaptureFixture[str]) -> None:
-    Console().step(1, 1, {**METRICS, "reward/failures": 3.0})
-    assert capsys.readouterr().err.endswith("8.0 s  3 ungraded\n")
-
-
-def test_a_logged_line_is_printed_verbatim(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ungraded_completions_are_counted_and_a_logged_line_is_printed_verbatim(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     said = "reward module:function:smile: in runs/[bold]x[/bold] " + "long " * 50
+    Console().step(1, 1, {**METRICS, "reward/failures": 3.0})
     Console().log(said)
-    assert capsys.readouterr().err == said + "\n"
+    assert capsys.readouterr().err.endswith(f"8.0 s  3 ungraded\n{said}\n")
 
 
 class _Clock:
@@ -145,16 +147,26 @@ def test_the_first_text_is_shown_once_on_one_line(capsys: pytest.CaptureFixture[
     assert last == "rollout: 1/4 done, 3 running, 5 tokens/s, about 30 s left"
 
 
-def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({}, ""),
+        ({"speculates": True}, " plain,"),
+        ({"speculates": True, "verified": (DRAFT,)}, " drafting,"),
+    ],
+)
+def test_a_terminal_shows_a_live_line_and_clears_it(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], word: str
+) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("COLUMNS", "60")
     console = Console()
     with console.phase("step", "1/2"), console.phase("rollout", total=4):
-        console.rollout_step(_report(3))
+        console.rollout_step(replace(_report(3), **changes))
         console.beat()
-    line = "step 1/2, rollout: 0/4 done, 3 running, 0 tokens/s, 0 s so far"
-    assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:39]}")
+    line = f"step 1/2, rollout: 0/4 done, 3 running,{word} 0 tokens/s, 0 s so far"
+    assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:59]}")
     console.log("done")
     assert terminal.getvalue().endswith("\r\x1b[2Kdone\n")
 
@@ -167,18 +179,3 @@ def test_the_summary_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[s
     assert err == ""
     assert f" {run / 'metrics.jsonl'}\n" in out
     assert "rollout speed" in out
-
-
-@pytest.mark.parametrize(("num_drafts", "word"), [(0, "plain"), (1, "drafting")])
-def test_the_live_line_shows_whether_the_engine_drafts(
-    monkeypatch: pytest.MonkeyPatch, num_drafts: int, word: str
-) -> None:
-    terminal = _Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    console = Console()
-    verified = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)
-    report = replace(_report(3), speculates=True, verified=(verified,) * num_drafts)
-    with console.phase("rollout", total=4):
-        console.rollout_step(report)
-        console.beat()
-    assert terminal.getvalue().endswith(f"3 running, {word}, 0 tokens/s, 0 s so far")

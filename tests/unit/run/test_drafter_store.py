@@ -1,13 +1,12 @@
 """The drafter on disk: written beside the run, whole or not at all, found again by step."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from longtail.assembly.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.drafters import Target
 from longtail.cluster.group import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import CheckpointError, ConfigError
@@ -125,15 +124,3 @@ def test_a_run_with_weights_of_another_drafter_is_refused(run: tuple[Path, Targe
     store.wait()
     with pytest.raises(ConfigError, match=r"another drafter: .*initial, the drafter that the run"):
         norm_of(path, target)
-
-
-def test_auto_is_the_runs_own_drafter_for_the_run_and_its_checkpoints(
-    run: tuple[Path, Target],
-) -> None:
-    path, target = run
-    for name in (path, path / "checkpoints" / "step_000004"):
-        mine = replace(target, name=str(name))
-        (drafter,) = open_drafters(drafter_names("auto", mine.name, learns=True), mine, print)
-        assert drafter.taps.layers == (0, 1)
-    names = drafter_names("auto", "some-model", learns=False)
-    assert names == ["history"]

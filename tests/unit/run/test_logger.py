@@ -9,25 +9,20 @@ import pytest
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import ShardResult
 from longtail.cluster.rollout import RolloutResult
-from longtail.config.rl import RunConfig, RunSection, load
+from longtail.config.rl import RunConfig, load
 from longtail.engine.report import RolloutReport, Switch
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.logger import RunLogger
 from longtail.run.step_metrics import SampleRound, StepRecord
-from longtail.types import Completion, FinishReason, Prompt, Rollout
+from longtail.types import Prompt, Rollout
+from support.rollouts import completion
 
-COMPLETION = Completion(
-    request_id="p@0#0",
-    tokens=(5, 1),
-    logprobs=(-0.25, -0.5),
-    text="42",
-    finish_reason=FinishReason.STOP,
-    policy_version=3,
-)
 ROLLOUT = Rollout(
-    prompt=Prompt(prompt_id="p", tokens=(1,), text="?"), completion=COMPLETION, reward=1.0
+    prompt=Prompt(prompt_id="p", tokens=(1,), text="?"),
+    completion=completion("p@0#0", (5, 1), text="42", policy_version=3),
+    reward=1.0,
 )
 
 SERIES = RolloutSeries(
@@ -75,14 +70,21 @@ def _lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    logger.write(1, {"reward/mean": 0.5}, _record(ROLLOUT, ROLLOUT))
+def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> set[str]:
+    """Write some steps of a run; return the names of its files."""
+    logger = RunLogger(load(None, words), directory, last_step=None)
+    for step in range(1, steps + 1):
+        logger.write(step, {"reward/mean": 0.5}, _record(ROLLOUT, **more))
     logger.close()
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -> None:
+    names = _written(tmp_path)
+    assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}, "none of speculation"
     assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
-    first, second = _lines(tmp_path / "rollouts.jsonl")
-    assert first == second
-    assert first == {
+    (row,) = _lines(tmp_path / "rollouts.jsonl")
+    assert row == {
         "step": 1,
         "prompt_id": "p",
         "request_id": "p@0#0",
@@ -90,90 +92,44 @@ def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -
         "reward": 1.0,
         "num_tokens": 2,
         "finish_reason": "stop",
-        "logprob": -0.75,
+        "logprob": -1.0,
         "prompt": "?",
         "text": "42",
     }
+    _written(tmp_path / "b", "--run.save_rollouts=false")
+    assert _lines(tmp_path / "b" / "rollouts.jsonl") == []
 
 
-def test_rollouts_are_not_written_if_save_rollouts_is_off(tmp_path: Path) -> None:
-    config = RunConfig(run=RunSection(save_rollouts=False))
-    logger = RunLogger(config, tmp_path, last_step=None)
-    logger.write(1, {}, _record(ROLLOUT))
-    logger.close()
-    assert _lines(tmp_path / "rollouts.jsonl") == []
-    assert len(_lines(tmp_path / "metrics.jsonl")) == 1
+def test_drafted_characters_stand_apart_from_the_texts(tmp_path: Path) -> None:
+    for directory, drafted in (("a", {}), ("b", {"p@0#0": (0, 2)})):
+        _written(tmp_path / directory, series=SERIES, drafted=drafted)
+    assert _lines(tmp_path / "b" / "drafts.jsonl") == [{"step": 1, "drafted": {"p@0#0": [0, 2]}}]
+    texts = [(tmp_path / directory / "rollouts.jsonl").read_bytes() for directory in "ab"]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
 def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
     tmp_path: Path, last_step: int | None, kept: list[int]
 ) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    for step in (1, 2, 3):
-        logger.write(step, {}, _record(ROLLOUT))
-    logger.close()
-    resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
-    resumed.write(4, {}, _record(ROLLOUT))
-    resumed.close()
-    for name in ("metrics.jsonl", "rollouts.jsonl"):
-        assert [line["step"] for line in _lines(tmp_path / name)] == kept
-
-
-def test_drafted_characters_stand_apart_from_the_texts(tmp_path: Path) -> None:
-    for directory, drafted in (("a", {}), ("b", {"p@0#0": (0, 2)})):
-        logger = RunLogger(RunConfig(), tmp_path / directory, last_step=None)
-        logger.write(1, {}, _record(ROLLOUT, series=SERIES, drafted=drafted))
-        logger.close()
-    assert _lines(tmp_path / "b" / "drafts.jsonl") == [{"step": 1, "drafted": {"p@0#0": [0, 2]}}]
-    texts = [(tmp_path / directory / "rollouts.jsonl").read_bytes() for directory in "ab"]
-    assert texts[0] == texts[1]
-
-
-def test_a_run_without_speculation_has_none_of_its_files(tmp_path: Path) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    logger.write(1, {}, _record(ROLLOUT))
-    logger.close()
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}
-
-
-def test_speculation_is_one_line_per_step(tmp_path: Path) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    for step in (1, 2):
-        logger.write(step, {}, _record(ROLLOUT, series=SERIES))
-    logger.close()
-    path = tmp_path / "speculation.jsonl"
-    kept = LoggedRollout(step=0, series=SERIES).as_json()
-    assert _lines(path) == [{"step": step, **kept} for step in (1, 2)]
-
-
-@pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
-def test_a_resumed_run_has_one_line_of_speculation_per_step(
-    tmp_path: Path, last_step: int | None, kept: list[int]
-) -> None:
-    logger = RunLogger(RunConfig(), tmp_path, last_step=None)
-    for step in (1, 2, 3):
-        logger.log([LoggedRollout(step=step, series=SERIES)])
-    logger.close()
+    _written(tmp_path, steps=3, series=SERIES)
+    series = LoggedRollout(step=0, series=SERIES).as_json()
+    lines = _lines(tmp_path / "speculation.jsonl")
+    assert lines == [{"step": step, **series} for step in (1, 2, 3)]
     with (tmp_path / "speculation.jsonl").open("a") as file:
         file.write('{"step": 4, "seconds": [0.0')  # killed while writing
     resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
-    resumed.log([LoggedRollout(step=4, series=SERIES)])
+    resumed.write(4, {}, _record(ROLLOUT, series=SERIES))
     resumed.close()
-    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == kept
+    for name in ("metrics.jsonl", "rollouts.jsonl", "speculation.jsonl"):
+        assert [line["step"] for line in _lines(tmp_path / name)] == kept
 
 
 @pytest.mark.slow
 def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
-    steps = 4000
+    zeros, seconds = (0,) * 4000, tuple(float(step) for step in range(1, 4001))
     long = replace(
-        SERIES,
-        **{
-            name: getattr(SERIES, name)[:1] * steps
-            for name in ("running", "drafts", "nodes", "accepted")
-        },
-        seconds=tuple(float(step) for step in range(1, steps + 1)),
+        SERIES, running=zeros, drafts=zeros, nodes=zeros, accepted=zeros, seconds=seconds
     )
     path, logger = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
     for step in range(1, 31):

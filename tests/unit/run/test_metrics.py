@@ -53,21 +53,21 @@ def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:
     assert watch.lap() == {"step": 1.0}
 
 
-def test_a_line_can_be_read_while_the_file_is_still_open(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "m.jsonl")
-    lines.write(1, {"reward/mean": 0.5, "name": "ü"})
-    assert json.loads((tmp_path / "m.jsonl").read_text()) == {
-        "step": 1, "reward/mean": 0.5, "name": "ü",
-    }  # fmt: skip
+def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(
+    tmp_path: Path,
+) -> None:
+    text, nan, inf = "\ud83d and ü", float("nan"), float("inf")
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path)
+    lines.write(1, {"a": 0.5, "text": text, "b": nan, "c": [1.0, -inf], "d": {"e": inf}})
+    row = {"step": 1, "a": 0.5, "text": text, "b": None, "c": [1.0, None], "d": {"e": None}}
+    assert json.loads(path.read_bytes()) == row
     lines.close()
-
-
-def test_numbers_that_are_not_finite_become_null(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "m.jsonl")
-    lines.write(1, {"a": float("nan"), "b": [1.0, float("-inf")], "c": {"d": float("inf")}})
-    lines.close()
-    row = json.loads((tmp_path / "m.jsonl").read_text())
-    assert row == {"step": 1, "a": None, "b": [1.0, None], "c": {"d": None}}
+    JsonLines(path).close()
+    assert path.read_text() == "", "a new run starts a new file"
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match=r"folder: Is a directory"):
+        JsonLines(tmp_path / "folder")
 
 
 def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
@@ -82,13 +82,6 @@ def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
     assert _steps(path) == [0, 1, 1, 2, 3]
     assert json.loads(path.read_text().splitlines()[-1])["x"] == 33.0
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n')
-    JsonLines(path).close()
-    assert path.read_text() == ""
 
 
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
@@ -137,7 +130,7 @@ def test_a_writer_that_is_not_installed_is_named_with_the_command(
         MetricLog([name], tmp_path, last_step=None, config={})
 
 
-@pytest.mark.parametrize("most", [1, 24, 25, 26, 49, 50, 51, 100])
+@pytest.mark.parametrize("most", [1, 24, 25, 49, 50, 51])
 def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) -> None:
     path = tmp_path / "lines.jsonl"
     lines = JsonLines(path, most_bytes=most)
@@ -148,16 +141,3 @@ def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) 
         assert _steps(path) == list(range(_steps(path)[0], step + 1))
     lines.close()
     assert len(_steps(path)) >= max(most // 2 // 25, 1)
-
-
-def test_a_lone_surrogate_is_escaped(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "lines.jsonl")
-    lines.write(1, {"text": "\ud83d and \u00e9"})
-    lines.close()
-    assert json.loads((tmp_path / "lines.jsonl").read_bytes())["text"] == "\ud83d and \u00e9"
-
-
-def test_a_folder_in_the_place_of_a_file_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl: Is a directory"):
-        JsonLines(tmp_path / "metrics.jsonl")

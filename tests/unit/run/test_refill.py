@@ -20,7 +20,8 @@ from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.run.metrics import Stopwatch
 from longtail.run.step_metrics import StepRecord
-from longtail.types import Completion, FinishReason, GradingFailure, Prompt, Rollout, SamplingParams
+from longtail.types import GradingFailure, Prompt, Rollout, SamplingParams
+from support.rollouts import completion
 
 WANTED, SAMPLES = 4, 3
 
@@ -38,17 +39,7 @@ class _Workers:
 
     def rollout(self, step: int, requests: Any) -> Any:
         self.calls.append(f"rollout {len(requests)}")
-        completions = [
-            Completion(
-                request_id=each.request_id,
-                tokens=(1,),
-                logprobs=(-1.0,),
-                text="",
-                finish_reason=FinishReason.STOP,
-                policy_version=0,
-            )
-            for each in requests
-        ]
+        completions = [completion(each.request_id, (1,)) for each in requests]
         return RolloutResult(
             completions=tuple(completions), shards=(), spots=(), seconds=1.0, stop_s=0.0
         )
@@ -71,12 +62,12 @@ def _grader(easy: int, failing: str | None = None) -> GraderPool:
 
     def grade(pairs: Any) -> Graded:
         rollouts, failures = [], []
-        for prompt, completion in pairs:
-            if failing is not None and completion.request_id.startswith(failing):
-                failures.append(GradingFailure(prompt=prompt, completion=completion, error="no"))
+        for prompt, made in pairs:
+            if failing is not None and made.request_id.startswith(failing):
+                failures.append(GradingFailure(prompt=prompt, completion=made, error="no"))
             else:
-                reward = _reward(completion.request_id, easy)
-                rollouts.append(Rollout(prompt=prompt, completion=completion, reward=reward))
+                reward = _reward(made.request_id, easy)
+                rollouts.append(Rollout(prompt=prompt, completion=made, reward=reward))
         return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
 
     pool: Any = object.__new__(GraderPool)
@@ -136,7 +127,7 @@ def _expected(seed: int, easy: int, steps: int) -> list[list[str]]:
     return batches
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.integers(0, 50), st.integers(2, 6), st.integers(0, 3))
 def test_a_batch_has_exactly_the_first_groups_with_an_advantage(seed, easy, cut) -> None:
     words = ["--learner.max_refills=1000"]

@@ -14,9 +14,9 @@ from longtail.run.step_metrics import (
     StepRecord,
     group_metrics,
     rollout_metrics,
-    rollout_row,
 )
-from longtail.types import Completion, FinishReason, GradingFailure, Group, Prompt, Rollout
+from longtail.types import Completion, FinishReason, Group, Prompt, Rollout
+from support.rollouts import completion
 
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
 REPORT = RolloutReport(
@@ -39,22 +39,11 @@ REPORT = RolloutReport(
 
 
 def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Completion:
-    return Completion(
-        request_id=f"p@0#{length}",
-        tokens=(1,) * length,
-        logprobs=(-0.5,) * length,
-        text="x" * length,
-        finish_reason=reason,
-        policy_version=2,
-    )
+    return completion(f"p@0#{length}", (1,) * length, finish_reason=reason)
 
 
 def _rollout(reward: float) -> Rollout:
     return Rollout(prompt=P, completion=_completion(1), reward=reward)
-
-
-def _failure() -> GradingFailure:
-    return GradingFailure(prompt=P, completion=_completion(1), error="hung")
 
 
 def test_metrics_of_a_rollout() -> None:
@@ -118,9 +107,8 @@ def test_metrics_of_the_tuner_exist_for_steps_without_drafts() -> None:
 
 def test_grading_failures_are_counted_apart_from_rewards() -> None:
     rollouts = (_rollout(1.0), _rollout(0.5), _rollout(0.5))
-    graded = Graded(rollouts=rollouts, failures=(_failure(), _failure()))
     groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
-    numbers = group_metrics(graded.rollouts, len(graded.failures), groups)
+    numbers = group_metrics(rollouts, 2, groups)
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
     assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
     assert numbers["reward/failures"] == 2.0
@@ -164,18 +152,3 @@ def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     (line,) = record.shortage(2, 9)
     assert line.startswith("learned from 1 groups of 2: all others of 2 rounds have equal rewards")
     assert all(type(value) is float for value in numbers.values())
-
-
-def test_a_row_of_rollouts_has_text_ids_version_and_reward() -> None:
-    rollout = Rollout(prompt=P, completion=_completion(3, FinishReason.LENGTH), reward=0.25)
-    assert rollout_row(rollout) == {
-        "prompt_id": "p",
-        "request_id": "p@0#3",
-        "policy_version": 2,
-        "reward": 0.25,
-        "num_tokens": 3,
-        "finish_reason": "length",
-        "logprob": -1.5,
-        "prompt": P.text,
-        "text": "xxx",
-    }

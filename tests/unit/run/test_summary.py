@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ from longtail.run.checkpoint import Checkpoint
 from longtail.run.summary import (
     Summary,
     finished_summary,
-    read_metrics,
     summarize_run,
     summary_lines,
     write_summary,
@@ -87,13 +85,6 @@ def test_a_run_is_finished_if_its_last_checkpoint_has_its_summary(tmp_path: Path
     assert finished_summary(tmp_path, checkpoint, 2) == summary
     with pytest.raises(CheckpointError, match=r"summary\.json: .*; .* only the summary is missing"):
         write_summary(tmp_path / "nowhere", summary)
-
-
-def test_metrics_are_read_back_as_written(tmp_path: Path) -> None:
-    rows = [{"step": 1, "reward/mean": None}, {"step": 2, "reward/mean": 0.5}]
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert read_metrics(path) == rows
 
 
 def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
