@@ -12,7 +12,6 @@
     +-- ProcessGroupError       (ConnectionError)  another learner is lost or late
     +-- ClusterError            (RuntimeError)     workers cannot run the task
     |   +-- LostWorkerError                        the worker's process has ended
-    +-- CompletionError         (RuntimeError)     one completion failed; the engine continues
     +-- OverloadedError         (RuntimeError)     too many completions wait; retry later
     +-- UnavailableError        (RuntimeError)     the engine failed or the service is stopping
 
@@ -67,10 +66,6 @@ class ClusterError(LongtailError, RuntimeError):
 
 class LostWorkerError(ClusterError):
     """The process of the called worker has ended."""
-
-
-class CompletionError(LongtailError, RuntimeError):
-    """One completion failed. The engine and all other completions continue."""
 
 
 class OverloadedError(LongtailError, RuntimeError):

@@ -4,20 +4,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import httpx
 import torch
-from starlette.types import ASGIApp
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.app import make_app
-from longtail.serve.options import ServeOptions
-from longtail.serve.server import http_server, serve
+from longtail.serve.command import ServeOptions
+from longtail.serve.server import Routes
 from longtail.serve.service import Service
 from longtail.system.addresses import bind
 from longtail.system.http_server import running_in_thread
@@ -26,12 +23,6 @@ from support.tiny_models import tiny_model, tiny_tokenizer
 NAME = "tiny"
 OPTIONS = ServeOptions(model=NAME, max_running=4, max_queue=4, max_len=128, drain_s=5.0)
 _TIMEOUT_S = 30.0
-
-
-class ModelServer(NamedTuple):
-    service: Service
-    app: ASGIApp
-    options: ServeOptions
 
 
 class HeldEngine(RolloutEngine):
@@ -80,21 +71,18 @@ def make_model_server(
     options: ServeOptions = OPTIONS,
     open_drafters: Callable[[], Speculation | None] = lambda: None,
     api_key: str | None = None,
-) -> ModelServer:
-    service = Service(engine, options)
-    app = make_app(service, shared_tokenizer(), options, open_drafters, api_key)
-    return ModelServer(service, app, options)
+) -> Routes:
+    return Routes(Service(engine, options), shared_tokenizer(), options, open_drafters, api_key)
 
 
 @contextmanager
-def live(server: ModelServer) -> Iterator[httpx.Client]:
+def live(server: Routes) -> Iterator[httpx.Client]:
     """Serve on a free port of this machine and yield a client of it."""
-    service, app, options = server
     with bind("127.0.0.1", 0) as sock:
-        http = http_server(app, options.drain_s)
+        http, run = server.serving(sock)
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         with (
-            running_in_thread(http, serve(http, sock, service, options.drain_s)),
+            running_in_thread(http, run),
             httpx.Client(base_url=url, timeout=_TIMEOUT_S, trust_env=False) as client,
         ):
             yield client

@@ -16,7 +16,8 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.options import Arguments, Parser, arguments_of, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
-from longtail.serve.options import ServeOptions
+from longtail.serve.command import ServeOptions
+from longtail.view.command import ViewOptions
 
 
 def imported(program: str) -> Any:
@@ -46,26 +47,6 @@ class Command:
         """Read the options, then import and run the program."""
         chosen: Any = read(self.options, self.arguments(name), words)
         return imported(self.program)(chosen) or 0
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """A command whose module declares its options by `add_arguments`."""
-
-    summary: str
-    declarations: str
-    """Function that declares the options."""
-    program: str
-
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of the command line."""
-        parser = Parser(name, self.summary)
-        imported(self.declarations)(parser)
-        return parser
-
-    def run(self, name: str, words: Sequence[str]) -> int:
-        """Read the options, then import and run the program."""
-        return imported(self.program)(self.parser(name).parse_args(words)) or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +87,7 @@ class ConfiguredCommand:
         return 0
 
 
-COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingProxyType(
+COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
     {
         "train": ConfiguredCommand(
             "Train a policy with reinforcement learning. A run that was stopped is resumed.",
@@ -147,7 +128,7 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
         "serve": Command(
             "Serve a model with the OpenAI HTTP API, with speculative decoding.",
             ServeOptions,
-            "serve.run",
+            "serve.command.run",
         ),
         **{
             f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")
@@ -158,9 +139,9 @@ COMMANDS: Mapping[str, Command | ServerCommand | ConfiguredCommand] = MappingPro
             options.ReportOptions,
             "view.report.run",
         ),
-        "view": ServerCommand(
+        "view": Command(
             "Show runs on a live web page, while they continue or afterwards.",
-            "view.command.add_arguments",
+            ViewOptions,
             "view.command.run",
         ),
         "doctor": Command(

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from longtail.cli import main as cli
 from longtail.cli.commands import COMMANDS, ConfiguredCommand
+from longtail.cli.main import SUMMARY
 from longtail.config import files
 
 _COMMANDS = """\
@@ -39,7 +39,7 @@ The allowed values are in the help of the commands, as text: [command line](cli.
 
 def commands() -> str:
     """Return the page of the command line."""
-    helps = {"": cli.summary()}
+    helps = {"": SUMMARY}
     helps |= {f" {name}": each.parser(name).format_help() for name, each in COMMANDS.items()}
     parts = [
         f"## longtail{name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in helps.items()
@@ -67,20 +67,10 @@ def _sections(model: type[BaseModel]) -> Iterator[str]:
             if rows:
                 yield "\n".join([*rows, ""])
             rows = [f"### `[{section}]`\n", "| key | default | meaning |", "|---|---|---|"]
-        rows.append(f"| `{key}` | {_default(info.default)} | {_cell(info.description or '')} |")
+        default = "unset" if info.default is None else f"`{json.dumps(info.default)}`"
+        text = " ".join((info.description or "").split()).replace("|", r"\|")
+        rows.append(f"| `{key}` | {default} | {text} |")
     yield "\n".join([*rows, ""])
-
-
-def _default(value: object) -> str:
-    """Return a default as TOML has it; a field without a value is left out of a file."""
-    if value is None:
-        return "unset"
-    return f"`{json.dumps(value)}`"
-
-
-def _cell(text: str) -> str:
-    """Return a text as one cell of a table."""
-    return " ".join(text.split()).replace("|", r"\|")
 
 
 PAGES: Mapping[str, Callable[[], str]] = {

@@ -4,7 +4,6 @@ Completions go to standard output, speed and acceptance to standard error.
 """
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ def run(args: GenerateOptions) -> int:
     """Generate as the options say."""
     if args.chat and args.raw:
         raise ConfigError("--chat and --raw exclude each other; give one")
-    if args.show_drafts != "never" and (args.n > 1 or args.json):
+    if args.show_drafts and (args.n > 1 or args.json):
         raise ConfigError("--show-drafts needs one streamed completion: leave out --n and --json")
     set_threads(args.threads)
     engine = Engine(
@@ -47,7 +46,7 @@ def run(args: GenerateOptions) -> int:
     meter = _Meter()
     if args.n == 1 and not args.json:
         stream = engine.stream(prompt, params, seed=args.seed, on_step=meter.add)
-        completions = [_print_stream(stream, colour=_colours(args.show_drafts))]
+        completions = [_print_stream(stream, colour=args.show_drafts)]
     else:
         completions = engine.generate([prompt], params, n=args.n, seed=args.seed, on_step=meter.add)
         _print(completions, as_json=args.json)
@@ -85,12 +84,6 @@ def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
     return prompt
 
 
-def _colours(show_drafts: str) -> bool:
-    """Return whether drafts are coloured: with `auto` only on a terminal without NO_COLOR."""
-    is_shown = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    return show_drafts == "always" or (show_drafts == "auto" and is_shown)
-
-
 def _print_stream(stream: TextStream, *, colour: bool) -> Completion:
     """Print one completion while it is generated."""
     for piece in stream:
@@ -108,17 +101,15 @@ def coloured(piece: Piece) -> str:
 
 def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
     for index, completion in enumerate(completions):
-        if as_json:
-            row = {
-                "index": index,
-                "text": completion.text,
-                "num_tokens": len(completion.tokens),
-                "logprob": sum(completion.logprobs),
-                "finish_reason": completion.finish_reason.value,
-            }
-            print(json.dumps(row, ensure_ascii=False))
-        else:
-            print(f"--- {index + 1} of {len(completions)}\n{completion.text}")
+        row = {
+            "index": index,
+            "text": completion.text,
+            "num_tokens": len(completion.tokens),
+            "logprob": sum(completion.logprobs),
+            "finish_reason": completion.finish_reason.value,
+        }
+        text = f"--- {index + 1} of {len(completions)}\n{completion.text}"
+        print(json.dumps(row, ensure_ascii=False) if as_json else text)
 
 
 def _summarize(completions: Sequence[Completion], seconds: float, accepted: AcceptLength) -> None:

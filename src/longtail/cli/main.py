@@ -15,8 +15,8 @@ from longtail.cli.commands import COMMANDS
 from longtail.errors import ConfigError, LongtailError
 from longtail.system.interrupt import signals_as_ctrl_c
 
-_SUMMARY = """\
-longtail VERB ...
+SUMMARY = """\
+usage: longtail VERB ...
 
 Reinforcement learning of reasoning models, without the long tail of rollouts.
 
@@ -58,18 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def summary() -> str:
-    """Return what `longtail --help` prints."""
-    return f"usage: {_SUMMARY}"
-
-
 def _dispatch(words: list[str]) -> int:
     match words:
         case []:
-            print(summary(), file=sys.stderr)
+            print(SUMMARY, file=sys.stderr)
             return 2
         case ["-h" | "--help" | "help", *_]:
-            print(summary())
+            print(SUMMARY)
             return 0
         case ["--version", *_]:
             print(f"longtail {__version__}")

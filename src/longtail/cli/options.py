@@ -1,4 +1,4 @@
-"""Options of the commands without a configuration, except those of the benchmarks and servers.
+"""Options of the commands without a configuration, except those of benchmarks and servers.
 
 Programs below the command line know theirs as a Namespace.
 """
@@ -11,8 +11,6 @@ from longtail.config.options import Json, Option
 
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 _AUTO = "as stored, or float32 where that is emulated"
-
-
 _DRAFTER = "drafter name or directory, as for speculation.drafter of train"
 _TARGET = "target model (default: that of the drafter's run, else smollm2)"
 
@@ -99,10 +97,7 @@ class GenerateOptions:
         bool, Option("do not apply the chat template (default: apply it if there is one)")
     ] = False
     drafter: Annotated[str, Option("drafter, as for speculation.drafter of train")] = "auto"
-    show_drafts: Annotated[
-        Literal["never", "auto", "always"],
-        Option("colour drafted text; auto: on a terminal only"),
-    ] = "never"
+    show_drafts: Annotated[bool, Option("colour drafted text")] = False
     json: Annotated[bool, Option("print one JSON object per completion")] = False
 
 
@@ -115,6 +110,4 @@ class ReportOptions(argparse.Namespace):
 
 @dataclass(kw_only=True)
 class DoctorOptions:
-    """Options of `longtail doctor`."""
-
-    json: Annotated[bool, Option("print one JSON object instead of tables")] = False
+    """Options of `longtail doctor`: none."""

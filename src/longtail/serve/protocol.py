@@ -1,11 +1,13 @@
-"""OpenAI's protocol: the request bodies, checked by pydantic, and the error body.
+"""OpenAI's protocol: request bodies, checked by pydantic, and response bodies, whole or in chunks.
 
 A field that would change the text and is not supported is refused by its name. Fields that change
 nothing are ignored. Unknown fields are refused, since a mistyped option would be silently ignored.
 """
 
+import time
+import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar, final
+from typing import Annotated, Any, Literal, final
 
 from pydantic import (
     AliasChoices,
@@ -14,30 +16,25 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
     model_validator,
 )
 
-from longtail.types import MIN_TEMPERATURE
+from longtail.engine.report import Emitted, Verified
+from longtail.engine.text import Decode, Detokenizer, Reader
+from longtail.serve.service import Event
+from longtail.types import Completion
 
-_MAX_SHOWN = 60
+_NOT_EMPTY = Field(min_length=1)
 _NEUTRAL: dict[str, Any] = {
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1.0,
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "top_logprobs"), 0),
+    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "echo"), False),
+    **{name: [] for name in ("stop_token_ids", "tools")},
     "logit_bias": {},
-    "min_tokens": 0,
-    "ignore_eos": False,
-    "stop_token_ids": [],
-    "include_stop_str_in_output": False,
+    "repetition_penalty": 1.0,
     "skip_special_tokens": True,
-    "echo": False,
     "best_of": 1,
-    "top_logprobs": 0,
-    "tools": [],
     "tool_choice": "none",
     "response_format": {"type": "text"},
-    "modalities": ["text"],
 }
 """Fields that are not supported, with the value that has no effect and is accepted."""
 _IGNORED = {
@@ -47,37 +44,10 @@ _IGNORED = {
 """Fields that do not change the text."""
 
 
-@final
-class APIError(Exception):
-    """An error response. Any code may raise it; `app` answers with its status and body."""
-
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return OpenAI's error body."""
-        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-        other = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = kinds.get(self.status, other)
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": error}
-
-
 def _prompts(value: Any) -> Any:
-    """Convert a text, a list of token ids, or a list of either, to a list of prompts."""
-    prompts = value if isinstance(value, list) and not _is_tokens(value) else [value]
-    if not prompts or not all(
-        prompt and (isinstance(prompt, str) or _is_tokens(prompt)) for prompt in prompts
-    ):
-        raise ValueError("give a text or token ids, or several of them, none of them empty")
-    return prompts
-
-
-def _is_tokens(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+    """Return a list of prompts; a single one is a text or a list of token ids."""
+    is_list = isinstance(value, list) and not all(type(each) is int for each in value)
+    return value if is_list else [value]
 
 
 def _content(value: Any) -> Any:
@@ -85,10 +55,9 @@ def _content(value: Any) -> Any:
     if not isinstance(value, list):
         return value
     parts = [part if isinstance(part, dict) else {} for part in value]
-    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    if len(texts) < len(parts) or any(part.get("type") != "text" for part in parts):
+    if any(part.get("type") != "text" or type(part.get("text")) is not str for part in parts):
         raise ValueError('parts must be {"type": "text", "text": ...}: only text is supported')
-    return "".join(texts)
+    return "".join(part["text"] for part in parts)
 
 
 class _Body(BaseModel):
@@ -111,10 +80,7 @@ class _Body(BaseModel):
 
 @final
 class Message(_Body):
-    """One message of a chat.
-
-    Example: Message(role="user", content="3 + 4?")
-    """
+    """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
@@ -141,80 +107,160 @@ class _CommonFields(_Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
-    @field_validator("temperature")
-    @classmethod
-    def _temperature(cls, value: float) -> float:
-        if 0 < value < MIN_TEMPERATURE:
-            raise ValueError(f"it must be 0, or at least {MIN_TEMPERATURE}")
-        return value
-
-    @field_validator("stream_options")
-    @classmethod
-    def _stream_options(cls, value: dict[str, bool], info: Any) -> dict[str, bool]:
-        if not info.data.get("stream"):
-            raise ValueError("it needs stream = true")
-        return value
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options.get("include_usage", False)
-
 
 @final
 class CompletionRequest(_CommonFields):
-    """The body of /v1/completions.
+    """The body of /v1/completions."""
 
-    Example: CompletionRequest(model="smollm2", prompt=["3 + 4 ="], max_tokens=8, seed=1)
-    """
-
-    prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    prompt: Annotated[
+        list[Annotated[str, _NOT_EMPTY] | Annotated[list[int], _NOT_EMPTY]],
+        BeforeValidator(_prompts),
+    ]
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     """0 asks for the logprobs of the sampled tokens; those of others are not available."""
 
 
 @final
-class ChatCompletionRequest(_CommonFields):
-    """The body of /v1/chat/completions.
+class ChatRequest(_CommonFields):
+    """The body of /v1/chat/completions."""
 
-    Example: ChatCompletionRequest(model="smollm2",
-                                   messages=[Message(role="user", content="3 + 4?")])
-    """
-
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], _NOT_EMPTY]
     max_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, validation_alias=AliasChoices("max_tokens", "max_completion_tokens")
     )
     logprobs: bool = False
 
 
-Request = TypeVar("Request", bound=_CommonFields)
+Body = CompletionRequest | ChatRequest
 
 
-def parse_body(kind: type[Request], body: bytes) -> Request:
-    """Parse the body of a request. Raises APIError (400) for every malformed body."""
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        raise _to_api_error(error.errors(include_url=False)) from error
-
-
-def _to_api_error(errors: Sequence[Any]) -> APIError:
-    """Describe the first problem of a body: the field, its value and what it must be."""
-    first = errors[0]
-    param = ".".join(str(part) for part in first["loc"])
-    message = str(first["msg"]).removeprefix("Value error, ")
-    if not param:
-        return APIError(400, f"the body must be a JSON object: {message}", code="invalid_json")
+def problem(error: ValidationError) -> tuple[str | None, str]:
+    """Return the first wrong field of a body, and its value and what it must be."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if not field:
+        return None, f"the body must be a JSON object: {message}"
     if first["type"] == "missing":
-        return APIError(400, f"{param} is missing", param=param, code="missing_field")
-    shown = ascii(first.get("input"))
-    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
+        return field, f"{field} is missing"
     if first["type"] == "extra_forbidden":
-        name = first["loc"][-1]
+        neutral = _NEUTRAL.get(str(first["loc"][-1]))
         message = "no such field, or not supported; leave it out"
-        if name in _NEUTRAL:
-            message = f"not supported; leave it out, or give {_NEUTRAL[name]!r}"
-        return APIError(400, f"{param} = {shown}: {message}", param=param, code="unknown_field")
-    return APIError(400, f"{param} = {shown}: {message}", param=param, code="invalid_value")
+        message += "" if neutral is None else f", or give {neutral!r}"
+    return field, f"{field} = {first['input']!a:.60}: {message}"
+
+
+@final
+class _Choice:
+    """One completion: what is generated and not sent yet."""
+
+    def __init__(self, body: Body, index: int, prompt: Sequence[int], decode: Decode) -> None:
+        self._body, self._index, self._prompt = body, index, prompt
+        self._reader, self._detokenizer = Reader(decode, body.stop), Detokenizer(decode)
+        self._has_logprobs = body.logprobs is not None and body.logprobs is not False  # 0 is true
+        self._text, self._ids = "", list[int]()
+        self._names, self._logprobs = list[str](), list[float]()
+        self._is_first, self._reason = True, ""
+
+    def add(self, events: Sequence[Event]) -> bool:
+        """Add the results of a step and return whether a stream has something to send."""
+        emitted = [event for event in events if isinstance(event, Emitted)]
+        done = events[-1] if isinstance(events[-1], Completion) else None
+        ids = [each.token for each in emitted]
+        self._ids += ids
+        self._text += self._reader.feed(ids)
+        if done is not None:
+            self._text += self._reader.finish(done.text)
+        if self._has_logprobs:
+            self._logprobs += [each.logprob for each in emitted]
+            names = [self._detokenizer.feed([token]) for token in ids]
+            names[-1] += "" if done is None else self._detokenizer.flush()
+            by_id = self._body.return_tokens_as_token_ids
+            self._names += [f"token_id:{token}" for token in ids] if by_id else names
+        self._reason = "" if done is None else done.finish_reason.value
+        return bool(self._text or done)
+
+    def take(self) -> dict[str, Any]:
+        """Return the body of what was not sent yet."""
+        is_chat, first, self._is_first = isinstance(self._body, ChatRequest), self._is_first, False
+        body: dict[str, Any] = {"index": self._index, "logprobs": None}
+        body["finish_reason"] = self._reason or None
+        if not is_chat:
+            body["text"] = self._text
+        elif self._body.stream:
+            body["delta"] = ({"role": "assistant"} if first else {}) | {"content": self._text}
+        else:
+            body["message"] = {"role": "assistant", "content": self._text, "refusal": None}
+        if self._has_logprobs and is_chat:
+            rows: list[Any] = [
+                {"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []}
+                for name, logprob in zip(self._names, self._logprobs, strict=True)
+            ]
+            body["logprobs"] = {"content": rows}
+        elif self._has_logprobs:
+            body["logprobs"] = {"tokens": self._names, "token_logprobs": self._logprobs}
+        if self._body.return_token_ids:
+            body["token_ids"] = self._ids
+            if not is_chat:
+                body["prompt_token_ids"] = list(self._prompt) if first else None
+        self._text, self._ids, self._names, self._logprobs = "", [], [], []
+        return body
+
+
+@final
+class ResponseBuilder:
+    """Builds the response to one call, whole or in chunks, while its completions are generated."""
+
+    def __init__(
+        self, body: Body, prompts: Sequence[Sequence[int]], decode: Decode, seed: int
+    ) -> None:
+        self._body, self._prompts, self._seed = body, prompts, seed
+        prefix, kind = "cmpl", "text_completion"
+        if isinstance(body, ChatRequest):
+            prefix, kind = "chatcmpl", "chat.completion" + (".chunk" if body.stream else "")
+        self._base: dict[str, Any] = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.model,
+        }
+        if body.return_token_ids and isinstance(body, ChatRequest):
+            self._base["prompt_token_ids"] = list(prompts[0])
+        self._choices = [
+            _Choice(body, index, prompts[index // body.n], decode)
+            for index in range(len(prompts) * body.n)
+        ]
+        self._generated = self._drafted = self._accepted = self._verified = 0
+
+    def add(self, choice: int, events: Sequence[Event]) -> dict[str, Any] | None:
+        """Add the results of a step and return the body to stream, if there is one."""
+        for event in events:
+            self._generated += isinstance(event, Emitted)
+            if isinstance(event, Verified):
+                self._verified += 1
+                self._drafted += event.num_drafted
+                self._accepted += event.num_accepted
+        if not self._choices[choice].add(events) or not self._body.stream:
+            return None
+        chunk = self._base | {"choices": [self._choices[choice].take()]}
+        self._base.pop("prompt_token_ids", None)  # it is in the first chunk alone
+        return chunk
+
+    def end(self) -> dict[str, Any]:
+        """Return the whole response, or the last chunk of a stream that includes its usage."""
+        prompt_tokens, verified = sum(map(len, self._prompts)), self._verified
+        return self._base | {
+            "choices": [] if self._body.stream else [each.take() for each in self._choices],
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": self._generated,
+                "total_tokens": prompt_tokens + self._generated,
+            },
+            "longtail": {
+                "seed": self._seed,
+                "drafted_tokens": self._drafted,
+                "accepted_tokens": self._accepted,
+                "accept_length": round(1 + self._accepted / verified, 3) if verified else None,
+            },
+        }

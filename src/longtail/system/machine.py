@@ -1,4 +1,4 @@
-"""Cores, memory, processor, disk and packages of this machine. Standard library only, no torch.
+"""Cores, memory, processor and packages of this machine. Standard library only, no torch.
 
 Cores and memory are those that this process may use, so a container's limits are included.
 """
@@ -8,7 +8,6 @@ import importlib
 import json
 import os
 import platform
-import shutil
 import sys
 from dataclasses import dataclass
 from importlib import metadata
@@ -114,12 +113,6 @@ def import_extra(module: str, extra: str, where: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{where} needs {module} ({error}): {pip_install(extra)}") from error
-
-
-def disk_free(path: Path) -> int:
-    """Return the free bytes on the disk of `path`, which need not exist."""
-    present = next(p for p in (path.resolve(), *path.resolve().parents) if p.exists())
-    return shutil.disk_usage(present).free
 
 
 @functools.cache

@@ -4,18 +4,19 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from longtail.serve.protocol import APIError, ChatCompletionRequest, CompletionRequest, parse_body
+from longtail.serve.protocol import Body, ChatRequest, CompletionRequest, problem
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 TEXT = {"model": "m", "prompt": "hi"}
 
 
-def refused(kind: type[ChatCompletionRequest] | type[CompletionRequest], body: Any) -> APIError:
-    with pytest.raises(APIError) as caught:
-        parse_body(kind, body if isinstance(body, bytes) else json.dumps(body).encode())
-    assert caught.value.status == 400
-    return caught.value
+def refused(kind: type[Body], body: Any) -> tuple[str | None, str]:
+    """Return the field that is refused, and why."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate_json(body if isinstance(body, bytes) else json.dumps(body))
+    return problem(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -35,14 +36,16 @@ def test_a_prompt_may_be_a_text_or_token_ids_or_several(prompt: Any, read: Any) 
     "prompt", ["", [], [""], [[]], ["a", ""], ["a", 1], [1, "a"], [True], 1, None, {}, [[1.0]]]
 )
 def test_a_malformed_prompt_is_refused(prompt: Any) -> None:
-    assert refused(CompletionRequest, {**TEXT, "prompt": prompt}).param == "prompt"
+    field, _ = refused(CompletionRequest, {**TEXT, "prompt": prompt})
+    assert field is not None
+    assert field.startswith("prompt")
 
 
 @pytest.mark.parametrize(
     "more",
     [
         {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "tools": []},
-        {"tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]},
+        {"tool_choice": "none", "response_format": {"type": "text"}},
         {"repetition_penalty": 1.0, "top_k": -1, "min_tokens": 0, "ignore_eos": False},
         {"stop_token_ids": [], "skip_special_tokens": True, "include_stop_str_in_output": False},
         {"return_token_ids": True, "return_tokens_as_token_ids": False},
@@ -53,7 +56,7 @@ def test_a_malformed_prompt_is_refused(prompt: Any) -> None:
     ],
 )
 def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
-    ChatCompletionRequest.model_validate({**CHAT, **more})
+    ChatRequest.model_validate({**CHAT, **more})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,6 @@ def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
         ("response_format", {"type": "json_object"}),
         ("reasoning_effort", "high"),
         ("top_logprobs", 3),
-        ("temperature", 1e-30),
         ("temperature", "1"),
         ("top_p", 0),
         ("min_p", 1),
@@ -79,16 +81,15 @@ def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
         ("stop", "x" * 5000),
         ("messages", []),
         ("stream", "yes"),
-        ("stream_options", {"include_usage": True}),  # without stream
         ("tempature", 1),
     ],
 )
 def test_unsupported_and_impossible_fields_are_refused_by_name(field: str, value: Any) -> None:
-    found = refused(ChatCompletionRequest, {**CHAT, field: value})
-    assert found.param is not None
-    assert found.param.split(".")[0] == field
-    assert found.message.startswith(field)
-    assert len(found.message) < 200
+    found, message = refused(ChatRequest, {**CHAT, field: value})
+    assert found is not None
+    assert found.split(".")[0] == field
+    assert message.startswith(field)
+    assert len(message) < 200
 
 
 @pytest.mark.parametrize(
@@ -96,14 +97,14 @@ def test_unsupported_and_impossible_fields_are_refused_by_name(field: str, value
     [("echo", True), ("best_of", 2), ("logprobs", 1), ("logprobs", True), ("logprobs", False)],
 )
 def test_unsupported_fields_of_completions_are_refused_by_name(field: str, value: Any) -> None:
-    assert refused(CompletionRequest, {**TEXT, field: value}).param == field
+    assert refused(CompletionRequest, {**TEXT, field: value})[0] == field
 
 
 def test_the_two_names_of_max_tokens_are_one_field() -> None:
-    new = ChatCompletionRequest.model_validate({**CHAT, "max_completion_tokens": 2})
+    new = ChatRequest.model_validate({**CHAT, "max_completion_tokens": 2})
     assert new.max_tokens == 2
-    both = refused(ChatCompletionRequest, {**CHAT, "max_tokens": 1, "max_completion_tokens": 2})
-    assert both.param == "max_completion_tokens"
+    both = refused(ChatRequest, {**CHAT, "max_tokens": 1, "max_completion_tokens": 2})
+    assert both[0] == "max_completion_tokens"
 
 
 def test_message_content_may_be_a_list_of_text_parts() -> None:
@@ -111,9 +112,9 @@ def test_message_content_may_be_a_list_of_text_parts() -> None:
         return {**CHAT, "messages": [{"role": "user", "content": content, "tool_calls": None}]}
 
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert ChatCompletionRequest.model_validate(body(parts)).messages[0].content == "ab"
+    assert ChatRequest.model_validate(body(parts)).messages[0].content == "ab"
     for bad in (None, 1, [{"type": "image_url"}], [*parts, "c"], [{"type": "text"}]):
-        assert refused(ChatCompletionRequest, body(bad)).param == "messages.0.content"
+        assert refused(ChatRequest, body(bad))[0] == "messages.0.content"
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,12 @@ def test_message_content_may_be_a_list_of_text_parts() -> None:
     ids=range(11),
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
-    assert refused(CompletionRequest, body).code == "invalid_json"
+    assert "must be a JSON object" in refused(CompletionRequest, body)[1]
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "1e-400"])
 def test_numbers_out_of_range_are_refused_and_extreme_ones_accepted(number: str) -> None:
     body = f'{{"model": "m", "prompt": "a", "top_p": {number}}}'
-    assert refused(CompletionRequest, body.encode()).param == "top_p"
+    assert refused(CompletionRequest, body.encode())[0] == "top_p"
     extreme = {**TEXT, "top_p": 1e-46, "min_p": 1e-300, "top_k": 2**31 - 1, "seed": -(2**63)}
-    assert parse_body(CompletionRequest, json.dumps(extreme).encode()).top_p == 1e-46
+    assert CompletionRequest.model_validate_json(json.dumps(extreme)).top_p == 1e-46
