@@ -4,9 +4,9 @@ import re
 import signal
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -97,18 +97,17 @@ def test_events_tell_which_runs_have_grown(directory: Path, client: httpx.Client
     [
         ({"host": "0.0.0.0"}, "a token is needed"),
         ({"port": 70_000}, "--port = 70000: it must be from 0 to 65535"),
-        ({"runs": ["r"] * 5}, "at most 4"),
+        ({"runs": ("r",) * 5}, "at most 4"),
         ({"token_file": "/nowhere"}, "cannot be read"),
         ({}, "no run has written there"),
     ],
 )
 def test_wrong_options_are_named(
-    change: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
+    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LONGTAIL_VIEW_TOKEN", raising=False)
-    given = {"runs": ["nowhere"], "host": "127.0.0.1", "port": 0, "token_file": None}
     with pytest.raises(ConfigError, match=message):
-        command.run(Namespace(**given | change))
+        command.run(command.ViewOptions(**{"runs": ("nowhere",), "port": 0} | change))
 
 
 @pytest.mark.slow
