@@ -17,7 +17,7 @@ import pytest
 from end_to_end.processes import finish, start, wait_until
 from longtail.cli import main as cli
 from longtail.model.hf.model import save_model
-from longtail.serve.command import KEY_VARIABLE
+from longtail.serve.options import KEY_VARIABLE
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 KEY = "a-key-of-enough-letters"

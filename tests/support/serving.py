@@ -13,7 +13,7 @@ from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.command import ServeOptions
+from longtail.serve.options import ServeOptions
 from longtail.serve.server import Routes
 from longtail.serve.service import Service
 from longtail.system.addresses import bind

@@ -16,7 +16,7 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.options import Arguments, Parser, arguments_of, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
-from longtail.serve.command import ServeOptions
+from longtail.serve.options import ServeOptions
 from longtail.view.command import ViewOptions
 
 
@@ -128,7 +128,7 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
         "serve": Command(
             "Serve a model with the OpenAI HTTP API, with speculative decoding.",
             ServeOptions,
-            "serve.command.run",
+            "serve.run",
         ),
         **{
             f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")

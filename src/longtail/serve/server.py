@@ -27,7 +27,7 @@ from longtail.assembly.engine import model_directory, open_engine, open_model, o
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from longtail.serve.command import ServeOptions
+from longtail.serve.options import ServeOptions
 from longtail.serve.protocol import Body, ChatRequest, CompletionRequest, ResponseBuilder, problem
 from longtail.serve.service import CompletionStream, Service
 from longtail.system.addresses import bind, is_loopback_header, url

@@ -28,7 +28,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Emitted, Failed, StepReport, Verified
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import OverloadedError, UnavailableError
-from longtail.serve.command import ServeOptions
+from longtail.serve.options import ServeOptions
 from longtail.types import Completion, Request, SamplingParams
 
 Event = Verified | Emitted | Completion | Failed

@@ -1,4 +1,4 @@
-"""The command `longtail serve`: its options, checked, and its server, if that is installed."""
+"""Options of `longtail serve`, checked, without torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,8 +6,6 @@ from typing import Annotated, Literal
 
 from longtail.config.options import Option
 from longtail.errors import ConfigError
-from longtail.system import machine
-from longtail.system.addresses import check_address, read_secret
 
 KEY_VARIABLE = "LONGTAIL_API_KEY"
 
@@ -62,18 +60,3 @@ class ServeOptions:
             )
         if not self.served_name.isprintable():
             raise ConfigError(f"--name = {self.served_name!a}: give a name that can be printed")
-
-
-def run(options: ServeOptions) -> int:
-    """Serve with the options of the command line until a signal arrives."""
-    api_key = read_secret(options.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
-    remedy = f"an API key is needed: set ${KEY_VARIABLE}, give --api-key-file"
-    check_address(options.host, options.port, api_key, remedy)
-    try:
-        from longtail.serve import server
-    except ImportError as error:
-        raise ConfigError(
-            f"longtail serve needs FastAPI, uvicorn and prometheus_client ({error}): "
-            f"{machine.pip_install('serve')}"
-        ) from error
-    return server.run(options, api_key)
