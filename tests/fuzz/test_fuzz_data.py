@@ -16,7 +16,7 @@ from longtail.errors import ConfigError, DataError
 from longtail.rl.data.examples import example_of, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
 from longtail.rl.data.sources import Row, load_rows
-from longtail.rl.grading.references import gradable
+from longtail.rl.grading.pool import gradable
 from longtail.rl.grading.reward import ExactReward
 from longtail.system.files import find_surrogate
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from longtail.config.data import DataSection
-from longtail.config.rl import RunConfig
+from longtail.config.rl import DataSection, RunConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.rl.data.prompts import (
@@ -18,7 +17,7 @@ from longtail.rl.data.prompts import (
     system_first,
 )
 from longtail.rl.data.sources import EMBEDDED, HELDOUT, Row, load_rows
-from longtail.rl.grading.references import Check, gradable
+from longtail.rl.grading.pool import Check, gradable
 
 
 def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:

@@ -22,7 +22,7 @@ from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
-from longtail.rl.grading.references import Check
+from longtail.rl.grading.pool import Check
 from longtail.system import machine
 from longtail.system.device import choose_device, set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from longtail.config.data import RUNNING_SUMS
+from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sections import (
     Amount,
     Count,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from longtail.config.data import RUNNING_SUMS
+from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sections import (
     Amount,
     Count,

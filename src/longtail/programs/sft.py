@@ -15,7 +15,7 @@ import torch
 
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
-from longtail.config.data import RUNNING_SUMS
+from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model, save_model

@@ -13,9 +13,8 @@ from typing import Any, final
 from longtail.errors import ConfigError
 from longtail.system.files import process_of
 from longtail.view import steps
-from longtail.view.lines import MOST_BYTES, open_regular, read_step, short
 from longtail.view.series import FILE as METRICS
-from longtail.view.series import MetricSeries
+from longtail.view.series import MOST_BYTES, MetricSeries, open_regular, read_step, short
 
 Row = dict[str, Any]
 

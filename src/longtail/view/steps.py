@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.view.lines import read_step, short
+from longtail.view.series import read_step, short
 
 Row = dict[str, Any]
 Number = int | float

@@ -16,8 +16,7 @@ from longtail.drafter.formats.checkpoint import (
 )
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.sums import BlockRows, RidgeSums, block_rows
-from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.ridge.trainer import BlockRows, RidgeSums, RidgeTrainer, block_rows
 from longtail.drafter.training.texts import pack_texts
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter

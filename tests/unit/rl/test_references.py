@@ -4,8 +4,7 @@ import pytest
 
 from longtail.errors import DataError, GradingError
 from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
-from longtail.rl.grading.pool import GraderPool
-from longtail.rl.grading.references import gradable
+from longtail.rl.grading.pool import GraderPool, gradable
 from longtail.rl.grading.reward import reward_factory
 
 ENCODER = Encoder(encode=lambda text: list(text.encode()), render=None)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.view import lines
-from longtail.view.lines import open_regular, read_step
+from longtail.view import series
+from longtail.view.series import open_regular, read_step
 
 
 def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_a_step_and_a_line_are_read_up_to_a_bound(
     path = tmp_path / "log"
     rows = [json.dumps({"step": 1, "n": n}) + "\n" for n in range(9)]
     path.write_text("".join(rows))
-    monkeypatch.setattr(lines, "MOST_BYTES", 3 * len(rows[0]))
+    monkeypatch.setattr(series, "MOST_BYTES", 3 * len(rows[0]))
     assert [row["n"] for row in read_step(path, 1)] == [0, 1, 2]
     path.write_bytes(b'{"step": 1, "x": "' + b"x" * 1000 + b'"}\n')
     assert read_step(path, 1) == []

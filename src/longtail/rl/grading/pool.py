@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from multiprocessing import get_context
 from operator import itemgetter
@@ -23,10 +23,11 @@ from typing import Any, final
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from longtail.errors import GradingError
+from longtail.errors import DataError, GradingError
+from longtail.rl.data.prompts import PromptSet
 from longtail.rl.data.requests import visit_of
 from longtail.rl.grading import grader
-from longtail.rl.grading.reward import GradingTask, reward_factory
+from longtail.rl.grading.reward import GradingTask, required_columns, reward_factory
 from longtail.system.interrupt import signals_delayed
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
@@ -219,3 +220,48 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             return f"the grader {how} while grading"
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return f"the row cannot be sent to a grader: {error}"
+
+
+Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]
+"""Map rows, reduced to the columns that a reward needs, to reasons why some cannot be graded."""
+
+
+def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) -> PromptSet:
+    """Return the prompts whose completions the reward can grade.
+
+    Rows that are equal in the columns that the reward needs are checked once.
+
+    Raises DataError naming the first row that cannot be graded; with `drop`, only if none can.
+    """
+    columns = required_columns(reward_name)
+    reasons: dict[int, str] = {}
+    equal_rows: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts.prompts):
+        missing = [name for name in columns if prompt.data.get(name) is None]
+        if missing:
+            reasons[index] = (
+                f"reward.name = {reward_name!r} needs {missing[0]!r}, which this row lacks (it has "
+                f"{', '.join(prompt.data)})"
+            )
+        elif columns:
+            equal_rows.setdefault(repr([prompt.data[name] for name in columns]), []).append(index)
+    index_lists = list(equal_rows.values())
+    firsts = (prompts.prompts[indices[0]].data for indices in index_lists)
+    rows = [{name: data[name] for name in columns} for data in firsts]
+    for number, why in check(rows).items():
+        reasons |= dict.fromkeys(index_lists[number], why)
+    if reasons and (not drop or len(reasons) == len(prompts.prompts)):
+        raise DataError(_error_text(prompts, reasons))
+    kept = [index for index in range(len(prompts.prompts)) if index not in reasons]
+    return replace(prompts.part(kept), num_ungradable=len(reasons))
+
+
+def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:
+    first, *others = sorted(reasons)
+    column = "" if prompts.answer_column is None else f", column {prompts.answer_column!r}"
+    more = f"; {len(others)} more of {len(prompts.prompts)} rows are no better" if others else ""
+    return (
+        f"data.source = {prompts.source!r}, row {prompts.rows[first]}{column}: {reasons[first]}"
+        f"{more}; mend the data, name the column of the answers in data.answer_column, choose "
+        "another reward.name, or set data.drop_ungradable = true to leave such rows out"
+    )
