@@ -125,43 +125,6 @@ def test_swiglu_is_its_definition(tokens, inner, dtype, seed, scale):
     assert_same(native_kernels(dtype).swiglu(gate_up), exact, terms)
 
 
-@needs_compiler
-@sizes
-@given(
-    tokens=st.integers(2, 7),
-    width=st.integers(1, 150),
-    head_dim=st.sampled_from(HEAD_DIMS),
-    dtype=dtypes,
-    seed=seeds,
-)
-def test_a_token_gets_the_same_bits_alone_and_beside_others(tokens, width, head_dim, dtype, seed):
-    kernels, weight = (
-        native_kernels(dtype),
-        1 + 0.3 * random(seed, max(width, head_dim), dtype=dtype),
-    )
-    stream, delta = random(seed, 2, tokens, width, dtype=dtype)
-    gate_up = random(seed, tokens, 2 * width, dtype=dtype)
-    qkv = random(seed, tokens, 5, head_dim, dtype=dtype)
-    positions = torch.arange(tokens) * 31
-    rope = Rope(head_dim, RopeConfig())
-
-    def compute(first: int, last: int) -> list[Tensor]:
-        part = slice(first, last)
-        rotation = rope.rotation(positions[part], kernels.rotation_dtype(dtype))
-        norms = weight[:head_dim], weight[:head_dim]
-        rotated = kernels.rotate(qkv[part].clone(), 3, *norms, 1e-6, rotation)
-        return [
-            *kernels.add_norm(stream[part].clone(), delta[part], weight[:width], 1e-6),
-            kernels.swiglu(gate_up[part]),
-            *(each.clone() for each in rotated),
-        ]
-
-    whole = compute(0, tokens)
-    for token in range(tokens):
-        for alone, together in zip(compute(token, token + 1), whole, strict=True):
-            assert alone.equal(together[token : token + 1])
-
-
 @st.composite
 def attention_cases(draw: st.DrawFn) -> dict[str, int | float | torch.dtype]:
     return {

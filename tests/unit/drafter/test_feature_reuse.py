@@ -16,7 +16,6 @@ from longtail.drafter.training.reader import TargetReader, training_taps
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.training.texts import pack_texts
-from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
@@ -160,22 +159,6 @@ def test_training_with_reused_features_equals_training_without(recipe: Recipe) -
     assert len(replicas[0]) == len(replicas[1]) > 1
     for one, other in zip(*replicas, strict=True):
         assert other.accept_len == pytest.approx(one.accept_len, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_the_target_computes_only_texts_that_were_not_kept() -> None:
-    place = Workplace.at("eagle3")
-    trainer = DrafterTrainer(
-        place.layer("eagle3"), place.target, SETTINGS.trainer, lookup=place.store.find
-    )
-    own = [Example(tokens=t.tokens, prompt_len=t.prompt_len) for t in place.own]
-    others = [Example(tokens=counting(n, 12).tokens, prompt_len=3) for n in range(3)]
-    for texts, missing in ((own[-4:], 0), ([*own[-4:], *others], 36), (others, 36)):
-        before = place.num_computed
-        report = trainer.step(pack_texts(texts, 1000))
-        assert place.num_computed - before == missing
-        learned_anew = sum(len(text.tokens) - 3 for text in texts if text in others)
-        assert report.num_trained - report.num_reused == learned_anew
 
 
 def test_a_window_has_the_states_of_its_whole_text() -> None:

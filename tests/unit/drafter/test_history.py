@@ -13,10 +13,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.history import HistoryDrafter, _Root, _text
-from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Noise, Observed
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths, reach_probabilities
+from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths
 from longtail.types import SamplingParams
 
 PROMPT, OTHER = (1, 2), (1, 3)
@@ -259,41 +258,3 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read)
     strategy = Strategy(depth=depth, thresholds=worth)
     assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
-
-
-@given(TEXTS, SHAPES, st.integers(0, 3), WORTHS)
-def test_a_tree_equals_growing_level_by_level_and_pruning(texts, shape, beam, worth):
-    depth, width, size, _ = shape
-    strategy = Strategy(depth=depth, width=width, size=size, beam=beam, thresholds=worth)
-    drafter = drafter_that_saw(*texts)
-    sure = ConfidenceCurve().confidences
-    root = _Root(_text(texts[0][:2]), drafter._pools[PROMPT].after, drafter._lengths, None)
-    tree = drafter._tree(root, depth, strategy)
-    reaches: list[float] = []
-    level = [(-1.0, 0.0, 0, root.text)]  # reach and margin, both negative; token
-    for _ in range(depth):
-        grown = [
-            (reach * sure([margin])[0], -margin, token, text + chr(token))
-            for reach, _, _, text in sorted(level)[: beam or width]
-            if -reach >= worth.expand
-            for margin, token in root.children(text, len(drafter._lengths), 1)[1][:width]
-        ]
-        level = [each for each in grown if -each[0] >= max(worth.verify, 0.02)]
-        reaches += [-reach for reach, *_ in level]
-    expected = sorted(reaches, reverse=True)[: strategy.num_nodes]
-    assert list(tree.reach) == pytest.approx(expected)
-    found = reach_probabilities(tree.parents, sure(tree.margins))
-    assert list(tree.reach) == pytest.approx(found)
-
-
-@pytest.mark.slow
-@given(TEXTS, st.integers(1, 6))
-def test_counts_do_not_depend_on_how_the_text_is_observed(texts, piece):
-    whole, cut = drafter_that_saw(*texts), HistoryDrafter()
-    for number, text in enumerate(texts):
-        length = len(PROMPT) + len(text)
-        for start in range(0, length, piece):
-            end = min(start + piece, length)
-            cut.observe([seen(f"seen{number}", text, start=start, end=end)], None)
-    assert cut._pools[PROMPT].after == whole._pools[PROMPT].after
-    assert cut.num_tokens == whole.num_tokens

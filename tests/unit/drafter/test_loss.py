@@ -62,16 +62,6 @@ def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_reje
     assert rows.agreement.tolist() == (q.argmax(-1) == p.argmax(-1)).double().tolist()
 
 
-def test_a_drafter_equal_to_the_target_has_overlap_one_and_no_gradient() -> None:
-    scored = SEEN[None].clone().requires_grad_(True)
-    rows = score_rows(scored, Teacher(hidden=SEEN, head=HEAD))
-    torch.testing.assert_close(rows.overlap, torch.ones_like(rows.overlap))
-    assert rows.agreement.min() == 1
-    torch.autograd.backward(rows.cross_entropy.sum())
-    assert scored.grad is not None
-    assert scored.grad.abs().max() < 1e-12
-
-
 def test_the_feature_loss_is_quadratic_near_and_linear_far() -> None:
     predicted = torch.tensor([[0.0, 0.5], [3.0, -3.0]])
     loss = feature_loss(predicted, torch.zeros(2, 2))

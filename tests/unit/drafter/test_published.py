@@ -212,15 +212,6 @@ def test_an_imported_drafter_scores_like_an_independent_reader(tmp_path, target,
     torch.testing.assert_close(theirs[:, list(DRAFT_IDS)], mine, rtol=0, atol=1e-12)
 
 
-def test_the_scale_is_moved_by_a_power_of_two_without_loss(tmp_path, target, three_taps):
-    config, tensors = three_taps
-    loaded = load(lay(tmp_path / "p", config, tensors), target)
-    scale = torch.tensor(loaded.layer.config.feature_scale)
-    assert torch.frexp(scale).mantissa == 0.5
-    loaded.layer.fold()
-    assert torch.equal(loaded.layer.fc.weight, tensors["fc.weight"])
-
-
 @pytest.mark.slow
 def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
@@ -12,7 +11,6 @@ from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.training.texts import TextBatches, pack_texts, read_texts, save_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError, NonFiniteError
-from longtail.model.attention import PackedAttention
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer
 from longtail.rl import muon
@@ -205,32 +203,3 @@ def test_texts_are_read_back_for_the_same_origin_only(tmp_path) -> None:
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match="damaged"):
         read_texts(file, "a")
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_first_depth_is_compared_with_the_target_two_tokens_on(recipe: Recipe) -> None:
-    """Pair (f_i, x_{i+1}) predicts the target's distribution after x_{i+1}, worked on one text."""
-    trainer = _trainer(recipe, dtype=torch.float64, window=0)
-    trainer_target, text = trainer._target, _texts()[3]
-    tokens = torch.tensor(text.tokens)
-    with torch.no_grad():
-        tapped = trainer_target.forward_with_features(
-            tokens, torch.arange(len(tokens)), PackedAttention((0, len(tokens))),
-            trainer.layer.config.taps,
-        )  # fmt: skip
-        p = trainer_target.logits(tapped.hidden).softmax(-1)
-        layer, overlaps, entropies = trainer.layer, [], []
-        fused = layer.fuse_features(tapped.features)
-        entered = layer.make_input(fused[:-1], trainer_target.embedding(tokens[1:]))
-        heads = layer.heads(entered.attended, layer.rotation(torch.arange(len(tokens) - 1)))
-        q, k, v = (x.transpose(0, 1)[None] for x in heads)
-        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out = layer.finish(entered.stream, seen[0].transpose(0, 1))
-        drafted = trainer_target.logits(out.scored).log_softmax(-1)
-        for pair in range(len(tokens) - 2):
-            if pair + 2 >= text.prompt_len:  # the predicted token is trained
-                overlaps.append(torch.minimum(p[pair + 1], drafted[pair].exp()).sum())
-                entropies.append(-(p[pair + 1] * drafted[pair]).sum())
-    found = trainer.evaluate(pack_texts([text], 1000))
-    assert found.overlap[0] == pytest.approx(float(torch.stack(overlaps).mean()))
-    assert found.cross_entropy[0] == pytest.approx(float(torch.stack(entropies).mean()))

@@ -41,22 +41,6 @@ def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
     return features, torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float64)
 
 
-def test_pairs_are_a_feature_and_the_token_after_it() -> None:
-    packed = lay_out([(9, 8, 7, 6), (5, 4)], [2, 1])
-    pairs = Pairs.of(packed)
-    assert pairs.rows.tolist() == [0, 1, 2, 4]
-    assert pairs.positions.tolist() == [0, 1, 2, 0]
-    assert pairs.cu_pairs == (0, 3, 4)
-    assert pairs.trained.tolist() == [True, True, False, False]
-
-
-def test_a_step_exists_only_where_its_root_is_in_the_sequence() -> None:
-    pairs = Pairs.of(_packed([4, 2, 1, 3]))
-    assert pairs.exist(0).tolist() == [True] * 6
-    assert pairs.exist(1).tolist() == [False, True, True, False, False, True]
-    assert pairs.exist(2).tolist() == [False, False, True, False, False, False]
-
-
 @pytest.mark.parametrize("window", [0, 3])
 def test_recomputed_attention_has_the_same_gradient(window: int) -> None:
     packed = _packed([9, 30])

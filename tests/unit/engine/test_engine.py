@@ -1,6 +1,5 @@
 """The engine from outside: how completions end, what is refused, what is left behind (nothing)."""
 
-import dataclasses
 import itertools
 import math
 
@@ -317,35 +316,6 @@ def test_weights_of_another_model_are_refused_without_a_copy(changes, message):
         engine.pull(PolicyWeights(version=1, tensors=tensors))
     (done,) = engine.generate([ask(max_tokens=3)])
     assert (done.tokens, done.policy_version) == ((1, 2, 3), 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("prompt_len", "max_running"), [(1, 8), (2, 1), (30, 3)])
-def test_a_group_computes_its_prompt_once(prompt_len, max_running):
-    """All but the last prompt token, that is: each sample draws its first token from that one."""
-    model = tiny_model("llama", dtype=torch.float64)
-    limits = EngineLimits(max_running=max_running, max_step_tokens=12, max_len=64)
-    engine = RolloutEngine(model, lambda tokens: "", limits)
-    group = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=tuple(range(prompt_len)),
-            noise_key=i,
-            sampling=SamplingParams(max_tokens=4 + i),
-            group_id="g",
-        )
-        for i in range(8)
-    ]
-    alone = [dataclasses.replace(request, group_id="") for request in group]
-    meters = RolloutMeter(), RolloutMeter()
-    grouped = engine.generate(group, meters[0].add)
-    separate = [engine.generate([request], meters[1].add)[0] for request in alone]
-    assert [done.tokens for done in grouped] == [done.tokens for done in separate]
-    # The last token of a completion is never computed.
-    generated = sum(3 + i for i in range(8))
-    assert meters[0].report().num_computed == prompt_len - 1 + 8 + generated
-    assert meters[1].report().num_computed == 8 * prompt_len + generated
-    assert engine.scheduler_counts().num_shared_tokens == 7 * (prompt_len - 1)
 
 
 def test_the_meter_adds_steps_up():

@@ -7,7 +7,6 @@ preemption, shared prompts and prompts in chunks.
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import count
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
 from longtail.types import PolicyWeights, Request
-from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged, silent
+from support.drafters import WRONG, Script, ScriptedDrafter, ragged, silent
 from support.engine_requests import (
     CROWDED,
     FAMILIES,
@@ -243,25 +242,3 @@ def test_a_text_without_its_beginning_takes_no_memory() -> None:
     store.add(step_of(active, 5, 7))
     assert store.find(active.tokens, 3) is None
     assert store.num_bytes == 0
-
-
-def test_speculation_may_change_in_mid_text_without_a_gap() -> None:
-    model, requests = tiny_model(dtype=torch.float64), make_requests()
-    engine, store = make_engine(model, script=RIGHT, requests=requests)
-    one = engine.speculation
-    assert one is not None
-    other = Speculation(
-        drafters=one.drafters, tuner=one.tuner, coupled=False, guarded=False, features=store
-    )
-    for request in requests:
-        engine.submit(request)
-    texts: dict[str, tuple[int, ...]] = {}
-    for number in count():
-        if not engine.num_unfinished:
-            break
-        engine.speculate((one, other)[number % 2])
-        for each in engine.step().finished:
-            texts[each.request_id] = each.tokens
-    for request in requests:
-        prompt = request.prompt_tokens
-        assert_kept(store, model, (*prompt, *texts[request.request_id]), len(prompt))

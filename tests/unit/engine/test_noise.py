@@ -75,20 +75,3 @@ def test_a_draft_reads_on_while_the_table_is_made_anew():
     noise.prepare([second], 5)
     for level in (0, 1):
         assert torch.equal(ahead.at_depth(level + 1), true_noise(first, [level]))
-
-
-def test_noise_that_is_there_is_not_made_again(monkeypatch):
-    made = []
-
-    def counted(keys, positions, vocab_size):
-        made.append(len(keys))
-        return gumbel_noise(keys, positions, vocab_size)
-
-    monkeypatch.setattr("longtail.engine.step.sampler.gumbel_noise", counted)
-    noise, active = NoiseTable(VOCAB, CPU, max_entries=8 * VOCAB), request(0)
-    for _ in range(6):
-        noise.rows([active], [[0, 2]])
-        active.tokens.append(1)
-    assert made == [8]  # places 0 to 7 serve all six
-    noise.rows([active], [[0, 2]])
-    assert made == [8, 6]  # the two that are left were moved

@@ -50,14 +50,6 @@ WORKED = _series(
 )
 
 
-def test_a_rollout_is_kept_in_columns_an_entry_a_step() -> None:
-    assert WORKED.seconds == (0.25, 0.5, 0.75)
-    assert WORKED.running == (8, 8, 2)
-    assert (WORKED.drafts, WORKED.nodes, WORKED.accepted) == ((0, 2, 0), (0, 9, 0), (0, 5, 0))
-    assert WORKED.switches == ((1, ON), (2, OFF))
-    assert WORKED.mean_nodes == 3.0
-
-
 def test_an_engine_without_speculation_logs_nothing() -> None:
     log = RolloutLog()
     log.add(_report(8, speculates=False))

@@ -64,16 +64,6 @@ def test_prompts_are_cut_to_the_budget_and_decoding_goes_first():
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
 
 
-def test_no_more_run_than_may():
-    scheduler = make_scheduler(max_running=2)
-    for name in "abc":
-        scheduler.add(active(name, 2))
-    assert step(scheduler) == [("a", 2), ("b", 2)]
-    assert step(scheduler) == [("a", 1), ("b", 1)]
-    scheduler.finish(scheduler.running["a"])
-    assert step(scheduler) == [("b", 1), ("c", 2)]
-
-
 def test_the_youngest_request_is_preempted_and_recomputed():
     """Four blocks: a needs its third, so c goes; c comes back, tokens kept, when a has left."""
     scheduler = make_scheduler(num_tokens=16, max_running=3)
@@ -126,17 +116,6 @@ def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
     assert list(scheduler.running) == ["b"]
     assert step(scheduler) == [("b", 1)]
     assert scheduler.counts().num_shared_tokens == 4
-
-
-def test_a_prompt_that_was_not_finished_is_not_handed_over():
-    scheduler = make_scheduler(max_running=1, max_step_tokens=3)
-    a, b = active("a", 5, "g"), active("b", 5, "g")
-    scheduler.add(a)
-    scheduler.add(b)
-    assert step(scheduler) == [("a", 3)]
-    scheduler.withdraw(a)
-    assert not scheduler.running
-    assert [step(scheduler), step(scheduler)] == [[("b", 3)], [("b", 2)]]
 
 
 def test_a_group_with_different_prompts_shares_no_kv():

@@ -53,13 +53,6 @@ def test_the_earliest_stop_counts():
     assert final_text([0, 1, 2], ("lo w", "rld"), decode_pieces(["hel", "lo wo", "rld"])) == "hel"
 
 
-def test_a_stop_may_span_tokens_and_end_inside_one():
-    decode = decode_pieces(["a", "<", "/b", "> and"])
-    assert not ends_in_stop([0, 1, 2], ("</b>",), decode)
-    assert ends_in_stop([0, 1, 2, 3], ("</b>",), decode)
-    assert not ends_in_stop([0, 1, 2, 3], (), decode)
-
-
 @given(before=TEXTS, stop=TEXTS.filter(bool))
 def test_a_stop_of_any_characters_is_seen_at_its_last_byte(before, stop):
     """A window of as many tokens as the stop has characters used to miss the bytes of long ones."""
@@ -118,14 +111,6 @@ def test_long_texts_are_decoded_a_window_at_a_time():
     text = "ab\u65e5" * 100
     assert in_steps(list(text.encode()), decode) == text
     assert longest < 20
-
-
-def test_no_part_of_a_stop_string_is_shown() -> None:
-    pieces = ["a ", "<b c", " <", "/b", ">d"]
-    reader = Reader(decode_pieces(pieces), ["</b>", "zz"])
-    shown = [reader.feed([token]) for token in range(len(pieces))]
-    assert shown[:2] == ["", "a <"]  # the last three characters may begin a stop string
-    assert "".join([*shown, reader.finish("a <b c ")]) == "a <b c "
 
 
 @given(text=TEXTS, stops=st.lists(TEXTS.filter(bool), max_size=3))

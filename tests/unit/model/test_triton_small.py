@@ -12,8 +12,6 @@ from torch import Tensor
 from longtail.model import transformer
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import triton_small
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.gpu import GpuKernels
 from longtail.model.kernels.ops import TorchKernels
 from longtail.model.kernels.triton_pages import TritonPageKernels
 from longtail.model.kernels.triton_small import TritonKernels
@@ -139,15 +137,6 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype, monkeypatch):
     for part in (slice(0, 1), slice(4, 5), slice(8, 9), slice(2, 7)):
         for alone, all_of_it in zip(compute(part), together, strict=True):
             assert alone.equal(all_of_it[part])
-
-
-def test_a_gpu_uses_these_kernels_except_in_float64():
-    device = torch.device("cuda")
-    for dtype in ROUNDINGS:
-        assert isinstance(select_kernels(dtype, device, 80), TritonKernels)
-    exact = select_kernels(torch.float64, device, 80)
-    assert isinstance(exact, GpuKernels)
-    assert not isinstance(exact, TritonKernels)
 
 
 def run(model: Transformer, kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> Tensor:

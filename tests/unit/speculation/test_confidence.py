@@ -1,7 +1,6 @@
 """Confidence curves: what is counted, what is learned from it, and that errors are owned up to."""
 
 import math
-from bisect import bisect_right
 from random import Random
 
 import pytest
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.tree import Accepted, DraftTree, follow
-from support.worked import TREE, TREE_ACCEPTED
 
 RIGHT, WRONG = Accepted(path=(1,), tokens=(5, 0)), Accepted(path=(), tokens=(0,))
 
@@ -31,15 +29,6 @@ def teach(curve: ConfidenceCurve, margin: float, hits: float, number: int, seed:
         curve.table()
 
 
-def bin_of(margin: float) -> int:
-    return bisect_right(EDGES, margin)
-
-
-def posterior(margin: float, hits: int, trials: int, trust: float) -> float:
-    """The documented formula, from a fresh table, whose trust is 1."""
-    return (hits + 8 * ConfidenceCurve().table()[bin_of(margin)] * trust) / (trials + 8)
-
-
 def test_before_anything_is_seen_a_margin_is_taken_for_log_odds():
     table = ConfidenceCurve().table()
     assert len(table) == len(EDGES) + 1
@@ -47,18 +36,6 @@ def test_before_anything_is_seen_a_margin_is_taken_for_log_odds():
     # The bin from 2 to 3 nats has its prior at 2.5.
     assert confidence(ConfidenceCurve(), 2.2) == pytest.approx(1 / (1 + math.exp(-2.5)))
     assert ConfidenceCurve().calibration_error() == 0.0
-
-
-def test_nodes_count_where_verification_reached_their_parent():
-    """The worked tree, root and nodes 1 and 3 reached: only node 2 of the siblings is wrong."""
-    curve, prior = ConfidenceCurve(), ConfidenceCurve().table()
-    curve.learn(TREE, TREE_ACCEPTED)
-    hits = {2.0: 1, -2.0: 0, 0.7: 1, 1.1: 0}
-    trust = (2 + 2) / (2 + sum(prior[bin_of(margin)] for margin in hits))
-    for margin, hit in hits.items():
-        assert confidence(curve, margin) == pytest.approx(posterior(margin, hit, 1, trust))
-    untold = 0.3
-    assert confidence(curve, untold) == pytest.approx(posterior(untold, 0, 0, trust))
 
 
 def test_nodes_after_the_known_tokens_do_not_count():

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +11,6 @@ from longtail.speculation.strategy import (
     DepthPolicy,
     ExactDepth,
     PredictedDepth,
-    select_depth_policy,
 )
 
 SURPLUSES = st.lists(st.floats(-2.0, 60.0, width=32), max_size=7)
@@ -45,14 +43,6 @@ def test_behind_any_change_the_depth_becomes_that_of_a_look(past, constant):
     assert depths[-3:] == [looked] * 3
 
 
-@given(SURPLUSES)
-def test_a_new_policy_is_right_from_the_second_round_on(constant):
-    """Its first round goes as deep as it may, and so reads of all levels what they are worth."""
-    policy, looked = PredictedDepth(), draft(ExactDepth(), constant)
-    assert draft(policy, constant) == len(constant) + 1
-    assert [draft(policy, constant) for _ in range(5)] == [looked] * 5
-
-
 def test_a_level_is_drafted_if_it_pays_on_average():
     """Not in every round: what it gains in some must be more than it loses in the others."""
     for poor, depth in ((-0.4, 3), (-0.6, 2)):
@@ -68,10 +58,3 @@ def test_predicted_depth_reads_no_gain():
     assert policy.should_extend([unread])
     assert not policy.should_extend([unread, unread])
     assert not policy.should_extend([unread, unread, unread]), "nothing is known of it"
-
-
-@pytest.mark.parametrize(
-    ("device", "kind"), [("cpu", ExactDepth), ("cuda", PredictedDepth)], ids=["cpu", "cuda"]
-)
-def test_depth_is_foreseen_where_a_look_is_dear(device, kind):
-    assert isinstance(select_depth_policy(torch.device(device)), kind)

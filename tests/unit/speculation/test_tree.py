@@ -66,14 +66,6 @@ def test_a_floor_keeps_likely_nodes_and_trees_without_probabilities():
     assert keep_reached(TREE, 0.95) is TREE
 
 
-def test_of_equals_the_earlier_nodes_stay():
-    tree = DraftTree(
-        tokens=(1, 2, 3, 4), parents=(0, 1, 0, 3), margins=(0.0,) * 4, reach=(0.5, 0.5, 0.7, 0.5)
-    )
-    assert ranked(tree).tokens == (3, 1, 2, 4)
-    assert prune(ranked(tree), 3).tokens == (3, 1, 2)
-
-
 @given(any_parents())
 def test_a_node_sees_itself_and_its_ancestors_alone(parents):
     for node, mask in enumerate(visible_nodes(parents), start=1):
