@@ -52,13 +52,6 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
     assert all(torch.equal(one, others[name]) for name, one in first.layer.named_parameters())
 
 
-def test_names_joined_by_plus_are_as_many_drafters(target):
-    first, second = opened("history+history", target)
-    assert isinstance(first, HistoryDrafter)
-    assert isinstance(second, HistoryDrafter)
-    assert first is not second
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -94,13 +87,6 @@ def test_a_shape_that_drafts_on_too_many_nodes_is_refused():
     with pytest.raises(ConfigError, match="lower one of them"):
         Strategy(depth=33, width=2)
     assert Strategy(depth=33, width=2, beam=1).num_expanded == 1  # a beam is what is drafted on
-
-
-def test_sizes_that_are_not_said_follow_from_the_others():
-    assert Strategy(depth=5).num_nodes == 5
-    assert Strategy(depth=5, size=9).num_nodes == 9
-    assert Strategy(depth=5, width=3).num_expanded == 3
-    assert Strategy(depth=MAX_NODES).num_nodes == MAX_NODES
 
 
 EAGLE1, EAGLE3 = Taps(final=True), Taps(layers=(2, 4, 5))

@@ -15,10 +15,6 @@ def config(*words: str) -> RunConfig:
     return load(None, ["--rollout.dtype=float32", "--run.device=cpu", *words])
 
 
-def sizes(*words: str) -> dict[str, int]:
-    return memory.estimate(config(*words), tiny_config("llama"), on_cpu=True)
-
-
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_parameters_are_counted_without_a_model(family: Family) -> None:
     model = tiny_model(family)
@@ -59,27 +55,6 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family)
     # an upper bound that is not far off: what the estimate adds is the layer in flight
     assert measured <= estimated <= 1.15 * measured
     assert memory.activation_bytes(shape, 512, 4, recompute=True) < estimated / 2
-
-
-def test_each_part_follows_its_configuration_fields() -> None:
-    weights = 4 * memory.count_parameters(tiny_config("llama"))
-    found = sizes("--rollout.max_running=3", "--rollout.max_tokens=100")
-    # keys and values, 2 layers, 2 heads of 8, float32, 3 requests of 512 + 100
-    assert found["KV cache"] == 2 * 2 * 2 * 8 * 4 * 3 * 612
-    assert sizes("--rollout.kv_tokens=5000")["KV cache"] == 128 * 2 * 5000
-    assert (found["rollout weights"], found["optimizer moments"]) == (weights, 2 * weights)
-    assert "reference model" not in found
-    drifting = config("--learner.kl_coef=0.1")
-    # what KV may take while nothing is learned, but for what learning leaves behind
-    assert memory.made_later(drifting, tiny_config("llama")) == 3 * weights
-    exact = sizes("--learner.dtype=float64", "--rollout.dtype=bfloat16")
-    assert exact["optimizer moments"] == 4 * weights
-    several = ("--cluster.workers=2", "--learner.mini_batches=2")
-    assert sizes(*several)["undo of a step"] == 3 * weights
-    sharded = sizes(*several, "--learner.sharding=full")
-    assert sharded["optimizer moments"] == weights
-    assert sharded["gathered weights"] == 2 * weights
-    assert "undo of a step" not in sharded
 
 
 @pytest.mark.parametrize(

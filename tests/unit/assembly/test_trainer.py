@@ -13,7 +13,6 @@ from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.packing import pack_rollouts
-from longtail.system.device import set_threads
 from longtail.types import Request, SamplingParams, TrainBatch
 from support.rollouts import rollout
 from support.tiny_models import tiny_model
@@ -137,15 +136,6 @@ def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: 
     components.tokenizer.save(other)
     with pytest.raises(CheckpointError, match="another model"):
         Worker(components).restore_saved(other, components.learner.state())
-
-
-def test_threads_are_those_asked_for_or_every_core() -> None:
-    before = torch.get_num_threads()
-    try:
-        assert set_threads(0) >= 1
-        assert set_threads(1) == torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_shards_are_refused_where_pytorch_is_too_old(workshop, monkeypatch):

@@ -74,15 +74,6 @@ def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared
     assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
 
 
-def test_the_card_has_a_line_for_each_arm_in_all_tables() -> None:
-    compared, lengths, predicted, parts = card.tables(PLAN, FOUND)
-    assert compared.title.startswith("Training small end to end, 2 workers")
-    assert [row[0] for row in predicted.cells()] == ["2", "8", "32", "128"]
-    assert parts.title.startswith("Seconds of a step")
-    for table in (compared, lengths, parts):
-        assert [row[0] for row in table.cells()] == ["off", "spot"]
-
-
 # ---- what a user would gain
 
 
@@ -156,12 +147,6 @@ def test_many_workers_wait_for_the_slowest_and_other_parts_dilute_the_gain(
     found = card.predict(plain, drafted, others_s=others_s, workers=workers)
     assert (found.rollout_speedup, found.step_speedup) == pytest.approx(speedups)
     assert found.idle_share == pytest.approx(idle, abs=0.02)
-
-
-def test_without_an_arm_whose_drafter_learns_nothing_is_predicted() -> None:
-    found = {"off": FOUND["off"], "history": FOUND["spot"]}
-    assert card.as_json(PLAN, found)["predicted"] == []
-    assert len(card.tables(PLAN, found)) == 3
 
 
 # ---- the arms of a run

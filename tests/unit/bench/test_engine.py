@@ -13,7 +13,6 @@ from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.bench import engine
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, drafter_maker, open_subject
-from longtail.bench.common.timing import pin
 from longtail.bench.engine import PLAIN, STRATEGIES, TUNED, EngineBench, Turn, summarize
 from longtail.bench.options import EngineBenchOptions
 from longtail.errors import ConfigError, DataError
@@ -40,15 +39,6 @@ def opened(workshop: Workshop, **changes: str) -> Subject:
     return open_subject(**named, dtype="float32", num_prompts=4, sampling=SAMPLING, log=print)
 
 
-def test_a_subject_has_the_chat_of_its_model_and_repeats_its_prompts(subject: Subject) -> None:
-    tokenizer = subject.target.tokenizer
-    said = tokenizer.chat([{"role": "user", "content": "say x"}])
-    requests = subject.requests(7)
-    assert [requests[0].prompt_tokens, requests[3].prompt_tokens] == [said, said]
-    assert len({each.noise_key for each in (*requests, *subject.requests(7, turn=1))}) == 14
-    assert requests[0].sampling.stop_token_ids == tokenizer.eos_ids
-
-
 def test_a_mistake_names_the_option(workshop: Workshop, subject: Subject) -> None:
     make = drafter_maker("history", subject.target, print)
     assert make() is not make(), "each turn has a new one"
@@ -69,33 +59,6 @@ def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(subject: Subje
     assert 8 <= cell.num_tokens <= 8 * 8
     assert {row.accept_length >= 1.0 for row in cell.rows[1:-1]} == {True}
     assert cell.best_fixed in STRATEGIES
-
-
-STAND_IN = """
-import json, sys
-print(json.dumps({"ready": "stand-in 1"}), flush=True)
-for line in sys.stdin:
-    open("asked", "a").write(line)
-    count = sum(json.loads(line)["lengths"])
-    print(json.dumps({"seconds": 1.0, "cpu_seconds": 1.0, "num_tokens": count}), flush=True)
-"""
-
-
-def test_another_engine_writes_as_many_tokens_after_each_prompt(
-    subject: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    worker = tmp_path / "worker.py"
-    worker.write_text(STAND_IN)
-    with PeerProcess(sys.executable, worker, "vllm", {"threads": 1}, flag="--x") as peer:
-        cell = EngineBench(subject, OPTIONS, {"vllm": peer}, print).measure(2)
-    warm_up, measured = map(json.loads, (tmp_path / "asked").read_text().splitlines())
-    assert warm_up == measured
-    assert measured["prompts"] == [list(each.prompt_tokens) for each in subject.requests(8)]
-    assert sum(measured["lengths"]) == cell.num_tokens
-    row = cell.rows[-1]
-    assert (row.name, row.differing_share) == ("vllm", None)
-    assert row.tokens_per_s.median == cell.num_tokens
 
 
 def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> list[Turn]:
@@ -165,13 +128,3 @@ def test_a_peer_that_cannot_load_is_reported_with_its_last_output(tmp_path: Path
     ):
         with pytest.raises(ConfigError, match=message):
             PeerProcess(python, ENGINE_WORKER, "vllm", spec, flag="--vllm-python")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux pins")
-def test_pinning_takes_the_last_cpus_and_returns_them() -> None:
-    allowed = os.sched_getaffinity(0)
-    try:
-        assert pin(1) == [max(allowed)]
-        assert os.sched_getaffinity(0) == {max(allowed)}
-    finally:
-        os.sched_setaffinity(0, allowed)

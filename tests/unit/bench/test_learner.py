@@ -38,10 +38,3 @@ def test_the_products_of_a_step_are_counted() -> None:
     tokens = sum(len(batch.texts[i]) for i in batch.kept)
     head = model.head.weight.numel()
     assert products.flops == 6 * (tokens * inside + (tokens - 4 * 8) * head)
-
-
-def test_padded_micro_batches_stay_within_the_budget_and_lose_no_text() -> None:
-    lengths = [3, 3, 4, 9, 20, 100]
-    cuts = learner.fill_rows(lengths, budget=24)
-    assert cuts == [[0, 1, 2], [3], [4], [5]]
-    assert learner.fill_rows([], budget=24) == []

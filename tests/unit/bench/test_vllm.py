@@ -1,4 +1,4 @@
-"""`longtail bench vllm` on a stand-in for the interpreter of an environment with vLLM."""
+"""`longtail bench vllm`: its figures, what it promises and what it refuses."""
 
 import json
 import sys
@@ -7,65 +7,35 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, save_untaught
+from end_to_end.workshop import build
 from longtail.bench import vllm
 from longtail.bench.common.subject import open_subject
 from longtail.errors import ConfigError
 from longtail.types import SamplingParams
 from support.benches import parse
 
-STAND_IN = """
-import json, sys
-spec = json.loads(sys.argv[-1])
-rule = spec["rule"]
-print(json.dumps({"ready": "vllm 0"}), flush=True)
-for line in sys.stdin:
-    turn = json.loads(line)
-    tokens = [[1, 2, 3, 4 + (rule == "greedy")] for _ in turn["prompts"]]
-    accepted = {"plain": 0, "greedy": 10, "probabilistic": 30}.get(rule, 20)
-    drafts = 0 if rule == "plain" else 20
-    print(json.dumps({"tokens": tokens, "num_drafts": drafts, "num_accepted": accepted,
-                      "num_tokens": 4 * len(tokens), "cpu_seconds": 1.0,
-                      "seconds": 2.0 if rule == "plain" else 1.0}), flush=True)
-"""
+
+def turns_of(num_accepted: int, seconds: float, last_token: int = 4) -> list[dict[str, Any]]:
+    turn = {
+        "tokens": [[1, 2, 3, last_token]] * 3,
+        "num_tokens": 12,
+        "num_drafts": 20,
+        "num_accepted": num_accepted,
+        "seconds": seconds,
+        "cpu_seconds": seconds,
+    }
+    return [turn, turn]
 
 
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("vllm"))
-
-
-def measured(workshop: Workshop, tmp_path: Path, drafter: str) -> dict[str, list[Any]]:
-    (tmp_path / "stand_in.py").write_text(STAND_IN)
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path}/stand_in.py "$@"\n')
-    python.chmod(0o755)
-    options = parse(
-        *("vllm", f"--python={python}", f"--drafter={drafter}", f"--model={workshop.model}"),
-        *(f"--prompts={workshop.prompts}", "--n=3", "--repeats=2"),
-    )
-    subject = open_subject(
-        options.model, options.prompts, dtype="float32", num_prompts=3,
-        sampling=SamplingParams(max_tokens=options.max_tokens), log=print,
-    )  # fmt: skip
-    engine, turns = vllm.measure(subject, options, print)
-    assert engine == "vllm 0"
-    return turns
-
-
-def test_rules_are_compared_with_plain_decoding_in_the_same_round(
-    workshop: Workshop, tmp_path: Path
-) -> None:
-    drafter = save_untaught(workshop.model, workshop.path / "drafter")
-    turns = measured(workshop, tmp_path, str(drafter))
-    assert {len(own) for own in turns.values()} == {2}, "the warm-up is left out"
+def test_rules_are_compared_with_plain_decoding_in_the_same_round() -> None:
+    turns = {"plain": turns_of(0, 2.0), "coupled": turns_of(20, 1.0)}
+    turns |= {"greedy": turns_of(10, 1.0, last_token=5), "probabilistic": turns_of(30, 1.0)}
     result = json.loads(json.dumps(vllm.figures(turns)))
     assert result["accept_length"] == {"coupled": 2.0, "greedy": 1.5, "probabilistic": 2.5}
     assert result["differing_share"] == {"coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0}
     assert result["throughput_ratio"]["coupled"]["median"] == 2.0
-    rows = vllm.table("title", turns).cells()
-    assert [row[0] for row in rows] == list(vllm.RULES.values())
-    assert rows[2][1:] == ["1.500", "12 (12-12)", "2.00 (2.00-2.00)", "100%"]
+    rows = {row[0]: row[1:] for row in vllm.table("title", turns).cells()}
+    assert rows[vllm.RULES["greedy"]] == ["1.500", "12 (12-12)", "2.00 (2.00-2.00)", "100%"]
 
 
 def test_equal_texts_are_promised_in_float32_and_in_blocks() -> None:
@@ -78,6 +48,13 @@ def test_equal_texts_are_promised_in_float32_and_in_blocks() -> None:
     assert vllm.is_kept(0.0, exact)
 
 
-def test_a_drafter_without_weights_cannot_be_compared(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_drafter_without_weights_cannot_be_compared(tmp_path: Path) -> None:
+    workshop = build(tmp_path)
+    words = (f"--model={workshop.model}", f"--prompts={workshop.prompts}", "--n=3")
+    options = parse("vllm", f"--python={sys.executable}", "--drafter=history", *words)
+    subject = open_subject(
+        options.model, options.prompts, dtype="float32", num_prompts=3,
+        sampling=SamplingParams(max_tokens=options.max_tokens), log=print,
+    )  # fmt: skip
     with pytest.raises(ConfigError, match="--drafter = 'history': it has no EAGLE layer"):
-        measured(workshop, tmp_path, "history")
+        vllm.measure(subject, options, print)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, ProcessGroupError
 from longtail.rl.collectives import (
-    SINGLE_PROCESS,
     ProcessGroup,
     TorchProcessGroup,
     all_gather_scalar,
@@ -117,15 +116,6 @@ def test_parts_are_gathered_and_sums_are_scattered_by_rank():
 
     for rank, found in enumerate(together(3, run)):
         assert found == ([0.5, 1.5, 2.5], [0.0, 1.0, 2.0], [3.0 * rank + 30.0] * 2)
-
-
-def test_a_single_process_is_a_group_of_one():
-    whole, part = torch.zeros(3), torch.zeros(3)
-    SINGLE_PROCESS.all_gather(whole, torch.ones(3))
-    SINGLE_PROCESS.reduce_scatter(whole, part)
-    SINGLE_PROCESS.all_reduce([part])
-    assert part.tolist() == [1.0] * 3
-    assert (SINGLE_PROCESS.rank, SINGLE_PROCESS.size) == (0, 1)
 
 
 @pytest.mark.slow

@@ -173,15 +173,6 @@ def test_leaving_out_what_has_no_advantage_changes_no_update(loss):
     assert_same_weights(*learners, tolerance=1e-12)
 
 
-def test_a_step_in_which_nothing_has_an_advantage_moves_by_momentum_alone():
-    learners = [new_learner(SETTINGS.model_copy(update={"kl_coef": 0.0})) for _ in range(2)]
-    for one, keep_idle in zip(learners, (True, False), strict=True):
-        one.step(Plan(seed=1).batches())
-        report = one.step(Plan(seed=2, idle=tuple(range(7)), keep_idle=keep_idle).batches())
-        assert (report.num_generated, report.num_scored) == (32, 32 * keep_idle)
-    assert_same_weights(*learners, tolerance=1e-12)
-
-
 def test_progress_is_told_after_every_micro_batch_and_before_others_are_waited_for():
     batches = Plan(seed=1, mini_batches=2).batches()
     heard: list[bool] = []
@@ -280,12 +271,6 @@ def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, 
     learner(model, autocast=True).step(both)
     assert model.head.cast is None
     assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_fresh_learner_can_be_saved_and_restored():
-    first, second = learner(), learner(tiny_model(seed=5, dtype=torch.float64))
-    second.restore(first.state(), first.weights().tensors)
-    assert_same_weights(first, second)
 
 
 def test_the_weights_of_another_model_are_refused():

@@ -73,14 +73,6 @@ def test_gradients_are_clipped_by_their_global_norm():
     torch.testing.assert_close(net.bias.detach(), before - clipped / (clipped + 1.0))
 
 
-def test_a_parameter_that_no_gradient_reached_is_noticed():
-    net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
-    net.weight.grad = torch.ones_like(net.weight)
-    with pytest.raises(AssertionError, match="no gradient reached bias"):
-        optimizer.update(0)
-
-
 def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
     net = module()
     optimizer = Optimizer(net.named_parameters(), OptimizerSection(learning_rate=0.1))
@@ -102,17 +94,6 @@ def test_a_norm_that_overflows_is_refused_though_every_entry_is_finite():
     give_gradients(net, 3e38, 3e38)
     with pytest.raises(NonFiniteError, match="norm overflows"):
         optimizer.update(0)
-
-
-def test_an_empty_state_forgets_the_moments():
-    net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSection())
-    assert optimizer.tensors() == {}
-    give_gradients(net, 1.0, 1.0)
-    optimizer.update(0)
-    assert len(optimizer.tensors()) == 3 * 2
-    optimizer.load({})
-    assert optimizer.tensors() == {}
 
 
 def test_the_state_of_another_model_is_refused():

@@ -17,11 +17,6 @@ def rollout(prompt_len: int, completion_len: int, first: int = 0) -> Rollout:
     return rollouts.rollout(tokens, prompt_len, logprobs=logprobs)
 
 
-def test_the_plan_is_first_fit_longest_first():
-    assert plan([2, 6, 3, 9], budget=8) == [(3,), (1, 0), (2,)]
-    assert plan([4, 4, 4], budget=8) == [(0, 1), (2,)]
-
-
 @given(lengths=LENGTHS, budget=st.integers(1, 60))
 def test_every_sequence_lands_once_and_the_budget_is_kept(lengths, budget):
     bins = plan(lengths, budget)
@@ -95,16 +90,3 @@ def test_mini_batches_cut_the_rollouts_in_order(count, sizes):
         token for batch in cut for token in batch.micro_batches[0].packed.tokens[::2].tolist()
     ]
     assert first_tokens == [0, 10, 20, 30, 40]
-
-
-def test_rollouts_of_no_advantage_are_counted_and_not_computed():
-    made = [rollout(2, 3), rollout(2, 5), rollout(1, 2), rollout(1, 4)]
-    batch = pack_rollouts(
-        made, [0.0, 1.5, -0.5, 0.0], sampling=SamplingParams(), budget=100, keep_idle=False
-    )
-    assert (batch.num_sequences, batch.num_generated) == (4, 14)
-    (one,) = batch.micro_batches
-    assert one.packed.cu_seqlens in ((0, 3, 10), (0, 7, 10))
-    assert set(one.advantages.tolist()) == {0.0, 1.5, -0.5}
-    nothing = pack_rollouts(made, [0.0] * 4, sampling=SamplingParams(), budget=100, keep_idle=False)
-    assert (nothing.micro_batches, nothing.num_generated) == ((), 14)

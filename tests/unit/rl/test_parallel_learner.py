@@ -152,15 +152,6 @@ def test_a_group_makes_the_steps_of_a_single_learner(ranks, size, model, setting
 
 
 @pytest.mark.slow
-def test_a_step_without_a_scored_token_decays_all_shards(ranks):
-    idle = Plan(seed=4, idle=tuple(range(7)), keep_idle=False)
-    assert not idle.batches()[0].micro_batches
-    begin(ranks, SHARDED)
-    learn(ranks, (idle, STEPS[0]))
-    assert_same_state(ranks, learn_alone((idle, STEPS[0]), SHARDED)[0], sharded=True)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
 def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
     settings = SHARDED.model_copy(update={"autocast": autocast})

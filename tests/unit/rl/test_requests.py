@@ -9,16 +9,6 @@ Q = Prompt(prompt_id="q#2", tokens=(5,), text="q")
 SAMPLING = SamplingParams(max_tokens=7)
 
 
-def test_a_prompt_is_asked_once_for_each_sample_of_its_group() -> None:
-    taken = (Taken(prompt=P, epoch=0), Taken(prompt=Q, epoch=1))
-    batch = train_requests(taken, samples=2, seed=9, sampling=SAMPLING)
-    assert [r.request_id for r in batch.requests] == ["p/1@0#0", "p/1@0#1", "q#2@1#0", "q#2@1#1"]
-    assert [r.group_id for r in batch.requests] == ["p/1@0", "p/1@0", "q#2@1", "q#2@1"]
-    assert [r.prompt_tokens for r in batch.requests] == [(3, 4), (3, 4), (5,), (5,)]
-    assert batch.prompts == (P, P, Q, Q)
-    assert {r.sampling for r in batch.requests} == {SAMPLING}
-
-
 def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
     requests = [
         *train_requests(

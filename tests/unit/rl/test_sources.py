@@ -81,11 +81,6 @@ def test_a_directory_in_place_of_a_file_is_named(tmp_path, name):
         load(tmp_path / name)
 
 
-def test_errors_name_the_setting_that_asked(tmp_path):
-    with pytest.raises(DataError, match=r"data\.heldout = "):
-        load_rows("none.jsonl", 1, 0, field="data.heldout")
-
-
 def test_an_unknown_kind_of_source_lists_the_known_ones():
     with pytest.raises(DataError, match=r"unknown.*\.jsonl.*reasoning_gym.*running_sums"):
         load("running_sms")

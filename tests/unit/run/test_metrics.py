@@ -11,7 +11,6 @@ from longtail.run.metrics import (
     MetricLog,
     Stopwatch,
     summarize,
-    summarize_lengths,
 )
 
 
@@ -24,22 +23,6 @@ def test_a_summary_holds_mean_deviation_and_extremes() -> None:
     assert summarize("reward", [0, 2, 2, 4]) == pytest.approx(
         {"reward/mean": 2.0, "reward/std": 2**0.5, "reward/min": 0.0, "reward/max": 4.0}
     )
-
-
-def test_length_percentiles_are_lengths_that_occur() -> None:
-    numbers = summarize_lengths([*range(1, 100), 5000])
-    assert numbers == {
-        "response_length/mean": (99 * 100 / 2 + 5000) / 100,
-        "response_length/p50": 50,
-        "response_length/p90": 90,
-        "response_length/p99": 99,
-        "response_length/max": 5000,
-    }
-
-
-def test_no_values_have_no_summary() -> None:
-    assert summarize("reward", []) == {}
-    assert summarize_lengths([]) == {}
 
 
 def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:

@@ -5,8 +5,7 @@ import pytest
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import ShardResult
 from longtail.cluster.rollout import RolloutResult
-from longtail.engine.report import RolloutReport, Switch, merge_reports
-from longtail.engine.rollout_log import RolloutSeries
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.step_metrics import (
@@ -46,23 +45,6 @@ def _rollout(reward: float) -> Rollout:
     return Rollout(prompt=P, completion=_completion(1), reward=reward)
 
 
-def test_metrics_of_a_rollout() -> None:
-    completions = [_completion(n) for n in (1, 2, 2, 3)] + [_completion(40, FinishReason.LENGTH)]
-    assert rollout_metrics(REPORT, completions) == {
-        "response_length/mean": 48 / 5,
-        "response_length/p50": 2.0,
-        "response_length/p90": 40.0,
-        "response_length/p99": 40.0,
-        "response_length/max": 40.0,
-        "response_length/clip_ratio": 1 / 5,
-        "response_length/max_over_median": 20.0,
-        "rollout/generated_tokens": 40.0,
-        "rollout/tokens_per_s": 20.0,
-        "rollout/tail_idle_share": 0.25,
-        "rollout/bookkeeping_share": 0.25,
-    }
-
-
 def test_waiting_for_another_engine_is_not_bookkeeping() -> None:
     half = replace(REPORT, seconds=1.0, engine_s=1.0, forward_s=0.5, sample_s=0.25, running_s=3.0)
     both = merge_reports([REPORT, half], seconds=2.0)
@@ -85,24 +67,6 @@ def test_metrics_of_drafting_exist_only_for_steps_that_drafted() -> None:
     }
     # The drafter's own passes are no bookkeeping.
     assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
-
-
-def test_metrics_of_the_tuner_exist_for_steps_without_drafts() -> None:
-    series = RolloutSeries(
-        seconds=(0.5, 1.0, 1.5, 2.0),
-        running=(4,) * 4,
-        drafts=(0,) * 4,
-        nodes=(0, 0, 3, 7),
-        accepted=(0,) * 4,
-        switches=((1, Switch(drafts=False, reason="")), (2, Switch(drafts=True, reason=""))),
-    )
-    report = replace(REPORT, tuner_s=0.01)
-    metrics = rollout_metrics(report, [_completion(40)], series)
-    assert {name: metrics[name] for name in metrics if name.startswith("speculation/")} == {
-        "speculation/tuner_share": 0.005,
-        "speculation/switches": 2.0,
-        "speculation/nodes_per_step": 2.5,
-    }
 
 
 def test_grading_failures_are_counted_apart_from_rewards() -> None:
@@ -134,15 +98,7 @@ def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
         seconds={"rollout": 2.0, "reward": 0.5, "publish": 0.25, "step": 10.0},
     )
     numbers = record.metrics()
-    timings = {name: value for name, value in numbers.items() if name.startswith("timing_s/")}
-    assert timings == {
-        "timing_s/rollout": 2.0,
-        "timing_s/reward": 0.5,
-        "timing_s/publish": 0.25,
-        "timing_s/logprob": 3.0,
-        "timing_s/update": 4.0,
-        "timing_s/step": 10.0,
-    }
+    assert (numbers["timing_s/logprob"], numbers["timing_s/update"]) == (3.0, 4.0)
     assert numbers["training/policy_version"] == 8.0
     assert numbers["reward/mean"] == 0.5
     assert (numbers["rollout/rounds"], numbers["rollout/left_out_groups"]) == (2.0, 1.0)
