@@ -1,204 +1,153 @@
-"""Make the toy and its drafters, whose files are in tests/toy.
+"""Make the weights, the drafters and the problems of tests/toy anew, in a few minutes on two cores.
 
     PYTHONPATH=tests python -m support.make_toy
 
-A supervised start on solved problems, float32, then bfloat16 weights; then each drafter learns
-completions of that model for problems of the train split. It takes a few minutes on two CPU cores.
-
-The tokenizer knows the whole words of the task, single digits and any ASCII. A digit after a space
-is a token of its own, so a number is one token a digit and its first digit is marked. Text
-round-trips exactly; a character beyond ASCII is `<unk>`.
+The task is to count the steps of a hailstone sequence, in writing: an even number is followed by
+its half, an odd one by three times it plus one, until 1. The number of steps cannot be predicted
+from the start (26 takes 10, 27 takes 111), so answers are as heavy-tailed as real reasoning.
+Solutions are of two kinds, as in the training data of a base model: careful ones count to the end,
+hasty ones stop early and guess. The model's shape and its tokenizer are files that stay.
 """
 
 import json
-import re
+import math
+import tempfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from random import Random
+from statistics import NormalDist
+from typing import Any
 
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
-from longtail.config.sections import OptimizerSection
+from longtail.assembly.drafters import drafter_directory
+from longtail.cli.main import main
 from longtail.config.sft import SftTrainSection
-from longtail.drafter.eagle.fresh import fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig, Recipe
-from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
-from longtail.drafter.training.texts import TextBatches, pack_texts, write_texts
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.request import EngineLimits
-from longtail.model.hf.model import load_model, save_model
+from longtail.drafter.formats.checkpoint import identity, load_drafter, save_drafter
+from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.transformer import ModelConfig, Transformer
-from longtail.rl.data.examples import Example, ExampleBatches, make_examples
+from longtail.model.transformer import Transformer
+from longtail.rl.data.examples import ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource
 from longtail.rl.sft_learner import SftLearner
-from longtail.types import SamplingParams
-from support import toy_task as task
 from support.toy import DRAFTERS, PROBLEMS, REASONER
 
-PAD, EOS, UNKNOWN, USER, ASSISTANT = "<pad>", "<eos>", "<unk>", "<user>", "<assistant>"
-THINK, END_OF_THINKING = "<think>", "</think>"
-"""Ordinary tokens, so that they survive decoding: graders look for them."""
-
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<assistant>{{ message['content'] }}<eos>"
-    "{% else %}<user>{{ message['content'] }}{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+NUM_EXAMPLES, STEPS, NUM_PROMPTS = 9_000, 450, 416
+MAX_START, MAX_VALUE, MAX_STEPS, STRATA = 999, 9999, 118, 16
+LENGTHS = NormalDist(math.log(11), 1.4)
+"""Distribution of the logarithm of the number of steps."""
+QUESTIONS = (
+    *("How many steps does {} take to reach 1?", "How many steps from {} to 1?"),
+    *("Start at {}. How many steps until 1?", "Count the steps of {} until 1."),
 )
-
-_ASCII = ("\n", "\t", *(chr(code) for code in range(32, 127)))
-
-
-def vocabulary() -> tuple[str, ...]:
-    """Every token, in the order of its id."""
-    words = {word for phrase in task.PHRASES for word in re.findall(r" ?[A-Za-z]+", phrase)}
-    long_words = sorted(word for word in words if len(word) > 1)
-    digits = [f" {digit}" for digit in range(10)]
-    special = (PAD, EOS, UNKNOWN, USER, ASSISTANT, THINK, END_OF_THINKING)
-    return (*special, *_ASCII, *digits, *long_words)
+OPENERS = {True: "Let me go step by step.", False: "Let me be quick."}
+GUESSES = ("I am tired, I guess {}.", "And so on, maybe {}.", "That is enough, {}.")
+FULL = ("{n} is {parity}, {how} {m}", "now {n} {parity}, {how} {m}", "the {parity} {n}, {how} {m}")
+TERSE = ("{parity}, {m}", "{parity} so {m}", "{parity} to {m}")
+OPTIONS = {
+    "eagle1": ("--train.steps=400",),
+    "eagle3": ("--train.steps=300", "--drafter.layers=2,4,5"),
+}
 
 
-def _backend(tokens: tuple[str, ...]) -> Backend:
-    backend = Backend(
-        models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token=UNKNOWN)
-    )
-    words = [
-        re.escape(token) for token in tokens if re.fullmatch(r" ?[A-Za-z]{2,}| [A-Za-z]", token)
-    ]
-    pattern = rf"(?:{'|'.join(words)})(?![A-Za-z])|{THINK}|{END_OF_THINKING}| [0-9]|[\s\S]"
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    backend.add_special_tokens([PAD, EOS, UNKNOWN, USER, ASSISTANT])
-    return backend
+def walk(start: int) -> list[int]:
+    """Return the sequence to 1, as walk(6) == [6, 3, 10, 5, 16, 8, 4, 2, 1], which is 8 steps."""
+    numbers = [start]
+    while numbers[-1] != 1:
+        numbers.append(3 * numbers[-1] + 1 if numbers[-1] % 2 else numbers[-1] // 2)
+    return numbers
 
 
-def write_tokenizer(directory: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, chat template included, into a directory."""
-    _backend(vocabulary()).save(str(directory / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "unk_token": UNKNOWN,
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 4096,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
+def starts(rng: Random) -> Iterator[int]:
+    """Draw starts without end; each 16 in a row span the whole distribution of lengths."""
+    walks = [walk(start) for start in range(2, MAX_START + 1)]
+    steps = {w[0]: len(w) - 1 for w in walks if max(w) <= MAX_VALUE and len(w) - 1 <= MAX_STEPS}
+    while True:
+        for stratum in rng.sample(range(STRATA), STRATA):
+            wanted = math.exp(LENGTHS.inv_cdf((stratum + max(rng.random(), 1e-9)) / STRATA))
+            nearest = min(abs(length - wanted) for length in steps.values())
+            yield rng.choice([n for n, length in steps.items() if abs(length - wanted) == nearest])
 
 
-SEED = 0
-SHAPE = ModelConfig(
-    family="qwen3",
-    vocab_size=len(vocabulary()),
-    hidden_size=128,
-    intermediate_size=384,
-    num_layers=8,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    max_positions=4096,
-    qk_norm=True,
-    tied_embeddings=True,
-)
-NUM_EXAMPLES, STEPS, BATCH_TOKENS = 9_000, 450, 2048
-WARM_START = SftTrainSection(
-    learning_rate=8e-3,
-    warmup_steps=15,
-    steps=STEPS,
-    tokens_per_micro_batch=BATCH_TOKENS,
-    autocast=False,
-)
-DRAFTER_STEPS = {"eagle1": 400, "eagle3": 300}
-DRAFTER_DEPTHS = {"eagle1": 2, "eagle3": 5}
-DRAFTER_LAYERS = {"eagle1": (), "eagle3": (2, 4, 5)}
-DRAFTER_TOKENS, DRAFTER_WINDOW = 384, 32
-NUM_PROBLEMS, HELDOUT, MAX_TOKENS = 384, 32, 1024
-MEASURED_DEPTHS = 6
+def problems(size: int, seed: int) -> list[dict[str, Any]]:
+    """Draw problems."""
+    rng = Random(seed)
+    rows = []
+    for number, start in zip(range(size), starts(rng), strict=False):
+        question = {"role": "user", "content": rng.choice(QUESTIONS).format(start)}
+        answer, name = str(len(walk(start)) - 1), f"hailstone/{start}/{number}"
+        rows.append({"prompt": [question], "answer": answer, "problem_id": name})
+    return rows
+
+
+def solution(start: int, rng: Random) -> str:
+    """Return a worked solution; a hasty one mostly ends early, in a guess."""
+    careful, talkative, numbers = rng.random() < 0.4, rng.choice((0.1, 0.5, 0.9)), walk(start)
+    answer, tiring = len(numbers) - 1, 0.002 if careful else rng.choice((0.15, 0.3))
+    lines = ["<think>", OPENERS[careful], f"0: {start}"]
+    for count, (n, m) in enumerate(pairwise(numbers), 1):
+        parity, how = ("odd", "triple plus one") if n % 2 else ("even", "half is")
+        form = rng.choice(FULL if rng.random() < talkative else TERSE)
+        lines.append(f"{count}: {form.format(n=n, m=m, parity=parity, how=how)}")
+        if m != 1 and rng.random() < tiring:
+            answer = count + rng.randint(2, 20)
+            lines.append(rng.choice(GUESSES).format(answer))
+            break
+    return "\n".join([*lines, "</think>", f"The answer is {answer}."])
 
 
 def make_reasoner() -> None:
     """Train a fresh model on solved problems and write it in bfloat16."""
-    REASONER.mkdir(exist_ok=True)
-    write_tokenizer(REASONER)
-    words = load_tokenizer(REASONER)
+    words, rng = load_tokenizer(REASONER), Random(1)
+    rows = problems(NUM_EXAMPLES, seed=1)
+    for row in rows:
+        row["completion"] = solution(int(row["problem_id"].split("/")[1]), rng)
+    model = Transformer(load_config(REASONER))
     examples = make_examples(
-        task.examples(NUM_EXAMPLES, SEED),
+        rows,
         source="toy",
         encoder=Encoder(encode=words.encode, render=words.render),
         eos_id=words.eos_ids[0],
-        max_len=SHAPE.max_positions,
+        max_len=model.config.max_positions,
     )
-    batches = ExampleBatches(PromptSource(examples, seed=SEED), BATCH_TOKENS)
-    model = Transformer(SHAPE)
-    model.initialize(torch.Generator().manual_seed(SEED))
-    learner = SftLearner(model, WARM_START, matrix_rate=0.02)
+    batches = ExampleBatches(PromptSource(examples, seed=0), 2048)
+    model.initialize(torch.Generator().manual_seed(0))
+    settings = SftTrainSection(
+        learning_rate=8e-3,
+        warmup_steps=15,
+        steps=STEPS,
+        tokens_per_micro_batch=2048,
+        autocast=False,
+    )
+    learner = SftLearner(model, settings, matrix_rate=0.02)
     for step in range(1, STEPS + 1):
-        report = learner.step(batches.take())
-        if step % 25 == 0:
-            print(f"model {step}/{STEPS}  loss {report.loss:.3f}", flush=True)
+        print(f"model {step}/{STEPS}  loss {learner.step(batches.take()).loss:.3f}", flush=True)
     save_model(model.to(torch.bfloat16), REASONER, eos_ids=words.eos_ids)
 
 
-def write_completions() -> list[Example]:
-    """Return completions of the model, those of held-out problems first."""
-    words = load_tokenizer(REASONER)
-    rows = [*task.problems(HELDOUT, SEED, "heldout"), *task.problems(NUM_PROBLEMS, SEED, "train")]
-    prompts = [words.chat(row["prompt"]) for row in rows]
-    longest = max(map(len, prompts)) + MAX_TOKENS
-    limits = EngineLimits(max_running=128, max_step_tokens=512, max_len=longest)
-    engine = RolloutEngine(load_model(REASONER, torch.float32), words.decode, limits)
-    sampling = SamplingParams(max_tokens=MAX_TOKENS, stop_token_ids=words.eos_ids)
-    return write_texts(engine.generate, prompts, sampling, samples=1, seed=SEED)
+def make_drafter(recipe: str, folder: Path) -> None:
+    """Train a drafter on the model's own texts and write it in bfloat16."""
+    prompts, run = folder / "prompts.jsonl", folder / recipe
+    write(prompts, problems(NUM_PROMPTS, seed=2))
+    words = (f"--target.path={REASONER}", f"--data.source={prompts}", f"--run.dir={run}")
+    more = ("--data.max_tokens=1024", "--train.batch_tokens=384", "--drafter.window=32")
+    more = (*more, "--target.dtype=float32", "--train.autocast=false", *OPTIONS[recipe])
+    if main(["drafter", "train", f"--drafter.recipe={recipe}", *words, *more]):
+        raise SystemExit(f"training {recipe} failed")
+    target, tokenizer = load_model(REASONER, torch.float32), load_tokenizer(REASONER)
+    made = load_drafter(drafter_directory(run), target, tokenizer, strict_weights=True)
+    own = identity("toy", target, tokenizer)
+    save_drafter(DRAFTERS[recipe], made.layer.to(torch.bfloat16), None, own, made.training)
 
 
-def make_drafter(recipe: Recipe, texts: list[Example]) -> None:
-    """Train a drafter of the model on its texts and write it."""
-    target = load_model(REASONER, torch.float32)  # not the engine's, which is packed
-    target.fuse()
-    config = EagleConfig(
-        recipe=recipe, target=target.config, layers=DRAFTER_LAYERS[recipe], window=DRAFTER_WINDOW
-    )
-    heldout, learned = texts[:HELDOUT], texts[HELDOUT:]
-    sample = pack_texts(learned[:16], DRAFTER_TOKENS)[0]
-    layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(SEED))
-    steps, num_tokens = DRAFTER_STEPS[recipe], 0
-    settings = TrainerSettings(
-        unroll_steps=DRAFTER_DEPTHS[recipe],
-        optimizer=OptimizerSection(learning_rate=1e-2, schedule="cosine", warmup_steps=10),
-        total_steps=steps,
-        matrix_rate=0.03,
-    )
-    trainer = DrafterTrainer(layer, target, settings)
-    batches = TextBatches(learned, DRAFTER_TOKENS, SEED)
-    for step in range(1, steps + 1):
-        report = trainer.step(pack_texts(batches.take(), DRAFTER_TOKENS))
-        num_tokens += report.num_tokens
-        if step % 25 == 0:
-            print(f"{recipe} {step}/{steps}  loss {report.loss:.3f}", flush=True)
-    depths = trainer.evaluate(pack_texts(heldout, 4096), MEASURED_DEPTHS)
-    print(f"{recipe}: expected accept length {depths.accept_len:.2f}")
-    record = TrainingRecord(
-        steps=steps,
-        tokens=num_tokens,
-        unroll_steps=DRAFTER_DEPTHS[recipe],
-        agreement=depths.agreement,
-        overlap=depths.overlap,
-        accept_len=depths.accept_len,
-    )
-    own = identity("toy", target, load_tokenizer(REASONER))
-    save_drafter(DRAFTERS[recipe], layer.to(torch.bfloat16), None, own, record)
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    rows = task.problems(64, SEED, "train")
-    PROBLEMS.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    write(PROBLEMS, problems(64, seed=0))
     make_reasoner()
-    completions = write_completions()
-    make_drafter("eagle1", completions)
-    make_drafter("eagle3", completions)
-    total = sum(each.stat().st_size for each in Path(REASONER.parent).rglob("*") if each.is_file())
-    print(f"{total / 1e6:.1f} MB in {REASONER.parent}")
+    with tempfile.TemporaryDirectory() as place:
+        for each in OPTIONS:
+            make_drafter(each, Path(place))

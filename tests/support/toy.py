@@ -1,7 +1,6 @@
 """The toy: a model of 1.6M parameters that reasons in writing, its drafters, its problems.
 
-Its task is to count the steps of a hailstone sequence (`support.toy_task`). The files are in
-tests/toy; `support.make_toy` writes them.
+The files are in tests/toy; `support.make_toy` has the task, and writes them.
 """
 
 import re
