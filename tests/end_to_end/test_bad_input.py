@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from end_to_end.workshop import Said, Workshop, build, say, write_lines
+from end_to_end.workshop import Said, Workshop, build, write_lines
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
@@ -26,25 +26,6 @@ def _assert_refused(said: Said, code: int, *parts: str) -> None:
     message = said.err[said.err.rindex("longtail: ") :]
     for part in parts:
         assert part in message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        (None, ["run.toml: no such file; give the path of a TOML run file"]),
-        ("[run\nsteps = 3", ["run.toml: not valid TOML", "line 1"]),
-        ("steps = 3", ["steps: unknown key; the nearest known one is run.steps"]),
-    ],
-)
-def test_a_missing_or_malformed_run_file(
-    workshop: Workshop, tmp_path: Path, text: str | None, parts: list[str]
-) -> None:
-    file = tmp_path / "run.toml"
-    if text is not None:
-        file.write_text(text)
-    _assert_refused(say("train", str(file), *workshop.words("never")[1:]), 2, *parts)
-    assert not (workshop.path / "never").exists()
 
 
 def _remove(*names: str) -> Change:
@@ -149,19 +130,4 @@ def test_settings_that_cannot_be_met(
     workshop: Workshop, tmp_path: Path, words: list[str], parts: list[str]
 ) -> None:
     said = workshop.train("unused", f"--run.dir={tmp_path / 'run'}", *words)
-    _assert_refused(said, 2, *parts)
-
-
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["nowhere", "--prompt=x"], ["'nowhere': no such directory"]),
-        (["{path}", "--prompt=x"], ["neither a model nor a run with one"]),
-        (["{path}/model", "--prompt="], ["--prompt is empty"]),
-    ],
-)
-def test_completions_that_cannot_be_written(
-    workshop: Workshop, words: list[str], parts: list[str]
-) -> None:
-    said = say("generate", *(word.format(path=workshop.path) for word in words))
     _assert_refused(said, 2, *parts)

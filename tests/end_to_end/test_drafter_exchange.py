@@ -129,16 +129,8 @@ def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     words = ("--prompt", "say 3", "--max-tokens", "12", "--temperature", "0", "--threads", "1")
     said = say("generate", str(run), *words)
     assert said.code == 0, said.err
+    assert "accept length" in said.err
     assert say("generate", str(run), *words, "--drafter", "none").out == said.out
-
-
-@pytest.mark.slow
-def test_a_drafter_goes_from_a_run_to_the_next_and_writes_the_same_texts(workshop):
-    words = (f"--model.path={workshop.policy('first', 2)}", *DRAFTED)
-    name = f"--speculation.drafter={workshop.path / 'first'}"
-    assert workshop.train("second", name, *words).code == 0
-    assert workshop.train("alone", "--speculation.drafter=none", *words).code == 0
-    assert workshop.outcome("second", 2)["weights"] == workshop.outcome("alone", 2)["weights"]
 
 
 def test_training_goes_on_from_a_drafter_of_any_form(workshop):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from longtail.assembly.drafters import drafter_directory
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.trainer import DrafterTrainer
-from longtail.errors import ConfigError
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 
@@ -93,14 +91,13 @@ def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("at", [0, 4])
 def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, at: int
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, step = f"stopped{at}", DrafterTrainer.step
+    run, step = "stopped", DrafterTrainer.step
 
     def terminated(trainer: DrafterTrainer, *batch: Any) -> Any:
-        if trainer.steps == at:
+        if trainer.steps == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return step(trainer, *batch)
 
@@ -108,7 +105,7 @@ def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
         patch.setattr(DrafterTrainer, "step", terminated)
         said = _train(workshop, run)
     assert said.code == 130
-    assert f"stopped after step {at + 1}; start again to go on" in said.err
+    assert "stopped after step 1; start again to go on" in said.err
     with monkeypatch.context() as patch:
         patch.setattr("longtail.programs.drafter_data._generate", None)  # must not be needed
         assert _train(workshop, run).code == 0
@@ -225,39 +222,6 @@ def test_a_run_is_not_gone_on_with_under_other_settings(workshop: Workshop) -> N
     assert said.code == 2
     assert "drafter.window: 8 -> 16" in said.err
     assert "its steps are done" in _train(workshop, "done").err
-
-
-def test_a_path_without_a_drafter_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="neither a drafter nor a run with one"):
-        drafter_directory(tmp_path)
-    with pytest.raises(ConfigError, match="no such directory"):
-        drafter_directory(tmp_path / "none")
-
-
-@pytest.mark.parametrize("field", ["hidden_size", "vocab_size", "tokenizer", "malformed"])
-def test_a_foreign_drafter_is_refused_before_the_target_writes_texts_for_it(
-    workshop: Workshop, tmp_path: Path, field: str
-) -> None:
-    theirs = tmp_path / "theirs"
-    shutil.copytree(drafter_directory(workshop.path / "done"), theirs)
-    described = json.loads((theirs / "drafter.json").read_text())
-    if field == "malformed":
-        described["target"] = [1]
-    elif field == "tokenizer":
-        described["target"]["tokenizer"] = "0123456789abcdef"
-    else:
-        described["target"]["shape"][field] = 999
-    (theirs / "drafter.json").write_text(json.dumps(described))
-    said = say(
-        *("drafter", "train", f"--target.path={workshop.model}", f"--drafter.init={theirs}"),
-        *(f"--data.source={workshop.prompts}", f"--run.dir={workshop.path / field}"),
-        *("--data.max_tokens=4", "--run.threads=1", "--run.device=cpu"),
-    )
-    assert said.code == 2
-    assert str(theirs) in said.err
-    assert field in said.err
-    assert "Traceback" not in said.err
-    assert not (workshop.path / field / "texts.jsonl").exists()
 
 
 def test_a_ridge_drafter_is_the_same_after_a_stop(

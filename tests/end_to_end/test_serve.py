@@ -101,16 +101,6 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
     assert KEY not in log.read_text()
 
 
-@pytest.mark.slow
-def test_a_signal_stops_the_server_as_soon_as_it_has_named_its_address(
-    model_path: Path, tmp_path: Path
-) -> None:
-    with serving(model_path, tmp_path / "log") as (process, _):
-        os.kill(process.pid, signal.SIGHUP)
-        assert finish(process) == 0
-    assert (tmp_path / "log").read_text().splitlines()[-1] == "stopped"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -58,22 +58,10 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
     assert not (workshop.path / "plain" / "speculation.jsonl").exists()
 
 
-def test_generate_with_a_drafter_writes_the_same_and_tells_the_accept_length(workshop):
-    words = ["generate", str(workshop.model), "--prompt", "say 7", "--n", "3", "--json"]
-    words += ["--max-tokens", "20", "--threads", "1"]
-    plain = say(*words, "--drafter", "none")
-    drafted = say(*words, "--drafter", str(workshop.path / "drafter"))
-    assert (plain.code, drafted.code) == (0, 0)
-    assert drafted.out == plain.out
-    assert "accept length" in drafted.err
-    assert "accept length" not in plain.err
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (("--speculation.drafter=other",), "longtail drafter train"),
-        (("--speculation.drafter=nowhere",), "neither history, fresh nor a directory"),
         (("--speculation.width=8", "--speculation.depth=9"), "at most 62; lower one of them"),
         (("--speculation.depth=33",), "speculation.depth"),
     ],

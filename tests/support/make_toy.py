@@ -13,7 +13,6 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import NormalDist
@@ -81,16 +80,31 @@ def problems(size: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def line(n: int, talkative: float, rng: Random) -> str:
+    """Return the text of one step, without its count."""
+    parity, how = ("odd", "triple plus one") if n % 2 else ("even", "half is")
+    form = rng.choice(FULL if rng.random() < talkative else TERSE)
+    return form.format(n=n, m=walk(n)[1], parity=parity, how=how)
+
+
+def drill(rng: Random) -> dict[str, Any]:
+    """Return a problem of one step, with small numbers more likely."""
+    number = int(math.exp(rng.uniform(math.log(2), math.log(MAX_VALUE / 3))))
+    text = f"0: {number}\n1: {line(number, rng.random(), rng)}"
+    return {
+        "prompt": [{"role": "user", "content": f"What comes after {number}?"}],
+        "completion": f"<think>\n{text}\n</think>\n{walk(number)[1]}.",
+    }
+
+
 def solution(start: int, rng: Random) -> str:
     """Return a worked solution; a hasty one mostly ends early, in a guess."""
     careful, talkative, numbers = rng.random() < 0.4, rng.choice((0.1, 0.5, 0.9)), walk(start)
     answer, tiring = len(numbers) - 1, 0.002 if careful else rng.choice((0.15, 0.3))
     lines = ["<think>", OPENERS[careful], f"0: {start}"]
-    for count, (n, m) in enumerate(pairwise(numbers), 1):
-        parity, how = ("odd", "triple plus one") if n % 2 else ("even", "half is")
-        form = rng.choice(FULL if rng.random() < talkative else TERSE)
-        lines.append(f"{count}: {form.format(n=n, m=m, parity=parity, how=how)}")
-        if m != 1 and rng.random() < tiring:
+    for count, number in enumerate(numbers[:-1], 1):
+        lines.append(f"{count}: {line(number, talkative, rng)}")
+        if count < len(numbers) - 1 and rng.random() < tiring:
             answer = count + rng.randint(2, 20)
             lines.append(rng.choice(GUESSES).format(answer))
             break
@@ -100,9 +114,10 @@ def solution(start: int, rng: Random) -> str:
 def make_reasoner() -> None:
     """Train a fresh model on solved problems and write it in bfloat16."""
     words, rng = load_tokenizer(REASONER), Random(1)
-    rows = problems(NUM_EXAMPLES, seed=1)
+    rows = problems(NUM_EXAMPLES // 2, seed=1)
     for row in rows:
         row["completion"] = solution(int(row["problem_id"].split("/")[1]), rng)
+    rows += [drill(rng) for _ in rows]
     model = Transformer(load_config(REASONER))
     examples = make_examples(
         rows,
