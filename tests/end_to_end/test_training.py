@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say, write_lines
+from end_to_end.workshop import Workshop, build, say
 from longtail.assembly import precision
 from longtail.config.rl import RunConfig, load
 from longtail.rl.loss import LOSSES
@@ -149,34 +149,10 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
     assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 
 
-@pytest.mark.slow
-def test_without_held_out_problems_the_reward_before_and_after_is_unknown_not_zero(
-    workshop: Workshop,
-) -> None:
-    words = ("--data.heldout_size=0", "--run.steps=1", "--eval.every=1", "--rollout.max_tokens=4")
-    said = workshop.train("blind", *words)
-    assert said.code == 0
-    summary = workshop.summary("blind")
-    assert summary["reward_before"] is summary["reward_after"] is None
-    assert "held-out reward" not in said.out
-    assert not any("eval/reward_mean" in row for row in workshop.metrics("blind"))
-
-
 def test_held_out_problems_are_never_trained_on(workshop: Workshop) -> None:
     # 12 prompts, the last 4 held out, 3 steps of 4: the other 8 are visited, some of them twice
     trained = {line["prompt_id"] for line in workshop.rollouts("done")}
     assert trained == {f"prompts/{index}" for index in range(8)}
-
-
-@pytest.mark.slow
-def test_long_prompts_are_left_out_with_a_count_when_asked_for(workshop: Workshop) -> None:
-    prompts = workshop.path / "mixed.jsonl"
-    write_lines(prompts, *({"prompt": "x" * n} for n in (1, 2, 30, 40)))
-    words = (f"--data.source={prompts}", "--data.heldout_size=0", "--data.max_prompt_len=20")
-    said = workshop.train("mixed", *words, "--data.drop_long_prompts=true", "--run.steps=1")
-    assert said.code == 0
-    assert "2 prompts over 20 tokens are left out" in said.err
-    assert {line["prompt_id"] for line in workshop.rollouts("mixed")} == {"mixed/0", "mixed/1"}
 
 
 def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
