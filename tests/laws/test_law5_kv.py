@@ -23,7 +23,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import Script, ScriptedDrafter, Sketch, ragged
 from support.fakes import LedgerKV
-from support.kv_machine import BLOCK, CacheMachine, blocks, contiguous_cache, paged_cache
+from support.kv_machine import BLOCK, CacheMachine, blocks, make_cache
 from support.tiny_models import tiny_model
 
 
@@ -44,8 +44,9 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, max_running, spare, num_tokens):
         self.budget, self.max_running = max_running + spare, max_running
-        make = paged_cache if self.PAGED else contiguous_cache
-        self.kv = LedgerKV(make(num_tokens * BLOCK, max_running + 1, self.MAX_LEN))
+        self.kv = LedgerKV(
+            make_cache(num_tokens * BLOCK, max_running + 1, self.MAX_LEN, paged=self.PAGED)
+        )
         self.scheduler = Scheduler(self.kv, max_running=max_running, max_step_tokens=self.budget)
 
     @rule(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
@@ -23,6 +23,9 @@ from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.types import Completion, FinishReason, Request, TrainBatch
+
+if TYPE_CHECKING:
+    from support.scripted_pool import ScriptedPool
 
 WORKER_TIMEOUT_S = 60.0
 TOKEN_S, BEAT_S = 0.1, 0.1
@@ -104,23 +107,11 @@ def drafter(version: int, quality: float) -> DrafterWeights:
     return DrafterWeights(version=version, tensors={"w": torch.tensor([quality])})
 
 
-class Others(Protocol):
-    """The other workers of a simulation."""
-
-    script: Script
-    meetings: "dict[str, list[FakeWorker]]"
-    rounds: "dict[tuple[str, int], list[FakeWorker]]"
-    """Members that have reached the sum of gradients, by team and step."""
-
-    @property
-    def size(self) -> int: ...
-
-
 @final
 class FakeWorker:
     """A worker with the methods of `Worker`; its state is lost with its process."""
 
-    def __init__(self, pool: Others, number: int) -> None:
+    def __init__(self, pool: "ScriptedPool", number: int) -> None:
         self._crew, self._script, self.number = pool, pool.script, number
         self.is_dead = self.is_frozen = self._is_stopped = False
         self.policy: tuple[int, ...] = ()

@@ -29,29 +29,14 @@ LOOKS = torch.randn(
 )
 
 
-def contiguous_cache(num_tokens: int, max_rows: int, max_len: int) -> ContiguousKVCache:
-    return ContiguousKVCache(
-        CONFIG,
-        num_tokens=num_tokens,
-        max_rows=max_rows,
-        max_len=max_len,
-        dtype=torch.float64,
-        device=CPU,
-        block_size=BLOCK,
-    )
-
-
-def paged_cache(num_tokens: int, max_rows: int, max_len: int) -> PagedKVCache:
-    return PagedKVCache(
-        CONFIG,
-        num_tokens=num_tokens,
-        max_rows=max_rows,
-        max_len=max_len,
-        dtype=torch.float64,
-        device=CPU,
-        kernels=TorchPageKernels(),
-        block_size=BLOCK,
-    )
+def make_cache(
+    num_tokens: int, max_rows: int, max_len: int, *, paged: bool
+) -> ContiguousKVCache | PagedKVCache:
+    place = {"dtype": torch.float64, "device": CPU, "block_size": BLOCK}
+    sizes = {"num_tokens": num_tokens, "max_rows": max_rows, "max_len": max_len}
+    if paged:
+        return PagedKVCache(CONFIG, **sizes, **place, kernels=TorchPageKernels())
+    return ContiguousKVCache(CONFIG, **sizes, **place)
 
 
 def blocks(num_tokens: int) -> int:
@@ -78,8 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        make = paged_cache if self.PAGED else contiguous_cache
-        self.kv = make(self.TOTAL, self.ROWS, self.MAX_LEN)
+        self.kv = make_cache(self.TOTAL, self.ROWS, self.MAX_LEN, paged=self.PAGED)
         self.blocks: dict[str, list[int]] = {}
         """Names of blocks; two requests that share one have the same name there."""
         self.begun: dict[str, int] = {}

@@ -50,16 +50,6 @@ def test_a_step_is_made_once_if_a_worker_is_lost_in_it(worker, after_s, kind):
     assert len({address for address in pool.meetings}) == 2
 
 
-def test_members_that_lose_the_team_at_the_end_get_the_step_from_the_others():
-    pool = ScriptedPool(3, torn=(0, 2))
-    group = begun(pool)
-    assert group.learn([batch(1)]).version == 1
-    assert_learned(pool, 1)
-    assert len(pool.starts("learn")) == 3, "no worker makes it twice"
-    assert not pool.log_lines, "no worker was lost"
-    assert_next_step(pool, group, 1)
-
-
 def test_a_worker_that_hangs_while_learning_is_replaced():
     pool = ScriptedPool(3, faults=[Fault(worker=2, task="learn", after_s=1.0, kind="hangs")])
     group = begun(pool)
@@ -128,18 +118,6 @@ def test_a_step_that_fails_repeatedly_ends_the_run():
 
 
 # ---- meeting
-
-
-def test_the_team_is_formed_again_if_a_worker_is_new():
-    pool = ScriptedPool(3)
-    group = begun(pool)
-    group.learn([batch(1)])
-    pool.kill(1)
-    group.publish()
-    group.learn([batch(2)])
-    assert_learned(pool, 1, 2)
-    assert len(pool.starts("join")) == 6
-    assert pool.births == [0, 1, 0]
 
 
 def test_forming_the_team_is_tried_again():

@@ -126,17 +126,6 @@ def test_the_seconds_of_short_rollouts_are_saved_until_a_measurement_fits():
     assert sum(spent) <= SHARE * 100 + 1e-9
 
 
-def test_a_rollout_is_never_predicted_to_take_longer_than_plain_decoding():
-    plain_s = sum(costs().plain.at(running) for running in RUNNING)
-    previous = rollout_s(series(), costs(), 1.0)
-    assert previous == pytest.approx(plain_s)
-    for accept_len in (1.2, 1.8, 2.5, 4.0, 6.9):
-        predicted = rollout_s(series(), costs(), accept_len)
-        assert predicted <= previous
-        previous = predicted
-    assert previous < plain_s / 2
-
-
 def test_nothing_is_trained_without_a_cost_model_or_steps_to_come():
     one = PayOff()
     assert one.limit_s(ROLLOUT_S, None, costs(), 10) == 0.0

@@ -25,15 +25,16 @@ def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 10
     )
 
 
-def publisher(version: int = 0) -> Publisher:
+def publisher(tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = None) -> Publisher:
+    """A publisher of a drafter after a rollout of these tokens."""
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(
         TextSnapshot(
-            request_id=f"p{index}@0#0", tokens=(1, 2, 3), prompt_len=1, step=1, is_finished=True
+            request_id=f"p{index}@0#0", tokens=(1, *tokens), prompt_len=1, step=1, is_finished=True
         )
         for index in range(40)
     )
-    return Publisher(drafter(version, 2.0), buffer)
+    return Publisher(served or drafter(0, 2.0), buffer)
 
 
 def drained(one: Publisher) -> list[tuple[str, int]]:
@@ -92,18 +93,6 @@ def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
     assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
 
 
-def test_an_offer_that_nobody_adopted_may_be_made_again():
-    one = publisher()
-    assert one.offer([replica(0.1)]) is not None
-    assert one.offer([replica(0.1)]) is None, "the answer is on its way"
-    one.withdraw()
-    again = one.offer([replica(0.1)])
-    assert again is not None
-    assert again.version == 2
-    one.record([1, 2])
-    assert one.published is again
-
-
 def test_replicas_of_older_drafters_must_beat_later_publications():
     one = publisher()
     first = one.offer([replica(0.1)])
@@ -124,22 +113,6 @@ def test_the_same_decision_is_recorded_once_per_rollout():
     one.begin_rollout()
     one.offer([replica(-0.1)])
     assert drained(one) == [("kept", 0)]
-
-
-def test_a_worker_that_missed_the_published_drafter_is_offered_it_once():
-    one = publisher()
-    assert one.missed_by(3) is None
-    assert one.offer([replica(0.1)]) is not None
-    assert one.missed_by(3) is None, "it is not published yet"
-    one.mark_offered(1, 1)
-    one.record([1])
-    assert one.missed_by(1) is None
-    offer = one.missed_by(3)
-    assert offer is one.published
-    one.mark_offered(3, 1)
-    assert one.missed_by(3) is None
-    one.forget(3)
-    assert one.missed_by(3) is not None, "it begins anew, with the first drafter"
 
 
 @pytest.mark.slow
@@ -173,21 +146,9 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
     assert set(published) <= adopted & set(offered)
 
 
-def with_vocabulary(tokens: tuple[int, ...], ids: list[int]) -> Publisher:
-    """A publisher of a drafter with a draft vocabulary, after a rollout of these tokens."""
-    buffer = DrafterBuffer(10**6, seed=0)
-    buffer.add(
-        TextSnapshot(
-            request_id=f"p{index}@0#0", tokens=(0, *tokens), prompt_len=1, step=1, is_finished=True
-        )
-        for index in range(40)
-    )
-    tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor(ids)}
-    return Publisher(DrafterWeights(version=0, tensors=tensors), buffer)
-
-
 def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
-    one = with_vocabulary((5, 5, 7), [5, 6])
+    tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor([5, 6])}
+    one = publisher((5, 5, 7), DrafterWeights(version=0, tensors=tensors))
     offer = one.offer([], renews=True)
     assert offer is not None
     assert offer.tensors[DRAFT_IDS].tolist() == [5, 7]

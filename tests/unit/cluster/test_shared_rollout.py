@@ -1,7 +1,6 @@
 """A rollout by several workers, in simulated time: who does what when, and who is waited for."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 
@@ -9,7 +8,6 @@ from longtail.cluster.group import WorkerGroup
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import reused_share
-from longtail.cluster.spot import POLL_S
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
 from longtail.cluster.timeline import Span
@@ -53,16 +51,6 @@ def test_the_reused_share_is_counted_in_tokens_over_all_workers():
     assert reused_share([]) == reused_share([none]) == 0.0
 
 
-def test_a_worker_without_a_shard_trains_once_there_are_texts():
-    pool = ScriptedPool(3)
-    group = begun(pool)
-    group.rollout(1, requests(60, 20))
-    first = [worker for _, worker in pool.starts("train_drafter")]
-    assert sorted(first) == [1, 2]
-    group.rollout(2, requests(60, first=5))
-    assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
-
-
 def test_no_worker_trains_on_texts_of_an_evaluation():
     pool = ScriptedPool(2)
     group = begun(pool)
@@ -103,16 +91,6 @@ def test_a_worker_whose_training_does_not_pay_is_idle_until_the_next_rollout():
     assert [worker for _, worker in pool.starts("train_drafter")] == [1, 2]
     group.rollout(2, TAIL)
     assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
-
-
-def test_a_worker_without_texts_trains_again_when_there_are_new_ones():
-    spot_script = SpotScript(ends_s=0.1, reason=SpotEnd.NO_TEXTS)
-    pool = ScriptedPool(2, spot_scripts=lambda worker, nth: spot_script)
-    begun(pool).rollout(1, requests(100, 10))
-    times = [when for when, _ in pool.starts("train_drafter")]
-    assert len(times) > 5
-    # The first look finds what was written since; then there is one a second.
-    assert all(second - first > 0.9 * POLL_S for first, second in pairwise(times[1:]))
 
 
 def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():

@@ -140,17 +140,6 @@ def test_an_idle_worker_is_offered_the_published_drafter_before_it_generates():
     assert [worker for worker, name in pool.answered if name == "offer"] == [1]
 
 
-def test_replicas_are_merged_at_the_end_and_served_by_all_workers():
-    # No worker generates long enough for an offer in mid-rollout.
-    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(gain=0.05 * worker))
-    group = begun(pool)
-    decisions = step(group, 1, requests(35, 10, 12))
-    assert [what for what, _, _ in decisions] == ["trained", "trained", "offered", "published"]
-    assert {each.served.version for each in pool.workers} == {1}
-    # Both were trained on as many tokens.
-    assert pool.workers[0].served.tensors["w"].item() == pytest.approx(QUALITY * 1.075)
-
-
 def test_a_drafter_that_is_not_finite_is_discarded_and_the_run_continues():
     bad = SpotScript(ends_s=3.0, reason=SpotEnd.NOT_FINITE)
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: bad if worker == 1 else SpotScript())

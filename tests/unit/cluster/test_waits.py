@@ -5,7 +5,7 @@ one of a message. A wait that does not end fails an assertion of the simulated c
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -91,18 +91,10 @@ def test_abandoning_a_rollout_ends_if_all_workers_die(kind, tmp_path):
         group.save_policy(tmp_path / "policy")
 
 
-MESSAGES: Sequence[str] = (
-    "clear_stop",
-    "stop",
-    "texts",
-    "add_texts",
-    "offer",
-    "drain_adopted",
-    "candidate",
+@pytest.mark.parametrize(
+    "message",
+    ["clear_stop", "stop", "texts", "add_texts", "offer", "drain_adopted", "candidate"],
 )
-
-
-@pytest.mark.parametrize("message", MESSAGES)
 def test_a_death_noticed_in_place_of_an_answer_is_counted_as_a_loss(message):
     pool = ScriptedPool(3)
     group, asked = begun(pool), requests(90, 9, 9)

@@ -63,19 +63,20 @@ def offer(worker: Worker, version: int, scale: float) -> DrafterWeights:
     return DrafterWeights(version=version, tensors=tensors)
 
 
-def served(worker: Worker) -> int:
-    weights = worker.drafter_weights()
-    assert weights is not None
-    return weights.version
-
-
-def test_an_offer_older_than_the_served_drafter_is_ignored(worker, asked):
-    worker.adopt(offer(worker, 3, 1.01))
-    worker.offer(offer(worker, 2, 1.02))  # came as the rollout before had ended
+@pytest.mark.parametrize(("adopted", "offers", "newest"), [(3, (2,), 3), (0, (4, 6, 5), 6)])
+def test_the_newest_drafter_is_served_whatever_the_order_of_offers(
+    worker, asked, adopted, offers, newest
+):
+    if adopted:
+        worker.adopt(offer(worker, adopted, 1.01))
+    for version in offers:
+        worker.offer(offer(worker, version, 1.0 + version / 100))
     worker.publish()
     worker.generate(asked)
-    assert served(worker) == 3
-    assert worker.drain_adopted() == [3]
+    weights = worker.drafter_weights()
+    assert weights is not None
+    assert weights.version == newest
+    assert worker.drain_adopted() == [newest]
 
 
 def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
@@ -97,15 +98,6 @@ def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     drafted = sum(end - begin for begin, end in zip(places[::2], places[1::2], strict=True))
     assert len(completion.text) / 2 < drafted <= sum(result.series.accepted)
     assert list(places) == sorted(places)
-
-
-def test_the_newest_of_several_offers_is_adopted_in_any_order(worker, asked):
-    for version in (4, 6, 5):
-        worker.offer(offer(worker, version, 1.0 + version / 100))
-    worker.publish()
-    worker.generate(asked)
-    assert served(worker) == 6
-    assert worker.drain_adopted() == [6]
 
 
 def test_learning_shows_a_beat_for_every_micro_batch(components, worker):

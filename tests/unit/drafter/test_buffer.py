@@ -213,3 +213,11 @@ def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:
     assert (copy.num_bytes, copy.num_tokens) == (buffer.num_bytes, buffer.num_tokens)
     assert copy.state() == buffer.state()
     assert torch.equal(copy.tensors()["tokens"], buffer.tensors()["tokens"])
+
+
+def test_a_restored_buffer_hands_out_its_texts_in_the_order_of_their_steps() -> None:
+    buffer = _buffer([_snapshot(1, 9), _snapshot(2, 9)])
+    buffer.add([_snapshot(3, 9, step=1), _snapshot(2, 12), _snapshot(1, 12)])
+    again = _copy(buffer).snapshots()
+    assert [each.step for each in again] == [0, 0, 1]
+    assert _buffer(again).snapshots() == buffer.snapshots()

@@ -1,41 +1,26 @@
 """Metrics of a trainer's rollouts, sums over processes, and the figures of `longtail bench trl`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from longtail.bench.trl import Arm, compare
-from longtail.engine.report import RolloutReport
+from longtail.engine.report import RolloutMeter
 from longtail.integrations.trl.host import Ranks
 from longtail.integrations.trl.session import SessionMetrics
-
-
-def report(*, generated: int, drafted: int, accepted: int, verified: int) -> RolloutReport:
-    return RolloutReport(
-        seconds=1.0,
-        engine_s=1.0,
-        forward_s=0.5,
-        sample_s=0.1,
-        num_steps=10,
-        num_generated=generated,
-        num_computed=generated,
-        num_drafted=drafted,
-        num_accepted=accepted,
-        num_verified=verified,
-        draft_s=0.0,
-        draft_forward_s=0.0,
-        tuner_s=0.0,
-        max_running=4,
-        running_s=4.0,
-    )
 
 
 def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     ranks = Ranks(0, 1, torch.device("cpu"))
     metrics = SessionMetrics(ranks)
+    report = replace(
+        RolloutMeter().report(), num_generated=30, num_drafted=20, num_accepted=6, num_verified=10
+    )
     assert metrics.drain() == {}
     for seconds in (2.0, 4.0):
         ranks.add("rollouts", 1.0)
-        metrics.add(report(generated=30, drafted=20, accepted=6, verified=10), seconds)
+        metrics.add(report, seconds)
     found = metrics.drain()
     assert found["timing_s/gen"] == pytest.approx(3.0)
     assert found["rollout/generated_tokens"] == pytest.approx(30.0)
@@ -44,18 +29,6 @@ def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     assert found["rollout/spec_accept_rate"] == pytest.approx(0.3)
     assert "idle/ratio" not in found
     assert metrics.drain() == {}
-
-
-def test_the_turns_of_a_batch_are_one_rollout() -> None:
-    ranks = Ranks(0, 1, torch.device("cpu"))
-    metrics = SessionMetrics(ranks)
-    ranks.add("rollouts", 1.0)
-    for _ in range(2):
-        metrics.add(report(generated=5, drafted=0, accepted=0, verified=0), 1.0)
-    found = metrics.drain()
-    assert found["timing_s/gen"] == pytest.approx(2.0)
-    assert found["rollout/generated_tokens"] == pytest.approx(10.0)
-    assert "rollout/spec_accept_length" not in found
 
 
 def test_figures_of_the_bench_compare_common_steps() -> None:

@@ -100,23 +100,6 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_text(
     assert first["choices"] == again["choices"]
 
 
-def test_a_stream_joins_to_the_text_of_the_whole_response(client: httpx.Client) -> None:
-    for path, body in ((CHAT, chat(n=3)), (TEXT, prompt(["a", "b"], n=2))):
-        whole = client.post(path, json=body).json()
-        pieces = events(client.post(path, json={**body, "stream": True}))
-        for choice in whole["choices"]:
-            mine = [c for p in pieces for c in p["choices"] if c["index"] == choice["index"]]
-            if path == CHAT:
-                assert mine[0]["delta"]["role"] == "assistant"
-                joined = "".join(c["delta"]["content"] for c in mine)
-                assert joined == choice["message"]["content"]
-            else:
-                assert "".join(c["text"] for c in mine) == choice["text"]
-            reasons = [c["finish_reason"] for c in mine]
-            assert reasons == [None] * (len(mine) - 1) + [choice["finish_reason"]]
-        assert all("usage" not in piece for piece in pieces)
-
-
 def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> None:
     whole = client.post(CHAT, json=chat(logprobs=True)).json()
     (choice,) = whole["choices"]

@@ -1,7 +1,6 @@
 """Lines of logs: finding those of a step without an index."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.view import series
-from longtail.view.series import open_regular, read_step
+from longtail.view.series import read_step
 
 
 def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> None:
@@ -46,17 +45,3 @@ def test_a_step_and_a_line_are_read_up_to_a_bound(
     assert [row["n"] for row in read_step(path, 1)] == [0, 1, 2]
     path.write_bytes(b'{"step": 1, "x": "' + b"x" * 1000 + b'"}\n')
     assert read_step(path, 1) == []
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "nothing"])
-def test_what_is_no_regular_file_is_not_read(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / "log"
-    if kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "device":
-        path.symlink_to("/dev/zero")
-    elif kind == "folder":
-        path.mkdir()
-    assert read_step(path, 1) == []
-    with pytest.raises(OSError, match=r"no regular file|No such file|Is a directory"):
-        open_regular(path)

@@ -128,17 +128,6 @@ def test_a_run_is_followed_as_it_grows_and_is_cut_back(run: Path) -> None:
     assert files.steps == [1]
 
 
-def test_metrics_grow_byte_by_byte(run: Path) -> None:
-    whole = (run / "metrics.jsonl").read_bytes()
-    series = MetricSeries(run)
-    (run / "metrics.jsonl").write_bytes(b"")
-    with (run / "metrics.jsonl").open("ab", buffering=0) as file:
-        for end in range(len(whole)):
-            file.write(whole[end : end + 1])
-            series.update()
-            assert len(series.steps) == whole[: end + 1].count(b"\n")
-
-
 def test_the_data_of_a_page_is_bounded_whatever_the_number_of_steps(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps(metrics_row(step)) + "\n" for step in range(1, 2001)]

@@ -5,38 +5,18 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from longtail.cluster.states import State
-from longtail.cluster.timeline import Mark, Span, Timeline
 from longtail.errors import ConfigError
 from longtail.view.timeline_plot import _LOOKS, draw
 from support.fakes import do_without
+from support.timelines import LETTERS, drawn
 
-
-def _step(workers: int, *states: State, marks: int = 0, begin_s: float = 100.0) -> Timeline:
-    """Every worker goes through the states, a second each."""
-    spans = tuple(
-        Span(worker=worker, state=state, begin_s=begin_s + second, end_s=begin_s + second + 1)
-        for worker in range(workers)
-        for second, state in enumerate(states)
-    )
-    return Timeline(
-        spans=spans,
-        marks=tuple(
-            Mark(worker=mark % workers, at_s=begin_s + 0.1 * mark, name=f"drafter ${mark} $")
-            for mark in range(marks)
-        ),
-        begin_s=begin_s,
-        end_s=begin_s + len(states),
-    )
-
-
-PLAIN = _step(2, State.GENERATING, State.IDLE, State.LEARNING)
+PLAIN = drawn("G.L", "G.L")
 
 
 def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
-    for states in (tuple(State), (State.SPOT, State.IDLE)):
-        draw([("step", _step(1, *states))], path)
+    for states in ("".join(LETTERS), "s."):
+        draw([("step", drawn(states))], path)
         pixels = np.rint(255 * imread(path)[:, :, :3]).astype(int)
         wanted = {
             s: [int(color[at : at + 2], 16) for at in (1, 3, 5)] for s, (color, _) in _LOOKS.items()
@@ -47,7 +27,7 @@ def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
             if np.all(abs(pixels - color) <= 2, axis=2).sum()
             > 5000  # more than its legend's square
         }
-        assert shown == set(states)
+        assert shown == {LETTERS[letter] for letter in states}
 
 
 def test_a_plot_has_a_transparent_background_and_is_the_same_file_each_time(tmp_path: Path) -> None:
