@@ -12,25 +12,25 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1150,
-    "assembly": 1170,
-    "bench": 3450,
+    "top level": 1120,
+    "assembly": 1130,
+    "bench": 3400,
     "cli": 720,
-    "cluster": 3450,
-    "config": 1200,
-    "drafter": 5230,
-    "engine": 4020,
+    "cluster": 3400,
+    "config": 1190,
+    "drafter": 5190,
+    "engine": 3940,
     "integrations": 3070,
-    "model": 5200,
+    "model": 5180,
     "programs": 1140,
     "rl": 3900,
     "run": 1430,
     "serve": 900,
-    "speculation": 1060,
-    "system": 900,
-    "tuner": 1050,
-    "view": 1130,
-    "tests": 37500,
+    "speculation": 1040,
+    "system": 880,
+    "tuner": 1040,
+    "view": 1120,
+    "tests": 32000,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {
