@@ -69,7 +69,8 @@ test: coverage
 # steps of the quickstart run so, too.
 CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 test-capped: develop
-	$(CAPPED) $(PYTEST) tests/laws tests/parity tests/unit/engine tests/unit/rl tests/unit/model \
+	$(CAPPED) $(PYTEST) tests/laws tests/parity
+	$(CAPPED) $(PYTEST) -m "not slow" tests/unit/engine tests/unit/rl tests/unit/model \
 		tests/end_to_end/test_training.py
 	rm -rf build/capped
 	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft

@@ -67,7 +67,8 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
     served = make_model_server(the_engine())
     scope = {
         **{"type": "http", "method": "POST", "path": path, "raw_path": path.encode()},
-        **{"query_string": b"", "headers": [(b"host", b"localhost")], "scheme": "http"},
+        **{"query_string": b"", "scheme": "http"},
+        "headers": [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())],
         **{"asgi": {"version": "3.0"}, "server": ("localhost", 80), "root_path": ""},
         **{"http_version": "1.1"},
     }
@@ -82,7 +83,7 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
 
     served.service.start()
     try:
-        await served.app(scope, inbox.get, send)
+        await served.app()(scope, inbox.get, send)
     finally:
         await served.service.stop()
     status = sent[0]["status"] if sent else 0

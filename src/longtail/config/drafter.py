@@ -159,9 +159,10 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     if drafter.recipe != "eagle3" and drafter.layers:
         yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
     if drafter.recipe == "ridge":
-        for name in sorted(drafter.model_fields_set & {"window", "unroll_steps", "init"}):
-            yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
-    if drafter.recipe != "ridge" and "slots" in drafter.model_fields_set:
+        for name in ("init", "unroll_steps", "window"):
+            if getattr(drafter, name) != DrafterSection.model_fields[name].default:
+                yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
+    elif drafter.slots != DrafterSection.model_fields["slots"].default:
         yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
     if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):
         yield (
