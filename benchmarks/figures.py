@@ -24,7 +24,6 @@ from longtail.view.timeline_plot import (
     ORANGE,
     TITLE,
     blank,
-    frame,
     write,
 )
 
@@ -85,7 +84,9 @@ def keyed_noise(path: Path) -> None:
     many.set_xlim(0, 0.56)
     for panel in (one, many):
         panel.set_ylim(len(WORDS) - 0.4, -0.6)
-        frame(panel, grid="x")
+        panel.grid(axis="x", color=GREY, alpha=0.3, linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
     write(figure, path)
 
 
