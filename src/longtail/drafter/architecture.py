@@ -20,18 +20,23 @@ DraftLayer = EagleLayer | RidgeLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftArchitecture:
-    """An architecture: its shape and its layer."""
+    """An architecture: its shape, its layer, and the drafter with that layer."""
 
     config: type[DraftConfig]
     layer: Callable[..., DraftLayer]
+    drafter: Callable[..., Drafter]
 
 
-_EAGLE = DraftArchitecture(config=EagleConfig, layer=EagleLayer)
+_EAGLE = DraftArchitecture(config=EagleConfig, layer=EagleLayer, drafter=EagleDrafter)
 ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
     {
         "eagle1": _EAGLE,
         "eagle3": _EAGLE,
-        "ridge": DraftArchitecture(config=RidgeConfig, layer=RidgeLayer),
+        "ridge": DraftArchitecture(
+            config=RidgeConfig,
+            layer=RidgeLayer,
+            drafter=lambda *args, draft_ids, **_: RidgeDrafter(*args, draft_ids=draft_ids),
+        ),
     }
 )
 """All architectures, by recipe."""
@@ -51,6 +56,5 @@ def make_drafter(
     window: int | None = None,
 ) -> Drafter:
     """Return a drafter that owns the layer; `window` is of those with a window."""
-    if isinstance(layer, RidgeLayer):
-        return RidgeDrafter(layer, target, draft_ids=draft_ids)
-    return EagleDrafter(layer, target, draft_ids=draft_ids, head=head, window=window)
+    make = ARCHITECTURES[layer.config.recipe].drafter
+    return make(layer, target, draft_ids=draft_ids, head=head, window=window)

@@ -24,12 +24,66 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Noise
-from longtail.speculation.strategy import DepthPolicy, DraftThresholds, Strategy
-from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
+from longtail.speculation.drafter import Draftable, Drafter, Noise
+from longtail.speculation.strategy import (
+    DepthPolicy,
+    DraftThresholds,
+    Strategy,
+    select_depth_policy,
+)
+from longtail.speculation.tree import EMPTY, Accepted, DraftTree, keep_reached, prune, ranked
 
 _MIN_REACH = sys.float_info.min
 """Smallest probability of a node: 0 marks an entry of a tensor that is not a node."""
+
+
+class GrowingDrafter(Drafter):
+    """A drafter that scores a vocabulary: its confidences, its seconds, and whom it drafts for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._forward_s = device, 0.0
+        self._curve, self._depth_policy = ConfidenceCurve(), select_depth_policy(device)
+
+    @property
+    def forward_s(self) -> float:
+        """Seconds of passes of the drafter and the head."""
+        return self._forward_s
+
+    @property
+    def calibration_error(self) -> float:
+        """Expected calibration error of node confidences so far."""
+        return self._curve.calibration_error()
+
+    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
+        """Update the confidence curve."""
+        for tree, found in zip(trees, accepted, strict=True):
+            self._curve.learn(tree, found)
+
+    @torch.inference_mode()
+    def propose(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree]:
+        """Draft for every request whose tokens before the root were observed; EMPTY for others."""
+        ready = [at for at, each in enumerate(requests) if self._is_observed(each)]
+        trees = [EMPTY] * len(requests)
+        if not ready:
+            return trees
+        if noise is not None and len(ready) < len(requests):
+            noise = noise.rows(ready, self._device)
+        drafts = self._draft([requests[at] for at in ready], strategy, noise)
+        for at, tree in zip(ready, drafts, strict=True):
+            trees[at] = tree
+        return trees
+
+    @abc.abstractmethod
+    def _is_observed(self, request: Draftable) -> bool:
+        """Return whether the tokens before the request's root were observed."""
+
+    @abc.abstractmethod
+    def _draft(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree]:
+        """Draft for observed requests."""
 
 
 class Walker(abc.ABC):

@@ -88,20 +88,19 @@ def test_each_slot_is_one_ridge_regression() -> None:
 
 def test_sums_of_parts_are_those_of_the_whole() -> None:
     rows, config = _rows(1), _config(tiny_model())
-    whole, first, second = RidgeSums(config), RidgeSums(config), RidgeSums(config)
+    whole, parts = RidgeSums(config), RidgeSums(config)
     whole.add(rows)
-    for part, cut in ((first, slice(0, 200)), (second, slice(200, None))):
-        part.add(
+    for cut in (slice(0, 200), slice(200, None)):
+        parts.add(
             BlockRows(
                 features=rows.features[cut],
                 embeddings=rows.embeddings[:, cut],
                 wanted=rows.wanted[:, cut],
             )
         )
-    second.merge(first)
-    assert second.num_rows == whole.num_rows
+    assert parts.num_rows == whole.num_rows
     for name, tensor in whole.tensors.items():
-        torch.testing.assert_close(second.tensors[name], tensor, rtol=1e-12, atol=1e-9)
+        torch.testing.assert_close(parts.tensors[name], tensor, rtol=1e-12, atol=1e-9)
 
 
 def test_a_block_ends_with_its_text() -> None:

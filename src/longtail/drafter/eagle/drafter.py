@@ -25,15 +25,15 @@ from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainW
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
-from longtail.speculation.confidence import EDGES, ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed, Taps
-from longtail.speculation.grow import Scoring, deepest, grow
-from longtail.speculation.strategy import Strategy, select_depth_policy
-from longtail.speculation.tree import EMPTY, Accepted, DraftTree
+from longtail.speculation.confidence import EDGES
+from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
+from longtail.speculation.grow import GrowingDrafter, Scoring, deepest, grow
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree
 
 
 @final
-class EagleDrafter(Drafter):
+class EagleDrafter(GrowingDrafter):
     """Drafts with an EAGLE layer for one target; the layer is packed and belongs to the drafter.
 
     `draft_ids` lists the target's tokens of a reduced draft vocabulary. `head` replaces the
@@ -50,13 +50,11 @@ class EagleDrafter(Drafter):
         head: Float[Tensor, "draft_vocab hidden"] | None = None,
         window: int | None = None,
     ) -> None:
+        super().__init__(target.device)
         self._config = config = layer.config
         self._target, self._draft_ids, self._own_head = target, draft_ids, head
         self._window = config.window if window is None else window
         self.windows = Windows(config, self._window, target.dtype, target.device)
-        self._curve = ConfidenceCurve()
-        self._depth_policy = select_depth_policy(target.device)
-        self._forward_s = 0.0
         self._layer = self._packed(layer)
         self._head = target.head
         self._passes: EaglePasses | None = None
@@ -154,16 +152,6 @@ class EagleDrafter(Drafter):
             EDGES,
         )  # fmt: skip
 
-    @property
-    def forward_s(self) -> float:
-        """Seconds of passes of the layer and the head."""
-        return self._forward_s
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of node confidences so far."""
-        return self._curve.calibration_error()
-
     @torch.inference_mode()
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
@@ -173,35 +161,20 @@ class EagleDrafter(Drafter):
         if seen:
             self.windows.observe(seen, features)
 
-    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Update the confidence curve."""
-        for tree, found in zip(trees, accepted, strict=True):
-            self._curve.learn(tree, found)
-
     def forget(self, request_id: str) -> None:
         """Free the request's window."""
         self.windows.forget(request_id)
 
-    @torch.inference_mode()
-    def propose(
+    def _draft(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft for every request whose tokens before the root were observed; EMPTY for others."""
-        ready = [i for i, each in enumerate(requests) if self._is_observed(each)]
-        trees = [EMPTY] * len(requests)
-        if not ready:
-            return trees
-        chosen = [requests[i] for i in ready]
-        if noise is not None and len(ready) < len(requests):
-            noise = noise.rows(ready, self._target.device)
+        """Draft chains by one native call where there is one; else level by level."""
         if self._has_kernel is None:
             self._kernel = self._chain_kernel()
             self._has_kernel = self._kernel is not None
         is_chain = strategy.num_expanded == 1 and strategy.width <= 2
         draft = self._chains if self._has_kernel and is_chain else self.grow
-        for i, tree in zip(ready, draft(chosen, strategy, noise), strict=True):
-            trees[i] = tree
-        return trees
+        return draft(requests, strategy, noise)
 
     @torch.inference_mode()
     def grow(

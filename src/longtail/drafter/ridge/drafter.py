@@ -4,7 +4,7 @@ It remembers the state of one token a request, so it costs nothing while the eng
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import final
 
@@ -15,15 +15,14 @@ from torch import Tensor
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
-from longtail.speculation.confidence import ConfidenceCurve
-from longtail.speculation.drafter import Draftable, Drafter, Noise, Observed, Taps
-from longtail.speculation.grow import Frontier, Scoring, Walker, grow
-from longtail.speculation.strategy import Strategy, select_depth_policy
-from longtail.speculation.tree import EMPTY, Accepted, DraftTree
+from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
+from longtail.speculation.grow import Frontier, GrowingDrafter, Scoring, Walker, grow
+from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree
 
 
 @final
-class RidgeDrafter(Drafter):
+class RidgeDrafter(GrowingDrafter):
     """Drafts with a ridge layer for one target; the layer is packed and belongs to the drafter.
 
     `draft_ids` lists the target's tokens of a reduced draft vocabulary.
@@ -36,11 +35,10 @@ class RidgeDrafter(Drafter):
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
+        super().__init__(target.device)
         self._target, self._draft_ids = target, draft_ids
         self._layer = layer.to(target.dtype).eval()
         self._layer.pack()
-        self._curve, self._forward_s = ConfidenceCurve(), 0.0
-        self._depth_policy = select_depth_policy(target.device)
         self._states: dict[str, tuple[int, Tensor]] = {}
         """Index and state of each request's last computed token."""
         self._head = target.head
@@ -56,16 +54,6 @@ class RidgeDrafter(Drafter):
         """Only the last token is read."""
         return 1
 
-    @property
-    def forward_s(self) -> float:
-        """Seconds of passes of the layer and the head."""
-        return self._forward_s
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of node confidences so far."""
-        return self._curve.calibration_error()
-
     @torch.inference_mode()
     def refresh(self) -> None:
         """Drop the states of the old policy, and copy the draft vocabulary's head rows."""
@@ -75,11 +63,6 @@ class RidgeDrafter(Drafter):
             self._head = Linear(rows.shape[1], len(rows))
             self._head.weight.data = rows
             self._head.pack()
-
-    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the layer's weights, between any two calls."""
-        self._layer.load_state_dict(weights)
-        self._layer.pack()
 
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None
@@ -92,36 +75,21 @@ class RidgeDrafter(Drafter):
             last = each.start + each.num_tokens - 1
             self._states[each.request_id] = last, features[end - 1]
 
-    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Update the confidence curve."""
-        for tree, found in zip(trees, accepted, strict=True):
-            self._curve.learn(tree, found)
-
     def forget(self, request_id: str) -> None:
         """Drop the request's state."""
         self._states.pop(request_id, None)
 
-    @torch.inference_mode()
-    def propose(
+    def _draft(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft for every request whose token before the root was observed; EMPTY for others."""
-        ready = [at for at, each in enumerate(requests) if self._is_observed(each)]
-        trees = [EMPTY] * len(requests)
-        if not ready:
-            return trees
-        chosen = [requests[at] for at in ready]
-        if noise is not None and len(ready) < len(requests):
-            noise = noise.rows(ready, self._target.device)
-        walker = _RidgeWalker(self._layer, self._target, self._head, self._inputs(chosen))
+        """Draft level by level, as deep as a block."""
+        walker = _RidgeWalker(self._layer, self._target, self._head, self._inputs(requests))
         scoring = Scoring(
-            requests=chosen, noise=noise, device=self._target.device, draft_ids=self._draft_ids
+            requests=requests, noise=noise, device=self._target.device, draft_ids=self._draft_ids
         )
         strategy = replace(strategy, depth=min(strategy.depth, self._layer.config.slots))
-        found = grow(walker, scoring, strategy, self._curve, self._depth_policy)
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
         self._forward_s += walker.seconds
-        for at, tree in zip(ready, found, strict=True):
-            trees[at] = tree
         return trees
 
     def _is_observed(self, request: Draftable) -> bool:

@@ -1,7 +1,7 @@
 """Training of a ridge drafter: a step adds the sums of a batch; the weights follow from them.
 
-Every token adds products of its states and embeddings (float64), so sums of several workers, or of
-several texts, add up, and a stop at any moment loses nothing. The weights of slot k minimise
+Every batch adds products of its states and embeddings to sums in float64, so a stop at any moment
+loses nothing. The weights of slot k minimise
 
     sum over pairs of | A x + T e - y |^2  +  RIDGE * (scaled weights)^2          (ridge regression)
 
@@ -75,12 +75,6 @@ class RidgeSums:
         sums["moves"] += before.mT @ before
         sums["moved"] += before.mT @ rows.wanted[1:]
         self.num_rows += len(inputs)
-
-    def merge(self, other: "RidgeSums") -> None:
-        """Add the sums of other rows."""
-        for name, tensor in other.tensors.items():
-            self.tensors[name] += tensor
-        self.num_rows += other.num_rows
 
     def restore(self, num_rows: int, tensors: Mapping[str, Tensor]) -> None:
         """Continue from saved sums; CheckpointError if they are of another shape."""
