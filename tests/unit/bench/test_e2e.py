@@ -131,7 +131,7 @@ def test_time_is_that_in_which_each_worker_generated() -> None:
 @pytest.mark.parametrize(
     ("plain", "drafted", "others_s", "workers", "speedups", "idle"),
     [
-        ([4.0, 2.0], [2.0, 1.0], 0.0, 1, (2.0, 2.0), 0.0),  # one waits for nobody
+        ([4.0, 2.0], [2.0, 1.0], 0.0, 1, (2.0, 2.0), 0.0),  # a single worker never waits
         ([1.0, 3.0], [1.0, 2.0], 1.0, 100, (1.5, 4 / 3), 1 / 3),  # many wait for the slowest
         ([7.0, 21.0], [7.0, 14.0], 7.0, 100, (1.5, 4 / 3), 1 / 3),  # a slower machine
     ],

@@ -98,7 +98,7 @@ def test_cutting_keeps_every_node_down_to_a_depth(parents, depth):
 
 @given(any_parents(), st.data())
 def test_the_accepted_path_is_the_longest_that_agrees(parents, data):
-    """Of siblings with one token the first is followed."""
+    """Two siblings have the same token: the first one is followed."""
     size = len(parents)
     tokens = data.draw(st.lists(st.integers(0, 2), min_size=size, max_size=size))
     drawn = data.draw(st.lists(st.integers(0, 2), min_size=size + 1, max_size=size + 1))
