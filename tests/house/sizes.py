@@ -18,7 +18,7 @@ BUDGETS = {
     "cli": 720,
     "cluster": 3400,
     "config": 1190,
-    "drafter": 5120,
+    "drafter": 5130,
     "engine": 3940,
     "integrations": 3070,
     "model": 5180,
