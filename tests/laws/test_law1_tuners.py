@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.drafter.eagle import drafter as eagle
+from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport
@@ -22,6 +22,7 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.step.runner import StepClock
 from longtail.sampling import noise_key
+from longtail.speculation import grow
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import PredictedDepth, Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
@@ -95,12 +96,12 @@ class SureDrafter(ScriptedDrafter):
         return prune(tree, strategy.num_nodes)
 
 
-def make_foreseeing() -> eagle.EagleDrafter:
+def make_foreseeing() -> EagleDrafter:
     """A drafter that looks at nothing while it drafts."""
     model = tiny_model(dtype=torch.float64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eagle, "select_depth_policy", lambda _: PredictedDepth())
-        return eagle.EagleDrafter(make_layer(model, "eagle1"), model)
+        patch.setattr(grow, "select_depth_policy", lambda _: PredictedDepth())
+        return EagleDrafter(make_layer(model, "eagle1"), model)
 
 
 @final
