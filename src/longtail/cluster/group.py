@@ -31,8 +31,8 @@ from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.config.rl import RunConfig
-from longtail.drafter.eagle.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport

@@ -21,11 +21,11 @@ import torch
 from longtail.cluster.drafter.payoff import Probe, probe
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
+from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog

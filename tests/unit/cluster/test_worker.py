@@ -7,9 +7,9 @@ from longtail.assembly.worker import build_components
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
-from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.weights import DrafterWeights
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation

@@ -22,16 +22,16 @@ from longtail.cluster.drafter.payoff import PayOff
 from longtail.cluster.drafter.publisher import Publisher
 from longtail.cluster.group import DrafterState
 from longtail.cluster.worker import Drafting
-from longtail.drafter.eagle.weights import (
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,
     load_parameters,
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
