@@ -17,7 +17,7 @@ all requests, an added one gets `refresh`.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -134,6 +134,7 @@ class _NoiseRows(Noise):
         return self._noise.at_depth(depth, entries)[self._rows]
 
 
+@runtime_checkable
 class StateObserver(Protocol):
     """Reads what the target computes, without proposing anything."""
 
