@@ -153,7 +153,6 @@ class FakeWorker:
             completions=completions,
             report=replace(RolloutMeter().report(), num_generated=num_generated),
             series=None,
-            costs=None,
         )
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:

@@ -100,7 +100,6 @@ def build_components(
             is_fresh=FRESH in names,
         ),
         read_drafter=trainable,
-        is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
     )
 
