@@ -38,6 +38,7 @@ SERIES = RolloutSeries(
 def _record(
     *rollouts: Rollout,
     series: RolloutSeries | None = None,
+    costs: Mapping[str, Any] | None = None,
     drafted: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StepRecord:
     """Return the records of a step of one worker."""
@@ -46,6 +47,7 @@ def _record(
         completions=(),
         report=report,
         series=series,
+        costs=costs,
         drafted=drafted or {},
     )
     rollout = RolloutResult(
