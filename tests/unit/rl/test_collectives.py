@@ -153,7 +153,8 @@ def test_an_address_where_connecting_failed_can_be_used_again():
         with pytest.raises(ProcessGroupError, match="connecting to the other ranks failed") as kept:
             TorchProcessGroup(0, 2, address, backend="gloo", timeout_s=1.0)
 
-    def run(group: ProcessGroup) -> float:  # a group closed at once may leave another rank behind
+    def run(group: ProcessGroup) -> float:
+        # A rank that closes its group at once interrupts one that is still connecting.
         number = torch.ones(1)
         group.all_reduce([number])
         return number.item()
