@@ -111,7 +111,7 @@ class TrainingStep:
         )
 
     def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
-        """Generate the completions; idle workers train the drafter on them, one perhaps longer."""
+        """Generate the completions; idle workers train the drafter on them, or one does later."""
         with self.watch.section("drafter"):
             if refill:
                 self.components.workers.offer_drafter()
@@ -211,8 +211,6 @@ class Trainer:
         try:
             self._saver = StateSaver(config, run, parts.workers, parts.source)
             self._state = self._saver.begin(checkpoint)
-            if checkpoint is None and config.speculation.tuner != "off":
-                self._evaluator.probe_drafter(parts.heldout or parts.source.prompts)
             with console.phase("starting the graders"):
                 grader.wait_ready()
             self._logger = RunLogger(config, run.path, last_step=last_step)

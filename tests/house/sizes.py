@@ -13,24 +13,24 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1120,
-    "assembly": 1130,
+    "assembly": 1120,
     "bench": 3400,
     "cli": 720,
-    "cluster": 3400,
-    "config": 1190,
+    "cluster": 2990,
+    "config": 1180,
     "drafter": 5130,
     "engine": 3940,
-    "integrations": 3070,
+    "integrations": 3030,
     "model": 5180,
     "programs": 1140,
-    "rl": 3900,
-    "run": 1430,
+    "rl": 3860,
+    "run": 1420,
     "serve": 900,
     "speculation": 1090,
     "system": 880,
-    "tuner": 1040,
+    "tuner": 1010,
     "view": 1120,
-    "tests": 32000,
+    "tests": 31410,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

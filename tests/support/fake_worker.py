@@ -15,9 +15,9 @@ import torch
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.worker import Stopped
-from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
+from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
@@ -153,7 +153,6 @@ class FakeWorker:
             completions=completions,
             report=replace(RolloutMeter().report(), num_generated=num_generated),
             series=None,
-            costs=None,
         )
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:

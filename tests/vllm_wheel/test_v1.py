@@ -13,8 +13,8 @@ import torch
 import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.cluster.group import DrafterState
-from longtail.drafter.eagle.weights import copy_parameters, with_prefix
 from longtail.drafter.formats.layouts import write_layout
+from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key

@@ -2,7 +2,7 @@
 
 auto               the drafter of the run that the target is from; else, in training,
                    fresh+history, and elsewhere history
-fresh              a new EAGLE drafter of the target's shape, which learns during the run
+fresh              a new ridge drafter of the target's shape, which learns during the run
 history            suffixes of earlier completions, no weights
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
                    `longtail train`, or a published one in the layout of vLLM
@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 
 from longtail.drafter.architecture import make_drafter
-from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter, recipe_for
-from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.history import HistoryDrafter
-from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.rl.data.examples import Example
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.system.files import meant
 
+_FRESH_VOCAB = 64
+"""Tokens that a fresh drafter can propose; those that are written replace them."""
 HISTORY, FRESH = "history", "fresh"
 NONE, AUTO = "none", "auto"
 
@@ -74,7 +74,7 @@ def read_drafter(
     *,
     field: str = "speculation.drafter",
 ) -> checkpoint.LoadedDrafter | None:
-    """Read an EAGLE drafter of any layout, in `dtype` or its stored type; None for `history`.
+    """Read a drafter of any layout, in `dtype` or its stored type; None for `history`.
 
     Raises ConfigError, which names the setting `field`, for other names.
     """
@@ -126,10 +126,10 @@ def _unknown(name: str, field: str) -> ConfigError:
 def open_trainable(
     names: Sequence[str], target: Target, log: Callable[[str], None]
 ) -> checkpoint.LoadedDrafter | None:
-    """Read the first drafter that gradients train, in float32; None if none can."""
+    """Read the first drafter that has weights, in float32; None if none has."""
     for name in names:
         loaded = read_drafter(name, target, log, torch.float32)
-        if loaded is not None and isinstance(loaded.layer, EagleLayer):
+        if loaded is not None:
             return loaded
     return None
 
@@ -192,28 +192,12 @@ def drafter_directory(path: Path) -> Path:
     )
 
 
-_SEED = 0
-_SAMPLE = (
-    "A train leaves at 9:40 and needs 2 hours and 35 minutes. When does it arrive?\n\n"
-    "First add the hours: 9 + 2 = 11, so it is 11:40. Then add the minutes: 40 + 35 = 75, which is "
-    "one hour and 15 minutes. The train arrives at 12:15.\n"
-)
-"""Text on which the size of the target's features is measured."""
-
-
 def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter:
-    """Return an untrained drafter in float32 for the target called `name`."""
-    shape = target.config
-    recipe = recipe_for(shape)
-    tokens = tuple(tokenizer.encode(_SAMPLE))[: shape.max_positions]
-    sample = pack_texts([Example(tokens=tokens, prompt_len=1)], len(tokens))[0]
-    size = recipe.draft_vocab_size
-    layer = fresh_drafter(
-        recipe.config(shape), target, sample, torch.Generator().manual_seed(_SEED)
-    )
+    """Return a ridge drafter without weights, in float32, for the target called `name`."""
+    ids = commonest_tokens((), min(_FRESH_VOCAB, target.config.vocab_size), tokenizer.eos_ids)
     return LoadedDrafter(
-        layer=layer,
-        draft_ids=commonest_tokens((), size, tokenizer.eos_ids).to(target.device) if size else None,
+        layer=RidgeLayer(RidgeConfig(target=target.config, draft_vocab_size=len(ids))),
+        draft_ids=ids.to(target.device),
         trained_on=identity(name, target, tokenizer),
-        training=TrainingRecord(steps=0, tokens=0, unroll_steps=recipe.unroll_steps),
+        training=TrainingRecord(steps=0, tokens=0, unroll_steps=1),
     )

@@ -17,12 +17,12 @@ from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.fresh import DrafterRecipe, recipe_for
-from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.trainer import TrainerSettings
+from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
@@ -100,7 +100,6 @@ def build_components(
             is_fresh=FRESH in names,
         ),
         read_drafter=trainable,
-        is_fresh=FRESH in names,
         rollout_threads=rollout_threads(policy.config.hidden_size),
     )
 

@@ -1,7 +1,7 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
     rollout(step, requests) -> RolloutResult   shards, spot training, offers
-    train_drafter()                            by one worker, where idle time did not suffice
+    train_drafter()                            by one worker, if spot.train is "serial"
     learn(batches) -> LearnerReport            one update by all learners together
     publish()                                  learner -> engine on every worker
     offer_drafter()                            the newly trained drafter -> every worker
@@ -18,8 +18,6 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.cluster import tasks
-from longtail.cluster.drafter.idle import IdleTraining
-from longtail.cluster.drafter.payoff import SHARE, PayOff, Probe
 from longtail.cluster.drafter.publisher import Decision, Publisher
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool
@@ -31,13 +29,15 @@ from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.config.rl import RunConfig
-from longtail.drafter.eagle.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import Request, TrainBatch
 
+SHARE = 0.1
+"""Seconds of serial training after a rollout, as a share of the rollout's."""
 _DRAFTER, _BUFFER = "drafter/", "buffer/"
 
 
@@ -87,9 +87,8 @@ class WorkerGroup:
         self._publisher: Publisher | None = None
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
-        self._payoff, self._idle_training = PayOff(), IdleTraining()
         self._train_s = 0.0
-        """Seconds to train after the last rollout."""
+        """Seconds of serial training after the last rollout."""
         self._num_trained = 0
         """Tokens that the drafter was trained on in the last step."""
         self._marks: list[Mark] = []
@@ -112,33 +111,23 @@ class WorkerGroup:
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
-            for report in result.spots:
-                self._payoff.record_idle(report)
-            self._spot, self._train_s = spot, self._serial_s(step, result)
+            self._spot, self._train_s = spot, SHARE * result.seconds
             self._marks += spot.marks
-            trained_s = sum((report.seconds for report in result.spots), 0.0)
-            waited_s, rollout_s = self._pool.size * result.stop_s, self._pool.size * result.seconds
-            if spot.trains_idle:
-                num_tokens = sum(report.num_tokens for report in result.spots)
-                self._idle_training.record(trained_s, waited_s, rollout_s, num_tokens)
         return result
 
     def train_drafter(self) -> None:
-        """Train the drafter on the texts of the last rollout, while all wait, if that pays.
+        """Train the drafter on the texts of the last rollout, while all wait, if it is serial.
 
         Called before `learn`, so that features of the rollout are reused.
         """
-        if self._publisher is None or self._spot is None or not self._train_s:
+        if self._publisher is None or self._spot is None or self._config.spot.train != "serial":
             return
-        seconds, self._train_s = self._train_s, 0.0
         self._supervisor.wait_ready()
         self._spot.send_texts(0)
-        task = {0: (self._publisher.published, seconds)}
+        task = {0: (self._publisher.published, self._train_s)}
         ended = self._supervisor.run(tasks.TRAIN_DRAFTER, task)[0]
         if not ended.is_lost:
             self._spot.on_trained(ended)
-            if ended.error is None:
-                self._payoff.record(ended.value())
 
     def abandon(self) -> None:
         """Stop the tasks of an interrupted rollout, and drop their results."""
@@ -200,14 +189,6 @@ class WorkerGroup:
         marks, self._marks = self._marks, []
         begin_s, end_s, spans = self._supervisor.drain_states()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
-
-    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the configured drafter on new texts of the policy, on one worker."""
-        found: Probe | None = self._supervisor.run_on((0,), tasks.PROBE_DRAFTER, requests)[0]
-        if found is not None and not found.would_pay and self.published is not None:
-            self._idle_training.num_known = self.published.num_tokens
-            self._payoff.expect(self.published.num_tokens)
-        return found
 
     # ---- state
 
@@ -299,8 +280,7 @@ class WorkerGroup:
             self._publisher,
             self._buffer,
             step=step,
-            trains_idle=self._config.spot.train == "spot"
-            and self._idle_training.wants(self._config.run.steps - step),
+            trains_idle=self._config.spot.train == "spot",
             log=self._log,
         )
 
@@ -308,16 +288,6 @@ class WorkerGroup:
         """Return the length of each group in earlier epochs, if it is known."""
         expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
-
-    def _serial_s(self, step: int, rollout: RolloutResult) -> float:
-        """Return the seconds to train after a rollout, when all workers wait for it."""
-        if self._config.spot.train == "serial":
-            return SHARE * rollout.seconds
-        is_measured = any(report.replica is not None for report in rollout.spots)
-        if self._config.spot.train == "spot" and not is_measured:
-            left = self._config.run.steps - step
-            return self._payoff.limit_s(rollout.seconds, rollout.series, rollout.costs, left)
-        return 0.0
 
     def _mark_offered(self, publisher: Publisher, version: int) -> None:
         for worker in range(self._pool.size):

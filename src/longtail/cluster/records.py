@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -39,8 +38,6 @@ class ShardResult:
     completions: tuple[Completion, ...]
     report: RolloutReport
     series: RolloutSeries | None
-    costs: Mapping[str, Any] | None
-    """The cost model after the shard, as JSON numbers."""
     drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
 

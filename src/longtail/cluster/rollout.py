@@ -26,7 +26,6 @@ from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
-from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
 
 _POLL_S = 0.2
@@ -69,12 +68,6 @@ class RolloutResult:
         """Accepted drafts by request, in characters of its text."""
         shards = [shard.value().drafted for shard in self.shards]
         return {name: places for drafted in shards for name, places in drafted.items()}
-
-    @property
-    def costs(self) -> CostModel | None:
-        """Cost model of the worker that was done last."""
-        numbers = self.shards[-1].value().costs
-        return None if numbers is None else CostModel.of(numbers)
 
     @property
     def series(self) -> RolloutSeries | None:

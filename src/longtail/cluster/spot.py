@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from longtail.cluster import tasks
-from longtail.cluster.drafter.idle import TextStream
 from longtail.cluster.drafter.publisher import Publisher
+from longtail.cluster.drafter.texts import TextStream
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
@@ -46,7 +46,7 @@ class SpotCoordinator:
         log: Callable[[str], None],
     ) -> None:
         self._supervisor, self._publisher = supervisor, publisher
-        self._step, self.trains_idle, self._log = step, trains_idle, log
+        self._step, self._trains_idle, self._log = step, trains_idle, log
         self._texts = TextStream(buffer, step)
         self._replicas: dict[int, Replica] = {}
         self._num_finished: dict[int, int] = {}
@@ -90,7 +90,7 @@ class SpotCoordinator:
 
     def start_idle(self) -> None:
         """Start training on idle workers if others generate and there are texts."""
-        is_possible = self.trains_idle and self._texts.has_texts
+        is_possible = self._trains_idle and self._texts.has_texts
         if not (is_possible and self._supervisor.workers(State.GENERATING)):
             return
         for worker in self._supervisor.workers(State.IDLE):

@@ -18,14 +18,13 @@ from typing import Literal, NamedTuple, final
 
 import torch
 
-from longtail.cluster.drafter.payoff import Probe, probe
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import DrafterWeights, are_finite
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
+from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter, StepReport
 from longtail.engine.rollout_log import RolloutLog
@@ -78,8 +77,6 @@ class WorkerComponents:
     """None if no drafter can be trained."""
     read_drafter: Callable[[], LoadedDrafter | None]
     """Reads the configured drafter; None without one that can be trained."""
-    is_fresh: bool
-    """Whether the configured drafter was never trained."""
     rollout_threads: int
 
 
@@ -139,12 +136,10 @@ class Worker:
                 completions = engine.generate(requests, on_step)
         finally:  # later messages are about another rollout
             self._shard = _Shard({}, [])
-        costs = engine.costs
         return ShardResult(
             completions=tuple(completions),
             report=meter.report(),
             series=log.series(),
-            costs=None if costs is None else costs.numbers(),
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
         )
 
@@ -230,17 +225,8 @@ class Worker:
         if (configured := self._components.read_drafter()) is not None:
             configured.save(path)
 
-    def probe_drafter(self, requests: Sequence[Request]) -> Probe | None:
-        """Measure the configured drafter on new texts of the policy; None without a trained one."""
-        own = self._components
-        configured = None if own.is_fresh else own.read_drafter()
-        if configured is None:
-            return None
-        with compute_threads(own.rollout_threads):
-            return probe(configured, own.engine, own.tokenizer, requests)
-
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
-        """Train the drafter until it is stopped, `limit_s` have passed, or it no longer pays."""
+        """Train the drafter until it is stopped, `limit_s` have passed, or it gains no more."""
         drafting = self._drafting()
         self._take_new_texts()
         drafting.trainer.begin(published)

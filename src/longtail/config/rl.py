@@ -154,10 +154,9 @@ class SpotSection(Section):
     """Training of the drafter during the run, on workers that would be idle."""
 
     train: Literal["spot", "serial", "never"] = "spot"
-    """`spot`: workers that have finished their share of a rollout train until the last one has;
-    if idle time is too short to evaluate a drafter, one worker continues after the rollout, for at
-    most 10 % of the rollout's time and only while it pays off. `serial`: after each rollout, for a
-    tenth of its time. `never`. Only EAGLE drafters are trained."""
+    """`spot`: workers that have finished their share of a rollout train until the last one has.
+    `serial`: one worker trains after each rollout, for a tenth of its time. `never`. Only EAGLE
+    drafters are trained."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None

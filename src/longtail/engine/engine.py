@@ -39,7 +39,6 @@ from longtail.engine.text import Decode, Reader
 from longtail.errors import RequestError
 from longtail.model.transformer import Transformer
 from longtail.speculation.tree import Accepted
-from longtail.tuner.cost import CostModel
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
 
 
@@ -108,11 +107,6 @@ class RolloutEngine:
     def speculation(self) -> Speculation | None:
         """The speculation in use, if any."""
         return self._speculator.speculation
-
-    @property
-    def costs(self) -> CostModel | None:
-        """The cost model; None if no speculation has needed one."""
-        return self._profiler.costs
 
     @property
     def policy_version(self) -> int:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longtail.assembly.engine import GrowingEngine
-from longtail.drafter.eagle.weights import are_finite
+from longtail.drafter.weights import are_finite
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits

@@ -23,8 +23,8 @@ from typing import final
 import torch
 
 from longtail.cluster.group import DrafterState
-from longtail.drafter.eagle.weights import DRAFT_IDS, load_parameters
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
+from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -111,7 +111,7 @@ def load_run_drafter(
         return loaded
     tensors = kept.drafter()
     try:
-        load_parameters(loaded.eagle, tensors)
+        load_parameters(loaded.layer, tensors)
     except CheckpointError as error:
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"

@@ -1,4 +1,4 @@
-"""Measurements of a run outside of training: held-out reward, and the configured drafter."""
+"""The held-out reward of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from longtail.cluster.group import WorkerGroup
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, LoggedRollout
 from longtail.errors import GradingError
-from longtail.rl.data.requests import RequestBatch, eval_requests, probe_requests
+from longtail.rl.data.requests import RequestBatch, eval_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.run.console import Console
 from longtail.types import Completion, Prompt, SamplingParams
@@ -45,14 +45,6 @@ class Evaluator:
         )
         metrics = {"eval/reward_mean": mean, "eval/failures": float(failures)}
         return metrics, rollout.logged(step + 1, EVALUATION)
-
-    def probe_drafter(self, prompts: Sequence[Prompt]) -> None:
-        """Measure the configured drafter on the policy's completions, and log the result."""
-        requests = probe_requests(prompts, seed=self.config.run.seed, sampling=self.sampling)
-        with self.console.phase("measuring the drafter"):
-            probe = self.workers.probe_drafter(requests.requests)
-        for line in [] if probe is None else probe.lines(self.config.spot.train):
-            self.console.log(line)
 
 
 def grade(

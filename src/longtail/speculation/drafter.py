@@ -17,7 +17,7 @@ all requests, an added one gets `refresh`.
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -132,6 +132,18 @@ class _NoiseRows(Noise):
     ) -> Float[Tensor, "requests entries"]:
         """Select the requests' rows."""
         return self._noise.at_depth(depth, entries)[self._rows]
+
+
+@runtime_checkable
+class StateObserver(Protocol):
+    """Reads what the target computes, without proposing anything."""
+
+    @property
+    def taps(self) -> Taps:
+        """Features that `observe` needs."""
+
+    def observe(self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"]) -> None:
+        """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
 
 
 class Drafter(abc.ABC):

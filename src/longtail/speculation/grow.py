@@ -15,7 +15,7 @@ Between the two nothing waits for the device, unless the depth policy reads a ga
 
 import abc
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
@@ -74,6 +74,13 @@ class GrowingDrafter(Drafter):
         for at, tree in zip(ready, drafts, strict=True):
             trees[at] = tree
         return trees
+
+    @abc.abstractmethod
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights and, if given, the draft vocabulary; between any two calls.
+
+        Raises CheckpointError, with nothing changed, if they are misshapen.
+        """
 
     @abc.abstractmethod
     def _is_observed(self, request: Draftable) -> bool:

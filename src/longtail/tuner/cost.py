@@ -16,10 +16,10 @@ takes a hundred times too long moves a prediction as far as one that takes a thi
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, final
+from typing import final
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -205,33 +205,6 @@ class CostModel:
         error = _error(outcome.verify_s, predicted)
         mine, other = (self.verify, self.plain) if verifies else (self.plain, self.verify)
         other.scale(mine.correct(batch.num_tokens + nodes, error))
-
-    def numbers(self) -> dict[str, Any]:
-        """Return the model as JSON values."""
-        return {
-            "plain": self.plain.numbers(),
-            "verify": self.verify.numbers(),
-            "pair_s": self.pair_s,
-            "node_pair_s": self.node_pair_s,
-            "drafts": [asdict(draft) for draft in self.drafts],
-        }
-
-    @staticmethod
-    def of(numbers: Mapping[str, Any]) -> "CostModel":
-        """Restore a model from `numbers()`; KeyError or TypeError if something is missing."""
-
-        def curve(name: str) -> TimeCurve:
-            known = numbers[name]
-            return TimeCurve([int(count) for count in known["counts"]], known["seconds"])
-
-        model = CostModel(
-            curve("plain"),
-            pair_s=float(numbers["pair_s"]),
-            node_pair_s=float(numbers["node_pair_s"]),
-        )
-        model.verify = curve("verify")
-        model.drafts = [DraftCost(**draft) for draft in numbers["drafts"]]
-        return model
 
 
 def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:

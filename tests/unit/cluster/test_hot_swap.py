@@ -6,7 +6,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.eagle.weights import DRAFT_IDS, copy_parameters
+from longtail.drafter.weights import DRAFT_IDS, copy_parameters
 from longtail.errors import CheckpointError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
-from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica
+from longtail.drafter.weights import DRAFT_IDS, DrafterWeights
 from support.fake_worker import drafter
 
 

@@ -7,9 +7,9 @@ from longtail.assembly.worker import build_components
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker, WorkerComponents
 from longtail.config.rl import load
-from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.weights import DrafterWeights
 from longtail.engine.kv.cache import ContiguousKVCache
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -168,11 +168,9 @@ def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [("--cluster.workers=2", "--spot.train=serial"), ("--cluster.workers=1",)]
-)
-def test_features_are_kept_for_training_after_a_rollout_too(workshop, asked, words):
-    report = train(make_components(workshop, *words), asked, 1)
+def test_features_are_kept_for_training_after_a_rollout_too(workshop, asked):
+    components = make_components(workshop, "--cluster.workers=2", "--spot.train=serial")
+    report = train(components, asked, 1)
     assert report.num_reused == report.num_tokens > 0
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from longtail.drafter.eagle import layer as eagle
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.weights import copy_parameters
+from longtail.drafter.weights import copy_parameters
 from longtail.model.graphs import GraphPool
 from longtail.model.kernels.gpu import GpuKernels
 from longtail.model.kernels.pages import TorchPageKernels

@@ -10,12 +10,12 @@ from torch import Tensor
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.reader import TargetReader, training_taps
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore

@@ -9,12 +9,12 @@ from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fit import RIDGE, FeatureFit, ridge
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
-from longtail.drafter.eagle.weights import DrafterWeights, copy_parameters
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
+from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
 from longtail.types import PackedSequences

@@ -1,6 +1,8 @@
 """The ridge drafter: its weights are those of the regressions, its drafts those of its weights."""
 
+import random
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,14 +18,15 @@ from longtail.drafter.formats.checkpoint import (
 )
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.trainer import BlockRows, RidgeSums, RidgeTrainer, block_rows
+from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.weights import copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import CheckpointError, ConfigError, DataError
-from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.sampling import gumbel_noise, noise_key
@@ -31,6 +34,7 @@ from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
 from support.eagle_requests import KEY, KeyedNoise, text
+from support.engine_requests import features_of
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 SLOTS = 4
@@ -40,17 +44,15 @@ def _config(model: Transformer, draft_vocab_size: int = 0) -> RidgeConfig:
     return RidgeConfig(target=model.config, slots=SLOTS, draft_vocab_size=draft_vocab_size)
 
 
-def _rows(seed: int, count: int = 600, hidden: int = 32) -> BlockRows:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    sizes = torch.arange(1, hidden + 1)
-    features = draw(count, hidden) * sizes
-    embeddings = draw(SLOTS, count, hidden) + 0.3
-    wanted = features + 2 * embeddings + draw(SLOTS, count, hidden)
-    return BlockRows(features=features, embeddings=embeddings, wanted=wanted)
+def _texts(model: Transformer, lengths: Sequence[int]) -> dict[str, tuple[list[int], Tensor]]:
+    """Return a text of each length with states as a target may have them."""
+    generator, found = torch.Generator().manual_seed(1), {}
+    for number, length in enumerate(lengths):
+        tokens = text(length, seed=number)
+        drawn = torch.randn(length, 32, generator=generator) * torch.arange(1, 33) / 16
+        states = drawn.to(model.dtype) + model.embedding(torch.tensor(tokens)).detach()
+        found[str(number)] = tokens, states
+    return found
 
 
 def _batch(seed: int, count: int = 6) -> list[PackedSequences]:
@@ -58,10 +60,10 @@ def _batch(seed: int, count: int = 6) -> list[PackedSequences]:
     return pack_texts([Example(tokens=tuple(each), prompt_len=3) for each in drawn], 50)
 
 
-def _layer(model: Transformer) -> RidgeLayer:
+def _layer(model: Transformer, seed: int = 2) -> RidgeLayer:
     """Return a layer with random weights, in the model's dtype."""
     layer = RidgeLayer(_config(model)).to(model.dtype)
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     for parameter in layer.parameters():
         with torch.no_grad():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
@@ -70,68 +72,90 @@ def _layer(model: Transformer) -> RidgeLayer:
 
 def test_each_slot_is_one_ridge_regression() -> None:
     """`solve` eliminates a slot's own input; the reference regresses on all inputs at once."""
-    rows, sums = _rows(0), RidgeSums(_config(tiny_model()))
-    sums.add(rows)
+    model = tiny_model(dtype=torch.float64)
+    read, signal = TextSums(model, SLOTS), []
+    for name, (tokens, states) in _texts(model, (203, 400, 5)).items():
+        read.observe([_seen(name, tokens, 0, len(tokens))], states)
+        ones = states.new_ones(len(states), 1)
+        joined = torch.cat((states, ones, model.embedding(torch.tensor(tokens)).detach()), 1)
+        signal += [joined.new_zeros(SLOTS, 65), joined[3:]]
+    sums = read.take()
+    assert sums.num_tokens == 203 + 400 + 5 - 9
+    signal = torch.cat([*signal, signal[0]])
+    signal = (signal / sums.steps).round() * sums.steps
     solved = sums.solve()
-    ones = rows.features.new_ones(len(rows.features), 1)
-    streams = solved["streams.weight"].view(SLOTS, 32, 64)
-    shifts = solved["streams.bias"].view(SLOTS, 32)
-    for slot in range(SLOTS):
-        inputs = [rows.features, rows.embeddings[0], ones, *rows.embeddings[1:][slot - 1 : slot]]
-        joined = torch.cat(inputs[: 3 + (slot > 0)], 1)
-        expected = ridge(joined.T @ joined, joined.T @ rows.wanted[slot], len(joined))
-        found = [streams[slot].T, shifts[slot][None]]
-        if slot:
-            found.append(solved[f"transitions.{slot - 1}.weight"].T)
-        torch.testing.assert_close(torch.cat(found), expected)
+    for slot in range(1, SLOTS + 1):
+        later = signal[slot:]
+        inputs = [signal[:-slot, :33], signal[1 : len(signal) - slot + 1, 33:], later[:, 33:]]
+        rows = torch.cat(inputs[: 2 + (slot > 1)], 1)
+        expected = ridge(rows.T @ rows, rows.T @ later[:, :32], int(sums.num_tokens))
+        weights, shift = solved[f"streams.{slot - 1}.weight"].T, solved[f"streams.{slot - 1}.bias"]
+        found = [weights[:32], shift[None], weights[32:]]
+        if slot > 1:
+            found.append(solved[f"transitions.{slot - 2}.weight"].T)
+        torch.testing.assert_close(torch.cat(found), expected.float(), atol=1e-5, rtol=1e-5)
 
 
-def test_sums_of_parts_are_those_of_the_whole() -> None:
-    rows, config = _rows(1), _config(tiny_model())
-    whole, parts = RidgeSums(config), RidgeSums(config)
-    whole.add(rows)
-    for cut in (slice(0, 200), slice(200, None)):
-        parts.add(
-            BlockRows(
-                features=rows.features[cut],
-                embeddings=rows.embeddings[:, cut],
-                wanted=rows.wanted[:, cut],
-            )
-        )
-    assert parts.num_rows == whole.num_rows
-    for name, tensor in whole.tensors.items():
-        torch.testing.assert_close(parts.tensors[name], tensor, rtol=1e-12, atol=1e-9)
+@pytest.mark.parametrize("seed", range(4))
+def test_law_sums_do_not_depend_on_who_adds_which_part_when(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit: any order, cuts, interleaving and repetition, several sums, threads, chunks."""
+    model = tiny_model()
+    texts = _texts(model, (90, 3, 4, 141, 17, 60))
+    expected = TextSums(model, SLOTS)
+    for name, (tokens, states) in texts.items():
+        expected.observe([_seen(name, tokens, 0, len(tokens))], states)
+    choose = random.Random(seed)
+    monkeypatch.setattr("longtail.drafter.ridge.sums._CHUNK", choose.choice((1, 40, 1000)))
+    workers = [TextSums(model, SLOTS) for _ in range(2)]
+    owners, ends = {name: choose.choice(workers) for name in texts}, dict.fromkeys(texts, 0)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1 + seed % 2)
+    while unfinished := [name for name in texts if ends[name] < len(texts[name][0])]:
+        worker = choose.choice(workers)
+        chosen = [name for name in unfinished if owners[name] is worker and choose.random() < 0.7]
+        seen, features = [], [torch.empty(0, 32)]
+        for name in choose.sample(chosen, len(chosen)):
+            tokens, states = texts[name]
+            start = max(ends[name] - choose.randrange(3), 0)  # a few again
+            ends[name] = min(ends[name] + choose.randrange(1, 30), len(tokens))
+            seen.append(_seen(name, tokens, start, ends[name]))
+            features.append(states[start : ends[name]])
+        worker.observe(seen, torch.cat(features))
+    torch.set_num_threads(num_threads)
+    found = workers[0].take()
+    found.add(workers[1].take())
+    for name, tensor in expected.take().tensors().items():
+        assert found.tensors()[name].equal(tensor), name
 
 
-def test_a_block_ends_with_its_text() -> None:
-    states = torch.arange(7.0)[:, None]
-    begins, lasts = torch.tensor([0, 2, 5]), torch.tensor([3, 3, 6])
-    rows = block_rows(states, 10 * states, begins, lasts, 3)
-    assert rows.features[:, 0].tolist() == [0, 2, 5]
-    assert rows.wanted[..., 0].tolist() == [[1, 3, 6], [2, 3, 6], [3, 3, 6]]
-    assert rows.embeddings.equal(10 * rows.wanted)
+def test_a_text_whose_beginning_was_not_observed_is_left_out() -> None:
+    model = tiny_model()
+    (tokens, states), *_ = _texts(model, (40,)).values()
+    read = TextSums(model, SLOTS)
+    read.observe([_seen("a", tokens, 4, 20)], states[4:20])
+    read.observe([_seen("a", tokens, 20, 40)], states[20:])
+    assert read.take().num_tokens == 0
+    read.observe([_seen("a", tokens, 3, 20)], states[3:20])
+    read.observe([_seen("a", tokens, 25, 40)], states[25:])
+    assert read.take().num_tokens == 17
 
 
 def test_training_reads_the_states_of_completions_and_restores() -> None:
     """Equals sums over each text alone; prompts are not learned."""
     model = tiny_model(dtype=torch.float64)
     trainer = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
-    batch = _batch(0)
+    batch, expected = _batch(0), TextSums(model, SLOTS)
     report = trainer.step(batch)
-    expected = RidgeSums(_config(model))
-    for packed in batch:
-        for start, end in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
-            tokens = packed.tokens[start:end]
-            states = _states(model, tokens.tolist())
-            begins = torch.arange(
-                1, len(tokens) - 2
-            )  # the token after the pair is the 4th or later
-            lasts = torch.full_like(begins, len(tokens) - 1)
-            embeddings = model.embedding(tokens).detach()
-            expected.add(block_rows(states, embeddings, begins, lasts, SLOTS))
-    assert report.num_trained == expected.num_rows == 6 * 17
-    for name, tensor in expected.tensors.items():
-        torch.testing.assert_close(trainer.tensors()[name], tensor)
+    for number, packed in enumerate(batch):
+        for start, end in pairwise(packed.cu_seqlens):
+            tokens = packed.tokens[start:end].tolist()
+            seen = _seen(f"{number}/{start}", tokens, 0, len(tokens) - 1)
+            expected.observe([seen], _states(model, tokens)[:-1])
+    assert report.num_trained == 6 * 16
+    for name, tensor in expected.take().tensors().items():
+        assert trainer.tensors()[name].equal(tensor)
 
     again = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
     again.restore(1, {name: each.clone() for name, each in trainer.tensors().items()})
@@ -139,8 +163,8 @@ def test_training_reads_the_states_of_completions_and_restores() -> None:
     again.step(_batch(1))
     pairs = zip(trainer.layer.parameters(), again.layer.parameters(), strict=True)
     assert all(a.equal(b) for a, b in pairs)
-    with pytest.raises(CheckpointError, match="inputs is missing or misshapen"):
-        again.restore(1, {**trainer.tensors(), "inputs": torch.zeros(2, 2)})
+    with pytest.raises(CheckpointError, match="products is missing or misshapen"):
+        again.restore(1, {**trainer.tensors(), "products": torch.zeros(2, 2)})
     short = pack_texts([Example(tokens=(1, 2, 3), prompt_len=3)], 50)
     with pytest.raises(DataError, match="give longer texts"):
         trainer.step(short)
@@ -159,18 +183,21 @@ def test_learned_texts_are_predicted_better() -> None:
 
 @torch.no_grad()
 def _states(model: Transformer, tokens: Sequence[int]) -> Tensor:
-    attention = PackedAttention((0, len(tokens)))
-    taps = _config(model).taps
-    positions = torch.arange(len(tokens))
-    found = model.forward_with_features(torch.tensor(tokens), positions, attention, taps).features
-    assert found is not None
-    return found
+    return features_of(model, tokens, _config(model).taps)
 
 
 def _seen(name: str, tokens: Sequence[int], start: int, end: int) -> Observed:
     return Observed(
         request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=3
     )
+
+
+def _asked(names: Sequence[str], tokens: Sequence[int]) -> list[Draftable]:
+    sampling = SamplingParams(temperature=0.7)
+    return [
+        Draftable(request_id=name, tokens=tokens, prompt_len=3, sampling=sampling, max_depth=50)
+        for name in names
+    ]
 
 
 @pytest.mark.parametrize("ids", [None, list(range(3, 120, 2))])
@@ -184,19 +211,15 @@ def test_a_draft_is_the_draws_of_its_states(ids: list[int] | None) -> None:
     drafter.observe(
         [_seen("a", tokens, 0, 7), _seen("b", tokens, 0, 11)], states[[*range(7), *range(11)]]
     )
-    sampling = SamplingParams(temperature=0.7)
-    request = Draftable(
-        request_id="b", tokens=tokens, prompt_len=3, sampling=sampling, max_depth=50
-    )
-    (tree,) = drafter.propose([request], Strategy(depth=9, size=9), KeyedNoise([12], 128))
+    (tree,) = drafter.propose(_asked("b", tokens), Strategy(depth=9, size=9), KeyedNoise([12], 128))
 
     entries = torch.arange(128) if chosen is None else chosen
     head = model.head.weight[entries]
-    block = layer.block(states[10:11], model.embedding(torch.tensor([tokens[11]])))
+    inputs = torch.cat((states[10:11], model.embedding(torch.tensor([tokens[11]]))), 1)
     expected = []
     for slot in range(1, SLOTS + 1):
         before = model.embedding(torch.tensor([expected[-1] if expected else tokens[11]]))
-        logits = layer.move(block[:, slot - 1], slot, before) @ head.T
+        logits = layer.move(layer.stream(slot, inputs), slot, before) @ head.T
         noise = gumbel_noise(torch.tensor([KEY]), torch.tensor([11 + slot]), 128, entries)
         expected.append(int(entries[(logits / 0.7 + noise).argmax()]))
     assert tree.tokens == tuple(expected)
@@ -209,16 +232,7 @@ def test_a_request_is_drafted_only_after_the_token_before_its_root() -> None:
     states, strategy = _states(model, tokens), Strategy(depth=2, size=2)
 
     def ask(names: str, length: int) -> list[int]:
-        requests = [
-            Draftable(
-                request_id=name,
-                tokens=tokens[:length],
-                prompt_len=3,
-                sampling=SamplingParams(),
-                max_depth=9,
-            )
-            for name in names
-        ]
+        requests = _asked(names, tokens[:length])
         noise = KeyedNoise([length] * len(names), 128)
         return [tree.size for tree in drafter.propose(requests, strategy, noise)]
 
@@ -229,6 +243,24 @@ def test_a_request_is_drafted_only_after_the_token_before_its_root() -> None:
     assert ask("a", 10) == [2]
     drafter.refresh()
     assert ask("a", 10) == [0]
+
+
+@pytest.mark.parametrize("strategy", [Strategy(depth=4), Strategy(depth=3, width=2, size=7)])
+def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy: Strategy) -> None:
+    """The next draft is that of a drafter that had both from the start."""
+    model, tokens = tiny_model(dtype=torch.float64), text(12)
+    drafter = RidgeDrafter(_layer(model, 3), model, draft_ids=torch.arange(0, 128, 4))
+    renewed, ids = _layer(model), torch.arange(1, 128, 2)
+    fresh = RidgeDrafter(_layer(model), model, draft_ids=ids)
+    for each in (drafter, fresh):
+        each.observe([_seen("a", tokens, 0, 11)], _states(model, tokens)[:11])
+    (request,) = _asked(["a"], tokens)
+    before = drafter.propose([request], strategy, None)
+    with pytest.raises(CheckpointError, match=r"streams\.0\.bias"):
+        drafter.load_weights({**copy_parameters(renewed, ids), "streams.0.bias": torch.zeros(2)})
+    assert drafter.propose([request], strategy, None) == before
+    drafter.load_weights(copy_parameters(renewed, ids))
+    assert drafter.propose([request], strategy, None) == fresh.propose([request], strategy, None)
 
 
 def test_drafts_change_no_text() -> None:

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.drafter.eagle.weights import DrafterWeights
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import Replica, SpotEnd, merge
 from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError
 from support.spot_training import (
     SETTINGS,

@@ -38,7 +38,6 @@ SERIES = RolloutSeries(
 def _record(
     *rollouts: Rollout,
     series: RolloutSeries | None = None,
-    costs: Mapping[str, Any] | None = None,
     drafted: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StepRecord:
     """Return the records of a step of one worker."""
@@ -47,7 +46,6 @@ def _record(
         completions=(),
         report=report,
         series=series,
-        costs=costs,
         drafted=drafted or {},
     )
     rollout = RolloutResult(

@@ -82,7 +82,7 @@ def test_grading_failures_are_counted_apart_from_rewards() -> None:
 def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
     rollouts = (_rollout(1.0), _rollout(0.0))
     learned = LearnerMetrics(seconds={"logprob": 3.0, "backward": 3.0, "update": 1.0}).report(8, [])
-    shard = ShardResult(completions=(_completion(1),), report=REPORT, series=None, costs=None)
+    shard = ShardResult(completions=(_completion(1),), report=REPORT, series=None)
     rollout = RolloutResult(
         completions=shard.completions,
         shards=(TaskResult(worker=0, result=shard),),

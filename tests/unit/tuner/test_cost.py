@@ -1,6 +1,5 @@
 """Predictions of steps and drafts: curves, what corrects them, and the fit of a draft's parts."""
 
-import json
 import math
 from itertools import pairwise
 
@@ -132,19 +131,6 @@ def test_a_slow_step_raises_its_own_kind_and_the_other():
         assert costs.plain_s(batch) > plain
         assert costs.verify_s(batch, 0) > verify
         assert (costs.drafts[0].seconds(8, 2.0, 16.0) > usual) == bool(drafted)
-
-
-def test_numbers_survive_json_and_predict_the_same():
-    costs = model()
-    costs.learn(outcome(5e-3))
-    costs.learn(outcome(1e-3, num_nodes=90))
-    numbers = costs.numbers()
-    again = CostModel.of(json.loads(json.dumps(numbers)))
-    assert again.numbers() == numbers
-    batch = outcome(1e-3).batch
-    assert again.plain_s(batch) == pytest.approx(costs.plain_s(batch))
-    assert again.verify_s(batch, 30) == pytest.approx(costs.verify_s(batch, 30))
-    assert again.drafts == costs.drafts
 
 
 ROUNDS = [

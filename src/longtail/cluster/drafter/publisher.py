@@ -21,9 +21,9 @@ from typing import final
 from torch import Tensor
 
 from longtail.drafter.eagle.fresh import renewed_ids
-from longtail.drafter.eagle.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import Replica, merge
+from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""

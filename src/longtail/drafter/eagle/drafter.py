@@ -18,8 +18,8 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
-from longtail.drafter.eagle.weights import DRAFT_IDS, load_parameters
 from longtail.drafter.eagle.windows import Windows
+from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.model.kernels import native
 from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
 from longtail.model.kernels.linear import Linear

@@ -156,7 +156,8 @@ def save_drafter(
 
     Raises CheckpointError if it cannot be written.
     """
-    config = layer.config
+    size = 0 if draft_ids is None else len(draft_ids)  # a renewed vocabulary may be of another
+    config = replace(layer.config, draft_vocab_size=size)
     description = {
         "format": _FORMAT,
         **{name: value for name, value in asdict(config).items() if name != "target"},

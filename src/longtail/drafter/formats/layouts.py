@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
-from longtail.drafter.eagle.weights import tensors_digest
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.weights import tensors_digest
 from longtail.model.hf.config import emit
 from longtail.model.hf.weights import Part, write_tensors
 from longtail.model.transformer import ModelConfig, Transformer

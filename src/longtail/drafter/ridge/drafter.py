@@ -1,10 +1,10 @@
-"""Drafting with a ridge layer: one product for the block of a request, one small one per level.
+"""Drafting with a ridge layer: a product per level, none of which waits for the level before.
 
 It remembers the state of one token a request, so it costs nothing while the engine decodes plainly.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import final
 
@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
@@ -54,10 +55,25 @@ class RidgeDrafter(GrowingDrafter):
         """Only the last token is read."""
         return 1
 
-    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Replace the layer's weights and, if given, the draft vocabulary; between any two calls.
+
+        Raises CheckpointError, with nothing changed, if they are misshapen.
+        """
+        load_parameters(self._layer, weights)
+        self._layer.pack()
+        ids = weights.get(DRAFT_IDS)
+        if ids is not None:
+            self._draft_ids = ids.to(self._target.device)
+        self._gather_head()
+
     def refresh(self) -> None:
         """Drop the states of the old policy, and copy the draft vocabulary's head rows."""
         self._states.clear()
+        self._gather_head()
+
+    @torch.inference_mode()
+    def _gather_head(self) -> None:
         if self._draft_ids is not None:
             rows = self._target.head.weight[self._draft_ids]
             self._head = Linear(rows.shape[1], len(rows))
@@ -105,7 +121,7 @@ class RidgeDrafter(GrowingDrafter):
 
 @final
 class _RidgeWalker(Walker):
-    """One draft round: the streams of all slots come first."""
+    """One draft round; the pairs of state and embedding are the inputs of every level."""
 
     def __init__(
         self,
@@ -115,25 +131,26 @@ class _RidgeWalker(Walker):
         inputs: tuple[Float[Tensor, "requests hidden"], Int[Tensor, "requests"]],
     ) -> None:
         self._layer, self._target, self._head = layer, target, head
-        self._inputs = inputs
-        self._streams = inputs[0]
+        self._states, self._roots = inputs
+        self._inputs = self._states
         self.seconds = 0.0
         """Seconds of products."""
 
     def root(self) -> Float[Tensor, "requests vocab"]:
-        """Compute the streams, and score the successors of the roots."""
+        """Score the successors of the roots."""
         started = time.perf_counter()
-        states, roots = self._inputs
-        self._streams = self._layer.block(states, self._target.embedding(roots)).transpose(0, 1)
-        logits = self._head(self._streams[0].contiguous())
+        self._inputs = torch.cat((self._states, self._target.embedding(self._roots)), 1)
+        logits = self._head(self._layer.stream(1, self._inputs))
         self.seconds += time.perf_counter() - started
         return logits
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of nodes: their slot's stream, moved by their token."""
         started = time.perf_counter()
-        stream = self._streams[frontier.depth].repeat_interleave(frontier.per_request, 0)
-        embeddings = self._target.embedding(frontier.tokens)
-        logits = self._head(self._layer.move(stream, frontier.depth + 1, embeddings))
+        slot = frontier.depth + 1
+        stream = self._layer.stream(slot, self._inputs)
+        stream = stream.repeat_interleave(frontier.per_request, 0)
+        moved = self._layer.move(stream, slot, self._target.embedding(frontier.tokens))
+        logits = self._head(moved)
         self.seconds += time.perf_counter() - started
         return logits

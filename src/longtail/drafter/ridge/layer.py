@@ -3,7 +3,7 @@
 The pair (final state at token i, embedding of token i + 1), as in `drafter.eagle.layer`, gives the
 states of a whole block at once; each is then moved by the token that was drafted before it:
 
-    stream[k] = A[k] [state of i; embedding of i + 1] + b[k]            k = 1 .. slots, one product
+    stream[k] = A[k] [state of i; embedding of i + 1] + b[k]            k = 1 .. slots
     state of i + k  ~  stream[k] + T[k] embedding of i + k              for k > 1
 
 The target's head reads a state and scores token i + k + 1. A block takes one pass where a chain of
@@ -53,40 +53,39 @@ class RidgeLayer(nn.Module):
 
     def __init__(self, config: RidgeConfig) -> None:
         super().__init__()
-        hidden = config.target.hidden_size
+        hidden, slots = config.target.hidden_size, config.slots
         self.config = config
-        self.streams = Linear(2 * hidden, config.slots * hidden, bias=True)
-        moves = (Linear(hidden, hidden) for _ in range(config.slots - 1))
-        self.transitions = nn.ModuleList(moves)
+        self.streams = nn.ModuleList(Linear(2 * hidden, hidden, bias=True) for _ in range(slots))
+        self.transitions = nn.ModuleList(Linear(hidden, hidden) for _ in range(slots - 1))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the weights."""
-        return self.streams.weight.dtype
+        return next(self.parameters()).dtype
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        return self.streams.weight.device
+        return next(self.parameters()).device
 
     def pack(self) -> None:
         """Pack all weights for inference."""
         pack_layers(self)
 
-    def block(
-        self, features: Float[Tensor, "pairs hidden"], embeddings: Float[Tensor, "pairs hidden"]
-    ) -> Float[Tensor, "pairs slots hidden"]:
-        """Return the streams of each pair's block."""
-        streams = self.streams(torch.cat((features, embeddings), 1))
-        return streams.view(len(features), self.config.slots, -1)
+    def stream(
+        self, slot: int, inputs: Float[Tensor, "pairs joined"]
+    ) -> Float[Tensor, "pairs hidden"]:
+        """Return the streams of `slot` (from 1) for pairs of state and embedding, joined."""
+        stream: Tensor = self.streams[slot - 1](inputs)
+        return stream
 
     def move(
         self,
         stream: Float[Tensor, "nodes hidden"],
         slot: int,
-        embeddings: Float[Tensor, "nodes hidden"],
+        before: Float[Tensor, "nodes hidden"],
     ) -> Float[Tensor, "nodes hidden"]:
-        """Return the states at `slot` (from 1), given the embeddings of the tokens before it."""
-        return stream if slot == 1 else stream + self.transitions[slot - 2](embeddings)
+        """Return the states at `slot`, given the embeddings of the tokens before it."""
+        return stream if slot == 1 else stream + self.transitions[slot - 2](before)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.weights import are_finite, weighted_mean
+from longtail.drafter.weights import are_finite, weighted_mean
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer
 

@@ -30,7 +30,9 @@ from longtail.drafter.eagle.loss import (
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.eagle.weights import (
+from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
+from longtail.drafter.training.replica import make_optimizer
+from longtail.drafter.weights import (
     DRAFT_IDS,
     check_parameters,
     copy_parameters,
@@ -38,8 +40,6 @@ from longtail.drafter.eagle.weights import (
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
-from longtail.drafter.training.replica import make_optimizer
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved

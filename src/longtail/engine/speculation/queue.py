@@ -73,8 +73,9 @@ class ObservationBatch:
 class ObservationQueue:
     """Steps to observe, the oldest first."""
 
-    def __init__(self, lookback: int = 0) -> None:
+    def __init__(self, lookback: int = 0, max_bytes: int = _BYTES) -> None:
         self._steps: deque[Computed] = deque()
+        self._max_bytes = max_bytes
         self._most = min(lookback or _STEPS, _STEPS)
         self._num_bytes = 0
 
@@ -86,7 +87,9 @@ class ObservationQueue:
         """Append a step."""
         self._steps.append(step)
         self._num_bytes += _size(step.features)
-        while len(self._steps) > 1 and (len(self._steps) > self._most or self._num_bytes > _BYTES):
+        while len(self._steps) > 1 and (
+            len(self._steps) > self._most or self._num_bytes > self._max_bytes
+        ):
             self._num_bytes -= _size(self._steps.popleft().features)
 
     def inherit(self, other: "ObservationQueue") -> None:

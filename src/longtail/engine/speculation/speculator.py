@@ -8,6 +8,7 @@ Drafters observe computed tokens before the next `propose`. Switching between dr
 decoding changes no KV and recomputes nothing.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import final
@@ -24,7 +25,7 @@ from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.runner import StepClock, StepTimer
 from longtail.engine.step.sampler import NoiseSource
 from longtail.model.transformer import ModelConfig
-from longtail.speculation.drafter import NO_TAPS, Drafter
+from longtail.speculation.drafter import NO_TAPS, Drafter, StateObserver
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted
 from longtail.tuner.cost import CostModel
@@ -48,6 +49,8 @@ class Speculation:
     clock: StepClock = field(default_factory=StepClock)
     features: FeatureStore | None = None
     """Store of the target's features for drafter training."""
+    texts: StateObserver | None = None
+    """Reads every token that is computed, whether or not anything is drafted."""
 
     @staticmethod
     def fixed(
@@ -72,6 +75,8 @@ class SpeculationRecord:
     speculates: bool = True
 
 
+_STEPS_READ = 8
+"""Steps that a state observer reads at once, since each call has its cost."""
 _EMPTY_RECORD = SpeculationRecord(speculates=False)
 
 
@@ -124,7 +129,8 @@ class Speculator:
         self.speculation, self.drafters = speculation, speculation.drafters
         self.timer = StepTimer(self.drafters)
         self.taps = NO_TAPS
-        for reader in (*self.drafters, *([speculation.features] if speculation.features else ())):
+        readers = (*self.drafters, speculation.features, speculation.texts)
+        for reader in (each for each in readers if each is not None):
             self.taps = self.taps.union(reader.taps)
         known = before.speculation
         if speculation.features and (known is None or known.features is not speculation.features):
@@ -132,6 +138,8 @@ class Speculator:
         lookbacks = [drafter.lookback for drafter in self.drafters]
         self.queue = ObservationQueue(max(lookbacks, default=1) if all(lookbacks) else 0)
         """Tokens that the drafters have not observed yet."""
+        self._written = ObservationQueue(max_bytes=sys.maxsize)
+        """Tokens that `speculation.texts` has not read yet."""
         if before.taps == self.taps:
             self.queue.inherit(before.queue)
         self._finished: list[str] = []
@@ -205,10 +213,21 @@ class Speculator:
         if store is not None:
             picked = self.taps.pick(store.taps, features)
             store.add(Computed(scheduled, ends, accepted, picked))
+        if self.speculation.texts is not None:
+            picked = self.taps.pick(self.speculation.texts.taps, features)
+            self._written.add(Computed(scheduled, ends, accepted, picked))
+            if len(self._written) == _STEPS_READ:
+                self._read_written()
         return SpeculationRecord(
             verified=self._feedback.record(self._step, scheduled, accepted),
             switch=self._planner.take_switch(),
         )
+
+    def _read_written(self) -> None:
+        for batch in self._written.take(with_done=True):
+            assert self.speculation.texts is not None, "see `record`"
+            assert batch.features is not None, "they are tapped"
+            self.speculation.texts.observe(batch.seen, batch.features)
 
     def forget(self, active: ActiveRequest) -> None:
         """Forget a finished request; drafters without taps observe its last tokens first."""
@@ -236,11 +255,13 @@ class Speculator:
         if self._planner.is_drafting:
             self._send_observations()
         self.queue.clear()
+        self._read_written()
         self._forget_finished()
 
     def detach(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
         """Remove all requests from the drafters that are not among the successors."""
         self._feedback.apply()
+        self._read_written()
         self._forget_finished()
         for drafter in self.drafters:
             if not any(drafter is each for each in successors):

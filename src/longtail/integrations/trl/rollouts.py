@@ -40,9 +40,9 @@ class Rollouts:
 
     `drafter` is a name as for `--speculation.drafter`: "auto" begins a fresh one, which learns
     during the run, "none" decodes plainly; texts are the same. `train` "idle": it learns while this
-    process waits for others, or, alone, for at most a tenth of a rollout while that pays. `seed` is
-    that of the noise, by default the trainer's. `dtype` is "float32" or "bfloat16", by default what
-    the trainer computes in, but float32 where bfloat16 is emulated. `resume` is a checkpoint of the
+    process waits for others, or, alone, after each rollout for a tenth of its time. `seed` is that
+    of the noise, by default the trainer's. `dtype` is "float32" or "bfloat16", by default what the
+    trainer computes in, but float32 where bfloat16 is emulated. `resume` is a checkpoint of the
     trainer whose drafter is used, by default the one in its output directory that it resumes from.
     Raises ConfigError for other values.
     """
@@ -155,10 +155,9 @@ class Rollouts:
             is_training=is_training,
             first=session.ranks.rank * len(prompts),
         )
-        steps_left = max(state.max_steps - state.global_step, 0)
         device = session.target.model.device.type
         with torch.autocast(device, enabled=False):  # the engine has its own precision
-            return session.generate(prompts, params, batch, steps_left)
+            return session.generate(prompts, params, batch)
 
     # ---- the drafter
 

@@ -12,8 +12,7 @@ from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafte
 from longtail.assembly.worker import feature_store, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.engine.report import RolloutMeter, RolloutReport, StepReport
-from longtail.engine.rollout_log import RolloutLog
+from longtail.engine.report import RolloutMeter, RolloutReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
@@ -63,13 +62,9 @@ class Session:
             self._open_drafters()
 
     def generate(
-        self, prompts: Sequence[Tokens], params: SamplingParams, batch: Batch, steps_left: int
+        self, prompts: Sequence[Tokens], params: SamplingParams, batch: Batch
     ) -> list[Completion]:
-        """Return one completion of each prompt, in their order.
-
-        `steps_left` is the number of the trainer's updates to come. No drafter learns the texts of
-        an evaluation.
-        """
+        """Return one completion of each prompt, in order; drafters learn none of evaluations."""
         assert self._is_open, "weights were pulled"
         turn = self._turns.begin(prompts, batch)
         training = self._training if batch.is_training else None
@@ -88,35 +83,26 @@ class Session:
             )
             for each in turn.samples
         ]
-        meter, log = RolloutMeter(), RolloutLog()
-
-        def on_step(step: StepReport) -> None:
-            meter.add(step)
-            log.add(step)
-
-        began = time.perf_counter()
+        meter, began = RolloutMeter(), time.perf_counter()
         with compute_threads(self._threads):
-            completions = self.policy.generate(requests, on_step)
+            completions = self.policy.generate(requests, meter.add)
         gen_s = time.perf_counter() - began
         if batch.is_training:
             self._metrics.add(meter.report(), gen_s)
         if training is not None:
             training.add(requests, completions)
             if turn.is_first:
-                self._train(training, gen_s, log, steps_left)
+                self._train(training, gen_s)
         self._turns.end(turn, [each.tokens for each in completions])
         self.policy.sleep()
         return completions
 
-    def _train(
-        self, training: DrafterTraining, gen_s: float, log: RolloutLog, steps_left: int
-    ) -> None:
+    def _train(self, training: DrafterTraining, gen_s: float) -> None:
         training.end_share()
         if self.ranks.size > 1 and not self._has_tools:
             self.ranks.add("wait_s", training.train_waiting())
         else:
-            assert self.policy.engine is not None, "it has generated"
-            training.train_share(gen_s, log.series(), self.policy.engine.costs, steps_left)
+            training.train_share(gen_s)
 
     def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """Return the parameters with no more tokens than the model has positions."""

@@ -1,8 +1,8 @@
-"""The drafter's training in a trainer's job: while this process waits, or for a bounded share.
+"""The drafter's training in a trainer's job: while this process waits, or for a share of its time.
 
     several processes   after its share of a rollout a process trains until the last one is done,
                         by a counter in the job's store; a stop takes one micro-batch
-    one process         after a rollout, at most a tenth of its time, while that pays (`PayOff`)
+    one process         after each rollout, a tenth of its time
     tools               a process cannot know its last turn, so it trains like one alone
 
 At the begin of the next rollout the processes exchange what they trained, all at once: the first
@@ -18,25 +18,22 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.drafter.payoff import PayOff
 from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.group import DrafterState
+from longtail.cluster.group import SHARE, DrafterState
 from longtail.cluster.worker import Drafting
-from longtail.drafter.eagle.weights import (
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,
     load_parameters,
     with_prefix,
     without_prefix,
 )
-from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.replica import Replica, SpotReport
-from longtail.engine.rollout_log import RolloutSeries
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
-from longtail.tuner.cost import CostModel
 from longtail.types import Completion, Request
 
 MAX_WAIT_S = 600.0
@@ -53,7 +50,6 @@ class DrafterTraining:
     def __init__(self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy) -> None:
         self._drafting, self._ranks, self._policy = drafting, ranks, policy
         self._publisher = Publisher(drafting.served, drafting.buffer)
-        self._payoff = PayOff()
         self._served = drafting.served
         self._replica: Replica | None = None
         self._num_rollouts = self._num_done = 0
@@ -116,24 +112,12 @@ class DrafterTraining:
                 time.sleep(_POLL_S)
         return time.perf_counter() - began
 
-    def train_share(
-        self,
-        seconds: float,
-        series: RolloutSeries | None,
-        costs: CostModel | None,
-        steps_left: int,
-    ) -> float:
-        """Train after a rollout of `seconds`, if that pays; return the seconds of training."""
-        limit_s = self._payoff.limit_s(seconds, series, costs, steps_left)
-        if not limit_s:
-            return 0.0
-        began = time.perf_counter()
-        report = self._train(lambda: time.perf_counter() - began > limit_s)
-        self._payoff.record(report)
-        self._record(report)
+    def train_share(self, seconds: float) -> None:
+        """Train for a share of the time of a rollout of `seconds`."""
+        end = time.perf_counter() + SHARE * seconds
+        self._record(self._train(lambda: time.perf_counter() > end))
         if self._ranks.size == 1:
             self._exchange()
-        return time.perf_counter() - began
 
     def _train(self, should_stop: Callable[[], bool]) -> SpotReport:
         self._drafting.trainer.begin(self._served)
@@ -199,7 +183,6 @@ class DrafterTraining:
                 "accept_len": self.accept_len,
                 "buffer": buffer.state(),
                 "rollouts": self._num_rollouts,
-                "payoff": self._payoff.state(),
             },
         )
 
@@ -211,7 +194,6 @@ class DrafterTraining:
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._drafting.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
         self._num_rollouts = numbers["rollouts"]
-        self._payoff.restore(numbers["payoff"])
         weights = DrafterWeights(
             version=numbers["version"], tensors=tensors, num_tokens=numbers.get("num_tokens", 0)
         )

@@ -233,11 +233,6 @@ class PromptSource:
         self._position = 0
         self._order = self._order_of(0)
 
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        """All prompts, in their original order."""
-        return self._prompts
-
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
         """Return the next prompts, crossing into new epochs as needed."""
         return tuple(self._next() for _ in range(num_prompts))

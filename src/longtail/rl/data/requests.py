@@ -9,15 +9,12 @@ so a resumed run repeats the completions of a prompt, and all evaluations use th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 
 from longtail.rl.data.prompts import Taken
 from longtail.sampling import noise_key
 from longtail.types import Group, Prompt, Request, Rollout, SamplingParams
-
-_NUM_PROBES, _PROBE_TOKENS = 8, 96
-"""Number of completions that measure a drafter, and their length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +65,6 @@ def eval_requests(
     ]
     prompts = [prompt for prompt in heldout for _ in range(samples)]
     return RequestBatch(requests=tuple(requests), prompts=tuple(prompts))
-
-
-def probe_requests(
-    prompts: Sequence[Prompt], *, seed: int, sampling: SamplingParams
-) -> RequestBatch:
-    """Return requests of the beginnings of a few completions, on which a drafter is measured."""
-    short = replace(sampling, max_tokens=min(sampling.max_tokens, _PROBE_TOKENS))
-    return eval_requests(prompts[:_NUM_PROBES], samples=1, seed=seed, sampling=short)
 
 
 def regroup(rollouts: Sequence[Rollout]) -> list[Group]:

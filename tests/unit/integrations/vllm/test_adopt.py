@@ -9,9 +9,9 @@ from torch import nn
 
 from longtail.cluster.group import DrafterState
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.eagle.weights import copy_parameters, with_prefix
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TargetIdentity, TrainingRecord
 from longtail.drafter.formats.layouts import SECTION, layer_tensors
+from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.errors import ConfigError
 from longtail.integrations.vllm import adopt
 from longtail.integrations.vllm.weights import read_weights

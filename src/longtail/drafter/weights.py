@@ -1,8 +1,8 @@
 """A drafter's trained tensors in transfer: versions, digests, averages, loading into a layer.
 
-They are in the scale of training, before `EagleLayer.fold`. The target's embedding and head are
-never among them: every receiver has the target. With a reduced draft vocabulary its token ids are
-one more tensor, so that a vocabulary renewed for new texts travels like trained weights.
+The target's embedding and head are never among them: every receiver has the target. With a reduced
+draft vocabulary its token ids are one more tensor, so that a vocabulary renewed for new texts
+travels like trained weights.
 """
 
 import hashlib
@@ -12,9 +12,8 @@ from typing import final
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from longtail.drafter.eagle.layer import EagleLayer
 from longtail.errors import CheckpointError
 
 DRAFT_IDS = "draft_ids"
@@ -31,7 +30,7 @@ class DrafterWeights:
 
     version: int
     tensors: Mapping[str, Tensor]
-    """Tensors by their parameter name in `EagleLayer`; also `DRAFT_IDS` if it is reduced."""
+    """Tensors by their parameter name in the layer; also `DRAFT_IDS` if it is reduced."""
     num_tokens: int = 0
     """Tokens that all versions were trained on in this run."""
 
@@ -55,28 +54,26 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def copy_parameters(
-    layer: EagleLayer, draft_ids: Int[Tensor, "draft"] | None = None
+    layer: nn.Module, draft_ids: Int[Tensor, "draft"] | None = None
 ) -> dict[str, Tensor]:
     """Copy a drafter's parameters and, if given, the ids of its draft vocabulary."""
     parameters = {name: p.detach().clone() for name, p in layer.named_parameters()}
     return parameters if draft_ids is None else {**parameters, DRAFT_IDS: draft_ids.clone()}
 
 
-def check_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+def check_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError unless these are exactly the parameters of such a layer.
 
-    The ids of its draft vocabulary may be among them.
+    The ids of a draft vocabulary may be among them.
     """
     expected = {name: p.shape for name, p in layer.named_parameters()}
-    if DRAFT_IDS in tensors and layer.config.draft_vocab_size:
-        expected[DRAFT_IDS] = torch.Size([layer.config.draft_vocab_size])
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != DRAFT_IDS}
     if shapes != expected:
         odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
         raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
 
 
-def load_parameters(layer: EagleLayer, tensors: Mapping[str, Tensor]) -> None:
+def load_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy parameters into a layer; raise CheckpointError, before any change, if they misfit."""
     check_parameters(layer, tensors)
     with torch.no_grad():

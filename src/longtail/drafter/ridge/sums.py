@@ -1,0 +1,258 @@
+"""The statistics of a ridge drafter: sums over texts, from which its weights follow.
+
+The signal of a text at its token i, before and after which it is zero:
+
+    z[i] = [state of i ; 1 ; embedding of i]            Z[k] = sum over i of z[i] z[i + k]'
+
+States and embeddings are read in whole steps, so that all products and their sums are integers
+below 2^53, which float64 adds exactly: no bit depends on who added which text when. The weights of
+slot k minimise, with the blocks of Z as all that is needed of the texts,
+
+    sum over i of | A x + T e - y |^2  +  RIDGE * (scaled weights)^2          (ridge regression)
+
+    x   state of i, 1, embedding of i + 1      e   embedding of i + k      y   state of i + k
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from longtail.errors import CheckpointError
+from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Observed, Taps
+
+RIDGE = 400.0
+"""Penalty of a weight whose input has a mean square of 1; the best one was the same for 11,000 and
+42,000 rows, and halved or doubled it moves the acceptance by less than one percent."""
+_NORM_STEPS = 1024
+"""Steps in the weight of the target's last norm; a state is at most sqrt(hidden) times as large."""
+_EMBEDDING_STEPS = 4096
+"""Steps in the largest entry of the embedding."""
+_CHUNK = 1024
+"""Tokens from which texts are added together."""
+_MOST_DRAFTED = 8192
+_FEWEST_DRAFTED = 64
+_FEWEST_COUNTED = 0.5
+"""Number of times that a token was written from which it is drafted; earlier texts count less."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LagSums:
+    """The sums of some texts."""
+
+    products: Float[Tensor, "lags signal signal"]
+    """Z[0], Z[1], ... in float64; one lag more than slots."""
+    steps: Float[Tensor, "signal"]
+    """Step of each entry of the signal; 1 for the constant."""
+    counts: Float[Tensor, "vocab"]
+    """Number of times that each token was written."""
+
+    @staticmethod
+    def zeros(steps: Float[Tensor, "signal"], slots: int, vocab_size: int) -> "LagSums":
+        """Return the sums of no text."""
+        size = len(steps)
+        return LagSums(
+            products=steps.new_zeros(slots + 1, size, size),
+            steps=steps,
+            counts=steps.new_zeros(vocab_size),
+        )
+
+    @property
+    def num_tokens(self) -> float:
+        """Number of tokens, as far as they are not faded."""
+        hidden = len(self.steps) // 2
+        return float(self.products[0, hidden, hidden])
+
+    def faded(self, factor: float) -> "LagSums":
+        """Return the sums with every text weighted by a factor."""
+        return LagSums(
+            products=self.products * factor, steps=self.steps, counts=self.counts * factor
+        )
+
+    def add(self, other: "LagSums") -> None:
+        """Add the sums of other texts."""
+        assert torch.equal(self.steps, other.steps), "sums of one target"
+        self.products.add_(other.products)
+        self.counts.add_(other.counts)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sums by name."""
+        return {"products": self.products, "steps": self.steps, "counts": self.counts}
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> "LagSums":
+        """Return saved sums; CheckpointError if they are of another shape."""
+        for name, own in self.tensors().items():
+            if name not in tensors or tensors[name].shape != own.shape:
+                raise CheckpointError(f"state of another drafter: {name} is missing or misshapen")
+        return LagSums(**{name: tensors[name].to(own) for name, own in self.tensors().items()})
+
+    def vocabulary(self, always: Sequence[int]) -> Int[Tensor, "draft"]:
+        """Return the tokens to draft, ascending: `always`, and what was written, up to 8,192."""
+        counts = self.counts.clone()
+        counts[list(always)] = torch.inf
+        num_written = int((counts >= _FEWEST_COUNTED).sum())
+        size = min(max(num_written, _FEWEST_DRAFTED), _MOST_DRAFTED, len(counts))
+        return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    @torch.no_grad()
+    def solve(self) -> dict[str, Float[Tensor, "..."]]:
+        """Return the parameters of a `RidgeLayer`, in float32.
+
+        Inputs are first scaled to a mean square of 1, so that their units do not matter. One
+        factorisation serves all slots: a slot's own input is eliminated by its Schur complement.
+        """
+        sums, count = self.products * self.steps[:, None] * self.steps, max(self.num_tokens, 1.0)
+        h = len(self.steps) // 2  # states are [:h], the constant [h], embeddings [e]
+        c, e = slice(None, h + 1), slice(h + 1, None)
+        by, move_by = _scale(sums[0, c, c], count), _scale(sums[0, e, e], count)
+        by = torch.cat((by, move_by))
+
+        def after(lag: int, columns: slice) -> Tensor:
+            """Return the products of the shared inputs with the signal `lag` tokens later."""
+            return torch.cat((sums[lag, c, columns], sums[lag - 1, e, columns]))
+
+        gram = torch.cat((after(1, e).new_zeros(2 * h + 1, h + 1), after(1, e)), 1)
+        gram[: h + 1, : h + 1] = sums[0, c, c]
+        gram[h + 1 :, : h + 1] = sums[1, c, e].T
+        gram = gram * by[:, None] * by
+        gram.diagonal().add_(RIDGE)
+        slots = range(1, len(sums))
+        crossed = [after(slot, e) * by[:, None] * move_by for slot in slots[1:]]
+        known = [after(slot, slice(None, h)) * by[:, None] for slot in slots]
+        # The factor is exact; the many right sides need float32 only.
+        factor = torch.linalg.cholesky(gram).float()
+        parts = torch.cholesky_solve(torch.cat((*known, *crossed), 1).float(), factor).double()
+        both = torch.split(parts, h, 1)
+        plain, through = both[: len(slots)], both[len(slots) :]
+        own = sums[0, e, e] * move_by[:, None] * move_by
+        own.diagonal().add_(RIDGE)
+        own_known = sums[0, e, :h] * move_by[:, None]
+        solved: dict[str, Tensor] = {}
+        for slot in slots:
+            weights = plain[slot - 1]
+            if slot > 1:
+                cross, gone = crossed[slot - 2], through[slot - 2]
+                move = torch.linalg.solve(own - cross.T @ gone, own_known - cross.T @ weights)
+                solved[f"transitions.{slot - 2}.weight"] = (move * move_by[:, None]).T
+                weights = weights - gone @ move
+            weights = (weights * by[:, None]).T
+            solved[f"streams.{slot - 1}.weight"] = torch.cat(
+                (weights[:, :h], weights[:, h + 1 :]), 1
+            )
+            solved[f"streams.{slot - 1}.bias"] = weights[:, h]
+        return {name: tensor.float().contiguous() for name, tensor in solved.items()}
+
+
+def _scale(gram: Float[Tensor, "inputs inputs"], count: float) -> Float[Tensor, "inputs"]:
+    """Return the factors that give inputs a mean square of 1."""
+    return (gram.diagonal() / count).clamp_min(torch.finfo(torch.float32).tiny).rsqrt()
+
+
+@final
+class TextSums:
+    """Adds up what a target writes, as it observes it; `take` returns the sums.
+
+    A text may come in parts, in order, with parts of others between them. Tokens that are observed
+    again count once.
+    """
+
+    def __init__(self, target: Transformer, slots: int) -> None:
+        self._target, self._slots = target, slots
+        norm = target.norm.weight.detach().double().abs()
+        largest = target.embedding.weight.detach().abs().max().double()
+        states = norm.clamp_min(float(norm.max()) / _NORM_STEPS) / _NORM_STEPS
+        embeddings = (largest / _EMBEDDING_STEPS).expand(len(norm))
+        self._steps = torch.cat((states, norm.new_ones(1), embeddings))
+        """From the target's weights at construction, and so the same for all its texts."""
+        self.is_on = True
+        """Whether to read what is observed."""
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sums = LagSums.zeros(self._steps, self._slots, self._target.config.vocab_size)
+        self._ends: dict[str, int] = {}
+        """Number of tokens of each text that were observed, its prompt included."""
+        self._waiting: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Tokens and states of each text that are not in the sums yet."""
+        self._num_waiting = 0
+        self._tails: dict[str, tuple[Tensor, Tensor]] = {}
+        """Last tokens of each text in the sums, and their scaled states; -1: no token."""
+
+    @property
+    def taps(self) -> Taps:
+        """The state that the head reads."""
+        return Taps(final=True)
+
+    def take(self) -> LagSums:
+        """Return the sums since the last call; texts in progress are forgotten."""
+        self._flush()
+        taken = self._sums
+        self._begin()
+        return taken
+
+    @torch.no_grad()
+    def observe(self, seen: Sequence[Observed], features: Float[Tensor, "tokens hidden"]) -> None:
+        """Read computed tokens, whose states are the rows of `features`."""
+        first = -sum(each.num_tokens for each in seen) + len(features)
+        for each in seen if self.is_on else ():
+            end = each.start + each.num_tokens
+            begin = self._ends.get(each.request_id, each.prompt_len)
+            if each.start <= begin < end:  # else known, or without its beginning
+                ids = torch.tensor(each.tokens[begin:end], device=features.device)
+                states = features[first + begin - each.start : first + each.num_tokens]
+                self._waiting.setdefault(each.request_id, []).append((ids, states))
+                self._ends[each.request_id] = end
+                self._num_waiting += len(ids)
+            first += each.num_tokens
+        if self._num_waiting >= _CHUNK:
+            self._flush()
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Add the waiting tokens to the sums.
+
+        Products with embeddings are first summed by token: texts write few different ones.
+        """
+        if not self._num_waiting:
+            return
+        tokens, heads, is_new = self._joined()
+        h, sums = heads.shape[1] - 1, self._sums
+        sums.counts.index_add_(0, tokens[is_new], heads.new_ones(int(is_new.sum())))
+        distinct, places = torch.unique(tokens, return_inverse=True)
+        embedding = self._target.embedding(distinct.clamp(min=0)).double() / self._steps[h + 1 :]
+        embedding = embedding.round() * (distinct >= 0)[:, None]
+        signal, count = torch.cat((heads, embedding[places]), 1), len(heads)
+        # A product belongs to its later token: those before `is_new` have theirs in the sums.
+        later = heads * is_new[:, None]
+        for lag, products in enumerate(sums.products):
+            begins = count - lag
+            products[: h + 1, : h + 1].addmm_(heads[:begins].T, later[lag:])
+            earlier = signal[:begins] * is_new[lag:, None]
+            by_token = signal.new_zeros(len(embedding), signal.shape[1])
+            products[:, h + 1 :].addmm_(by_token.index_add_(0, places[lag:], earlier).T, embedding)
+            by_token = heads.new_zeros(len(embedding), h + 1)
+            by_token.index_add_(0, places[:begins], later[lag:])
+            products[h + 1 :, : h + 1].addmm_(embedding.T, by_token)
+
+    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tokens, scaled states with a 1, and which are new; tails come before new ones."""
+        waiting, self._waiting, self._num_waiting = self._waiting, {}, 0
+        h, slots = len(self._steps) // 2, self._slots
+        tokens, heads, is_new = [], [], []
+        for name, parts in waiting.items():
+            ids, states = (torch.cat(each) for each in zip(*parts, strict=True))
+            scaled = (states.double() / self._steps[:h]).round()
+            before = self._tails.get(name)
+            if before is None:
+                before = ids.new_full((slots,), -1), scaled.new_zeros(slots, h + 1)
+            tokens += [before[0], ids]
+            heads += [before[1], torch.cat((scaled, scaled.new_ones(len(ids), 1)), 1)]
+            is_new += [False] * slots + [True] * len(ids)
+            tail = torch.cat(tokens[-2:])[-slots:], torch.cat(heads[-2:])[-slots:]
+            self._tails[name] = tail
+        return torch.cat(tokens), torch.cat(heads), torch.tensor(is_new, device=tokens[0].device)
