@@ -15,9 +15,9 @@ from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafte
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.fresh import DrafterRecipe, recipe_for
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.ridge.drafter import RidgeDrafter
+from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
@@ -31,6 +31,7 @@ from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner
 from longtail.speculation.drafter import Drafter
+from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
@@ -97,7 +98,6 @@ def build_components(
             speculation,
             trainable,
             seed=config.run.seed + number,
-            is_fresh=FRESH in names,
         ),
         read_drafter=trainable,
         rollout_threads=rollout_threads(policy.config.hidden_size),
@@ -111,54 +111,49 @@ def make_drafting(
     trainable: Callable[[], LoadedDrafter | None],
     *,
     seed: int,
-    is_fresh: bool,
 ) -> Drafting | None:
     """Build the trainer of the first drafter that can be trained; None without one."""
     if speculation is None or own.train == "never":
         return None
-    served, loaded = _eagles(speculation.drafters), trainable()
-    if not served or loaded is None:
+    drafter, loaded = _learner(speculation.drafters), trainable()
+    if drafter is None or loaded is None:
         return None
-    recipe = recipe_for(target.model.config)
+    renewable_ids = loaded.draft_ids if loaded.head is None else None
+    drafting = Drafting(
+        drafter=drafter,
+        speculation=speculation,
+        served=DrafterWeights(
+            version=0,
+            tensors=copy_parameters(loaded.layer, renewable_ids),
+            num_tokens=loaded.training.tokens,
+        ),
+        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
+        texts=speculation.texts if isinstance(speculation.texts, TextSums) else None,
+    )
+    if drafting.texts is not None:
+        return drafting
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
             optimizer=OptimizerSection(learning_rate=own.learning_rate),
-            matrix_rate=_matrix_rate(own, recipe if is_fresh else None),
+            matrix_rate=_MATRIX_RATE if own.matrix_rate is None else own.matrix_rate or None,
             autocast=target.model.dtype == torch.bfloat16
             and multiplies_bfloat16(target.model.device),
-            fit_tokens=recipe.fit_tokens if is_fresh else 0,
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(SPOT_MICRO_TOKENS, own.batch_tokens),
     )
-    features = speculation.features
-    renewable_ids = loaded.draft_ids if loaded.head is None else None
-    return Drafting(
-        drafter=served[0],
-        speculation=speculation,
+    return replace(
+        drafting,
         trainer=SpotTrainer(
             loaded.eagle,
             target.model,
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            store=features,
+            store=speculation.features,
         ),
-        served=DrafterWeights(
-            version=0,
-            tensors=copy_parameters(loaded.eagle, renewable_ids),
-            num_tokens=loaded.training.tokens,
-        ),
-        buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
-
-
-def _matrix_rate(own: SpotSection, recipe: DrafterRecipe | None) -> float | None:
-    """Return Muon's rate, None for AdamW alone; `recipe` is that of a fresh drafter."""
-    if own.matrix_rate is not None:
-        return own.matrix_rate or None
-    return _MATRIX_RATE if recipe is None else recipe.matrix_rate
 
 
 def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculation | None:
@@ -172,12 +167,8 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
         "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
         "off": OffTuner,
     }
-    return Speculation(
-        drafters=drafters,
-        tuner=tuners[own.tuner](),
-        coupled=own.coupled,
-        features=feature_store(config.spot, drafters),
-    )
+    full = Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+    return learning(full, config.spot)
 
 
 def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
@@ -187,13 +178,19 @@ def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
     return replace(full, drafters=others, tuner=full.tuner if others else OffTuner())
 
 
-def feature_store(own: SpotSection, drafters: Sequence[Drafter]) -> FeatureStore | None:
-    """Build the store of features that training reuses; None without an EAGLE drafter."""
-    eagles = _eagles(drafters)
-    if not (eagles and own.train != "never" and own.features_mb):
-        return None
-    return FeatureStore(training_taps(eagles[0].taps), own.features_mb * 2**20)
+def learning(full: Speculation, own: SpotSection) -> Speculation:
+    """Return speculation that keeps what its first drafter with weights learns from."""
+    drafter = _learner(full.drafters)
+    if own.train == "never" or drafter is None:
+        return full
+    if isinstance(drafter, RidgeDrafter):
+        return replace(full, texts=drafter.statistics())
+    if not own.features_mb:
+        return full
+    store = FeatureStore(training_taps(drafter.taps), own.features_mb * 2**20)
+    return replace(full, features=store)
 
 
-def _eagles(drafters: Sequence[Drafter]) -> list[EagleDrafter]:
-    return [each for each in drafters if isinstance(each, EagleDrafter)]
+def _learner(drafters: Sequence[Drafter]) -> GrowingDrafter | None:
+    """Return the first drafter that has weights."""
+    return next((each for each in drafters if isinstance(each, GrowingDrafter)), None)

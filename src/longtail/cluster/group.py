@@ -29,6 +29,7 @@ from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.config.rl import RunConfig
+from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.errors import CheckpointError
@@ -38,7 +39,9 @@ from longtail.types import Request, TrainBatch
 
 SHARE = 0.1
 """Seconds of serial training after a rollout, as a share of the rollout's."""
-_DRAFTER, _BUFFER = "drafter/", "buffer/"
+FADE = 0.8
+"""Weight of a text in the sums relative to one of the next step."""
+_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,20 +88,25 @@ class WorkerGroup:
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._publisher: Publisher | None = None
+        self._sums: LagSums | None = None
+        """Sums over all texts; None if no drafter learns from sums."""
+        self._summed_step = -1
+        """Step of the newest texts in the sums."""
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
         self._train_s = 0.0
         """Seconds of serial training after the last rollout."""
         self._num_trained = 0
-        """Tokens that the drafter was trained on in the last step."""
+        """Tokens that the drafter has learned since it was offered last."""
         self._marks: list[Mark] = []
 
     def begin(self) -> None:
         """Wait for all workers."""
         self._supervisor.run_on_all(tasks.READY)
         (self.num_parameters,) = self._supervisor.run_on((0,), tasks.NUM_PARAMETERS)
-        (weights,) = self._supervisor.run_on((0,), tasks.DRAFTER_WEIGHTS)
-        if weights is not None:
+        (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
+        if drafter is not None:
+            weights, self._sums = drafter
             self._publisher = Publisher(weights, self._buffer)
 
     def rollout(
@@ -106,13 +114,16 @@ class WorkerGroup:
     ) -> RolloutResult:
         """Generate all completions; `trains`: the drafter may learn these texts."""
         spot = self._begin_spot(step) if trains else None
-        coordinator = RolloutCoordinator(self._supervisor, self._publisher, spot, self._on_progress)
+        coordinator = RolloutCoordinator(
+            self._supervisor, self._publisher, spot, self._on_progress, learns=trains
+        )
         result = coordinator.run(requests, self._expected(requests))
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
             self._spot, self._train_s = spot, SHARE * result.seconds
             self._marks += spot.marks
+        self._add_sums(step, result)
         return result
 
     def train_drafter(self) -> None:
@@ -143,19 +154,43 @@ class WorkerGroup:
 
     def offer_drafter(self) -> None:
         """Offer the drafter trained since the last call to all workers, if it is better."""
-        publisher, spot = self._publisher, self._spot
-        if publisher is None or spot is None:
-            return
-        publisher.withdraw()
-        self._spot = None
-        self._num_trained = sum(report.num_tokens for report in spot.reports)
-        offer = publisher.offer(spot.replicas, renews=True)
-        if offer is None:
+        publisher, offer = self._publisher, self._new_drafter()
+        if publisher is None or offer is None:
             return
         mark = f"drafter v{offer.version} offered"
         self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
         publisher.record(self._supervisor.run_on_all(tasks.ADOPT, offer))
         self._mark_offered(publisher, offer.version)
+
+    def _new_drafter(self) -> DrafterWeights | None:
+        """Return the drafter that was learned since the last call; None if it is no better."""
+        publisher, spot = self._publisher, self._spot
+        if publisher is None:
+            return None
+        if self._sums is not None:
+            if not self._num_trained:
+                return None
+            (tensors,) = self._supervisor.run_on((0,), tasks.SOLVE_DRAFTER, self._sums)
+            num_new, self._num_trained = self._num_trained, 0
+            return publisher.offer_solved(tensors, num_new)
+        if spot is None:
+            return None
+        publisher.withdraw()
+        self._spot = None
+        self._num_trained = sum(report.num_tokens for report in spot.reports)
+        return publisher.offer(spot.replicas, renews=True)
+
+    def _add_sums(self, step: int, rollout: RolloutResult) -> None:
+        """Add the sums of a rollout; those of earlier steps fade, since their policy is older."""
+        found = [shard.value().sums for shard in rollout.shards]
+        new = [sums for sums in found if sums is not None]
+        if self._sums is None or not new:
+            return
+        if step != self._summed_step:
+            self._sums, self._summed_step = self._sums.faded(FADE), step
+        for sums in new:
+            self._sums.add(sums)
+        self._num_trained += sum(int(sums.num_tokens) for sums in new)
 
     # ---- observation
 
@@ -217,8 +252,11 @@ class WorkerGroup:
         if self._publisher is None:
             return None
         weights, texts = self._publisher.published, self._buffer.tensors()
+        sums = {} if self._sums is None else self._sums.tensors()
         return DrafterState(
-            tensors=with_prefix(_DRAFTER, weights.tensors) | with_prefix(_BUFFER, texts),
+            tensors=with_prefix(_DRAFTER, weights.tensors)
+            | with_prefix(_BUFFER, texts)
+            | with_prefix(_SUMS, sums),
             numbers={
                 "version": weights.version,
                 "num_tokens": weights.num_tokens,
@@ -235,9 +273,10 @@ class WorkerGroup:
         """
         assert self._publisher is not None, "there is a drafter to restore"
         tensors = state.drafter()
-        present = {name: tensor.shape for name, tensor in self._publisher.published.tensors.items()}
-        if present != {name: tensor.shape for name, tensor in tensors.items()}:
+        if not self._publisher.published.is_shaped_as(tensors):
             raise CheckpointError("the drafter of the checkpoint is of another shape")
+        if self._sums is not None:
+            self._sums = self._sums.restored(without_prefix(_SUMS, state.tensors))
         self._buffer.restore(without_prefix(_BUFFER, state.tensors), state.numbers["buffer"])
         self.lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(
@@ -272,8 +311,8 @@ class WorkerGroup:
             self._publisher.forget(worker)
 
     def _begin_spot(self, step: int) -> SpotCoordinator | None:
-        """Begin to collect texts, if there is a drafter that can be trained."""
-        if self._publisher is None:
+        """Begin to collect texts, if there is a drafter that gradients train."""
+        if self._publisher is None or self._sums is not None:
             return None
         return SpotCoordinator(
             self._supervisor,

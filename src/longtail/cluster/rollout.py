@@ -83,7 +83,10 @@ def reused_share(spots: Sequence[SpotReport]) -> float:
 
 @final
 class RolloutCoordinator:
-    """Runs one rollout. `spot` is None if the drafter must not learn its texts."""
+    """Runs one rollout. `learns`: shards come with the sums over their texts, if such are kept.
+
+    `spot` is None if no drafter is trained by gradient on its texts.
+    """
 
     def __init__(
         self,
@@ -91,9 +94,11 @@ class RolloutCoordinator:
         publisher: Publisher | None,
         spot: SpotCoordinator | None,
         on_progress: Callable[[Progress], None],
+        *,
+        learns: bool = False,
     ) -> None:
         self._supervisor, self._publisher, self._spot = supervisor, publisher, spot
-        self._on_progress = on_progress
+        self._on_progress, self._learns = on_progress, learns
         self._waiting: list[list[Request]] = []
         """Shards without a worker."""
         self._running: dict[int, list[Request]] = {}
@@ -129,7 +134,7 @@ class RolloutCoordinator:
             self._running[worker] = shard = self._waiting.pop(0)
             if self._spot is not None:
                 self._spot.begin_shard(worker)
-            self._supervisor.start(worker, tasks.GENERATE, shard)
+            self._supervisor.start(worker, tasks.GENERATE, shard, self._learns)
         for worker in self._supervisor.workers(State.SPOT)[: len(self._waiting)]:
             self._supervisor.stop(worker)
 

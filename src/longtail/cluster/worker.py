@@ -17,10 +17,11 @@ from threading import Event, Lock
 from typing import Literal, NamedTuple, final
 
 import torch
+from torch import Tensor
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
-from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.ridge.sums import LagSums, TextSums
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
@@ -37,6 +38,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.speculation.grow import GrowingDrafter
 from longtail.system import memory
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
@@ -51,15 +53,18 @@ class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """The drafter that a worker serves and trains."""
+    """The drafter that a worker serves, and how it learns: from sums, or by gradient."""
 
-    drafter: EagleDrafter
+    drafter: GrowingDrafter
     speculation: Speculation
     """Speculation with this drafter; a fresh drafter joins the engine by it at its first offer."""
-    trainer: SpotTrainer
     served: DrafterWeights
     """Initial weights of the drafter."""
     buffer: DrafterBuffer
+    """Texts of `trainer`."""
+    texts: TextSums | None = None
+    """Sums over what the engine writes."""
+    trainer: SpotTrainer | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +121,13 @@ class Worker:
         """Count the policy's parameters."""
         return sum(parameter.numel() for parameter in self._components.policy.parameters())
 
-    def generate(self, requests: Sequence[Request]) -> ShardResult:
-        """Generate all completions. Raises Stopped; then the requests are aborted."""
+    def generate(self, requests: Sequence[Request], learns: bool = False) -> ShardResult:
+        """Generate all completions. Raises Stopped; then the requests are aborted.
+
+        `learns`: the result has the sums over these texts, if the drafter learns from sums.
+        """
         engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
-        accepted = AcceptedSpans()
+        accepted, texts = AcceptedSpans(), self._texts_of(learns)
         self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
 
@@ -141,6 +149,7 @@ class Worker:
             report=meter.report(),
             series=log.series(),
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
+            sums=None if texts is None else texts.take(),
         )
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
@@ -216,20 +225,34 @@ class Worker:
 
     # ---- tasks of the drafter
 
-    def drafter_weights(self) -> DrafterWeights | None:
-        """Return the drafter that is served; None if none can be trained."""
-        return self._served
+    def drafter(self) -> tuple[DrafterWeights, LagSums | None] | None:
+        """Return the drafter that is served and, if it learns from sums, those of no text.
+
+        None if no drafter learns.
+        """
+        drafting = self._components.drafting
+        if drafting is None or self._served is None:
+            return None
+        return self._served, None if drafting.texts is None else drafting.texts.take()
+
+    def solve_drafter(self, sums: LagSums) -> dict[str, Tensor]:
+        """Return the drafter's tensors that follow from sums, on one thread: its bits are equal."""
+        with compute_threads(1):
+            return sums.weights(self._components.tokenizer.eos_ids)
 
     def save_drafter(self, path: Path) -> None:
-        """Write the configured drafter, if it is an EAGLE drafter."""
+        """Write the configured drafter, if it has weights."""
         if (configured := self._components.read_drafter()) is not None:
             configured.save(path)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
         """Train the drafter until it is stopped, `limit_s` have passed, or it gains no more."""
         drafting = self._drafting()
+        trainer = drafting.trainer
+        if trainer is None:
+            raise ClusterError("this worker has no drafter that gradients train")
         self._take_new_texts()
-        drafting.trainer.begin(published)
+        trainer.begin(published)
         self._candidate = None
         began = time.perf_counter()
 
@@ -242,7 +265,7 @@ class Worker:
         def keep(replica: Replica) -> None:
             self._candidate = replica
 
-        return drafting.trainer.train(drafting.buffer, should_stop, keep)
+        return trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, weights: DrafterWeights) -> int:
         """Draft with other weights; return their version."""
@@ -344,6 +367,15 @@ class Worker:
             with self._lock:
                 texts, self._new_texts = self._new_texts, []
             self._drafting().buffer.add(texts)
+
+    def _texts_of(self, learns: bool) -> TextSums | None:
+        """Return the empty sums of a rollout; None if nothing learns from them."""
+        drafting = self._components.drafting
+        if drafting is None or drafting.texts is None:
+            return None
+        drafting.texts.take()  # what an interrupted rollout left
+        drafting.texts.is_on = learns
+        return drafting.texts if learns else None
 
     def _drafting(self) -> Drafting:
         if self._components.drafting is None:

@@ -34,6 +34,14 @@ class DrafterWeights:
     num_tokens: int = 0
     """Tokens that all versions were trained on in this run."""
 
+    def is_shaped_as(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Return whether all tensors but those of the draft vocabulary have the same shapes."""
+        mine, theirs = (
+            {name: tensor.shape for name, tensor in each.items() if name != DRAFT_IDS}
+            for each in (self.tensors, tensors)
+        )
+        return mine == theirs
+
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
         mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}

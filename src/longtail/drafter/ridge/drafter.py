@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
@@ -54,6 +55,10 @@ class RidgeDrafter(GrowingDrafter):
     def lookback(self) -> int:
         """Only the last token is read."""
         return 1
+
+    def statistics(self) -> TextSums:
+        """Return new sums, from which its weights can follow."""
+        return TextSums(self._target, self._layer.config.slots)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the layer's weights and, if given, the draft vocabulary; between any two calls.

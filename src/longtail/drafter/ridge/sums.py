@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.drafter.weights import DRAFT_IDS
 from longtail.errors import CheckpointError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Observed, Taps
@@ -98,6 +99,10 @@ class LagSums:
         num_written = int((counts >= _FEWEST_COUNTED).sum())
         size = min(max(num_written, _FEWEST_DRAFTED), _MOST_DRAFTED, len(counts))
         return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+    def weights(self, always: Sequence[int]) -> dict[str, Tensor]:
+        """Return the drafter: `solve` and, with `always` in it, `vocabulary`."""
+        return {**self.solve(), DRAFT_IDS: self.vocabulary(always)}
 
     @torch.no_grad()
     def solve(self) -> dict[str, Float[Tensor, "..."]]:

@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 
 from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
-from longtail.assembly.worker import feature_store, make_drafting, without_fresh
+from longtail.assembly.worker import learning, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
@@ -83,6 +83,8 @@ class Session:
             )
             for each in turn.samples
         ]
+        if self._training is not None:
+            self._training.listen(batch.is_training)
         meter, began = RolloutMeter(), time.perf_counter()
         with compute_threads(self._threads):
             completions = self.policy.generate(requests, meter.add)
@@ -122,11 +124,7 @@ class Session:
         drafters = open_drafters(names, self.target, self._log)
         if not drafters:
             return
-        speculation = Speculation(
-            drafters=drafters,
-            tuner=BudgetTuner(),
-            features=feature_store(spot, drafters),
-        )
+        speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
         is_fresh = FRESH in names
         self.policy.speculate(without_fresh(speculation, names) if is_fresh else speculation)
         loaded = open_trainable(names, self.target, self._log)
@@ -137,10 +135,10 @@ class Session:
             speculation,
             lambda: loaded,
             seed=self.ranks.rank,  # or all would train the same replica
-            is_fresh=is_fresh,
         )
         if drafting is not None:
-            self._training = DrafterTraining(drafting, self.ranks, self.policy)
+            eos_ids = self.target.tokenizer.eos_ids
+            self._training = DrafterTraining(drafting, self.ranks, self.policy, eos_ids)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use, with its training; None without one that can be trained."""

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.group import SHARE, DrafterState
+from longtail.cluster.group import FADE, SHARE, DrafterState
 from longtail.cluster.worker import Drafting
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.ridge.sums import LagSums, TextSums
 from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.replica import Replica
 from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,
@@ -34,12 +35,13 @@ from longtail.drafter.weights import (
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
+from longtail.system.device import compute_threads
 from longtail.types import Completion, Request
 
 MAX_WAIT_S = 600.0
 """Most seconds of training while this process waits: the trainer has to find a lost process."""
 _POLL_S = 0.005
-_DRAFTER, _BUFFER = "drafter/", "buffer/"
+_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 _ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "base_accept_len")
 
 
@@ -47,11 +49,16 @@ _ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "ba
 class DrafterTraining:
     """Trains the drafter of one process, and exchanges it with those of the others."""
 
-    def __init__(self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy) -> None:
+    def __init__(
+        self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy, eos_ids: Sequence[int]
+    ) -> None:
         self._drafting, self._ranks, self._policy = drafting, ranks, policy
         self._publisher = Publisher(drafting.served, drafting.buffer)
         self._served = drafting.served
+        self._eos_ids = eos_ids
         self._replica: Replica | None = None
+        self._sums: LagSums | None = None
+        """Sums over the texts of all processes; None before the first exchange."""
         self._num_rollouts = self._num_done = 0
 
     @property
@@ -66,7 +73,7 @@ class DrafterTraining:
 
     def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the initial shape with the weights in use."""
-        load_parameters(drafter.eagle, self._served.tensors)
+        load_parameters(drafter.layer, self._served.tensors)
         ids = self._served.tensors.get(DRAFT_IDS, drafter.draft_ids)
         return replace(
             drafter,
@@ -91,6 +98,11 @@ class DrafterTraining:
             for request, completion in zip(requests, completions, strict=True)
         )
 
+    def listen(self, is_on: bool) -> None:
+        """Let the drafter learn from what is generated next, or not."""
+        if self._drafting.texts is not None:
+            self._drafting.texts.is_on = is_on
+
     def end_share(self) -> None:
         """Count this process as done with its share of the rollout; each must call it."""
         self._num_done += 1
@@ -107,7 +119,7 @@ class DrafterTraining:
             )
 
         if not are_all_done():
-            self._record(self._train(are_all_done))
+            self._train(are_all_done)
             while not are_all_done():
                 time.sleep(_POLL_S)
         return time.perf_counter() - began
@@ -115,18 +127,18 @@ class DrafterTraining:
     def train_share(self, seconds: float) -> None:
         """Train for a share of the time of a rollout of `seconds`."""
         end = time.perf_counter() + SHARE * seconds
-        self._record(self._train(lambda: time.perf_counter() > end))
+        self._train(lambda: time.perf_counter() > end)
         if self._ranks.size == 1:
             self._exchange()
 
-    def _train(self, should_stop: Callable[[], bool]) -> SpotReport:
-        self._drafting.trainer.begin(self._served)
+    def _train(self, should_stop: Callable[[], bool]) -> None:
+        """Train by gradient; a drafter that learns from sums has learned already."""
+        trainer = self._drafting.trainer
+        if trainer is None:
+            return
+        trainer.begin(self._served)
         with torch.enable_grad():
-            return self._drafting.trainer.train(
-                self._drafting.buffer, should_stop, lambda replica: None
-            )
-
-    def _record(self, report: SpotReport) -> None:
+            report = trainer.train(self._drafting.buffer, should_stop, lambda replica: None)
         self._replica = report.replica
         self._ranks.add("trained_tokens", report.num_tokens)
         self._ranks.add("train_s", report.seconds)
@@ -134,7 +146,29 @@ class DrafterTraining:
     # ---- exchange
 
     def _exchange(self) -> None:
-        """Publish what the processes trained; each must call it."""
+        """Publish what the processes learned; each must call it."""
+        if self._drafting.texts is None:
+            self._exchange_replicas()
+        else:
+            self._exchange_sums(self._drafting.texts)
+
+    def _exchange_sums(self, texts: TextSums) -> None:
+        """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
+        own = texts.take()
+        known = own.faded(0.0) if self._sums is None else self._sums.faded(FADE)
+        before = known.num_tokens
+        for rank in range(self._ranks.size):
+            known.add(own.restored(self._ranks.broadcast(own.tensors(), rank)))
+        num_new = round(known.num_tokens - before)
+        if num_new:
+            self._sums = known
+            with compute_threads(1):
+                tensors = known.weights(self._eos_ids)
+            version, num_tokens = self._served.version + 1, self._served.num_tokens + num_new
+            weights = DrafterWeights(version=version, tensors=tensors, num_tokens=num_tokens)
+            self._serve(weights, None)
+
+    def _exchange_replicas(self) -> None:
         rows = self._ranks.all_gather(_as_row(self._replica))
         replicas = [
             _of_row(row, self._ranks.broadcast(self._own_weights(), rank))
@@ -176,7 +210,8 @@ class DrafterTraining:
         buffer = self._drafting.buffer
         return DrafterState(
             tensors=with_prefix(_DRAFTER, self._served.tensors)
-            | with_prefix(_BUFFER, buffer.tensors()),
+            | with_prefix(_BUFFER, buffer.tensors())
+            | with_prefix(_SUMS, {} if self._sums is None else self._sums.tensors()),
             numbers={
                 "version": self._served.version,
                 "num_tokens": self._served.num_tokens,
@@ -189,10 +224,11 @@ class DrafterTraining:
     def restore(self, state: DrafterState) -> None:
         """Continue from a saved state. Raises CheckpointError if it is of another drafter."""
         tensors, numbers = state.drafter(), state.numbers
-        shapes = {name: tensor.shape for name, tensor in self._served.tensors.items()}
-        if shapes != {name: tensor.shape for name, tensor in tensors.items()}:
+        if not self._served.is_shaped_as(tensors):
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._drafting.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
+        if self._drafting.texts is not None and (sums := without_prefix(_SUMS, state.tensors)):
+            self._sums = self._drafting.texts.take().restored(sums)
         self._num_rollouts = numbers["rollouts"]
         weights = DrafterWeights(
             version=numbers["version"], tensors=tensors, num_tokens=numbers.get("num_tokens", 0)
