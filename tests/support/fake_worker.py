@@ -136,7 +136,7 @@ class FakeWorker:
     def ready(self) -> Steps:
         yield READY_S
 
-    def generate(self, shard: Sequence[Request]) -> Steps:
+    def generate(self, shard: Sequence[Request], learns: bool = False) -> Steps:
         assert self.engine is not None, "a policy is published before texts are generated"
         self._shard, self._num_written = shard, 0
         self._take_offers()
@@ -228,8 +228,8 @@ class FakeWorker:
     def num_parameters(self) -> int:
         return 12
 
-    def drafter_weights(self) -> DrafterWeights | None:
-        return self.served if self._script.has_drafter else None
+    def drafter(self) -> tuple[DrafterWeights, None] | None:
+        return (self.served, None) if self._script.has_drafter else None
 
     def _sum(self) -> Steps:
         """Sum the gradients of the team."""

@@ -136,7 +136,7 @@ def test_a_team_that_cannot_be_formed_ends_the_run():
 # ---- everything else that all do
 
 
-@pytest.mark.parametrize("task", ["num_parameters", "drafter_weights", "save_policy"])
+@pytest.mark.parametrize("task", ["num_parameters", "drafter", "save_policy"])
 def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     pool = ScriptedPool(2, faults=[Fault(worker=0, task=task)])
     group = begun(pool)

@@ -51,7 +51,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
 @pytest.mark.parametrize(
     "task",
     [
-        *("ready", "num_parameters", "drafter_weights", "publish", "restore_saved", "generate"),
+        *("ready", "num_parameters", "drafter", "publish", "restore_saved", "generate"),
         *("adopt", "learn", "join", "save_policy", "learner_state"),
     ],
 )

@@ -57,8 +57,9 @@ def asked() -> list[Request]:
 
 
 def offer(worker: Worker, version: int, scale: float) -> DrafterWeights:
-    served = worker.drafter_weights()
-    assert served is not None
+    known = worker.drafter()
+    assert known is not None
+    served, _ = known
     tensors = {name: tensor * scale for name, tensor in served.tensors.items()}
     return DrafterWeights(version=version, tensors=tensors)
 
@@ -73,9 +74,9 @@ def test_the_newest_drafter_is_served_whatever_the_order_of_offers(
         worker.offer(offer(worker, version, 1.0 + version / 100))
     worker.publish()
     worker.generate(asked)
-    weights = worker.drafter_weights()
-    assert weights is not None
-    assert weights.version == newest
+    known = worker.drafter()
+    assert known is not None
+    assert known[0].version == newest
     assert worker.drain_adopted() == [newest]
 
 
