@@ -15,6 +15,7 @@ Between the two nothing waits for the device, unless the depth policy reads a ga
 
 import abc
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -40,8 +41,10 @@ _MIN_REACH = sys.float_info.min
 class GrowingDrafter(Drafter):
     """A drafter that scores a vocabulary: its confidences, its seconds, and whom it drafts for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._forward_s = device, 0.0
+    def __init__(
+        self, device: torch.device, draft_ids: Int[Tensor, "draft_vocab"] | None = None
+    ) -> None:
+        self._device, self._draft_ids, self._forward_s = device, draft_ids, 0.0
         self._curve, self._depth_policy = ConfidenceCurve(), select_depth_policy(device)
 
     @property
@@ -70,9 +73,28 @@ class GrowingDrafter(Drafter):
             return trees
         if noise is not None and len(ready) < len(requests):
             noise = noise.rows(ready, self._device)
-        drafts = self._draft([requests[at] for at in ready], strategy, noise)
+        asked, drafts = [requests[at] for at in ready], None
+        if strategy.num_expanded == 1 and strategy.width <= 2:
+            started = time.perf_counter()
+            drafts = self._chains(asked, strategy, noise)
+            self._forward_s += time.perf_counter() - started
+        if drafts is None:
+            drafts = self.grow(asked, strategy, noise)
         for at, tree in zip(ready, drafts, strict=True):
             trees[at] = tree
+        return trees
+
+    @torch.inference_mode()
+    def grow(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree]:
+        """Draft level by level for observed requests: any tree shape, any device."""
+        walker = self._walker(requests, deepest(requests, strategy))
+        scoring = Scoring(
+            requests=requests, noise=noise, device=self._device, draft_ids=self._draft_ids
+        )
+        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
+        self._forward_s += walker.seconds
         return trees
 
     @abc.abstractmethod
@@ -87,14 +109,24 @@ class GrowingDrafter(Drafter):
         """Return whether the tokens before the request's root were observed."""
 
     @abc.abstractmethod
-    def _draft(
+    def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-    ) -> list[DraftTree]:
-        """Draft for observed requests."""
+    ) -> list[DraftTree] | None:
+        """Return what `grow` returns, by one native call; None if there is none.
+
+        One node per level is expanded, with at most one sibling.
+        """
+
+    @abc.abstractmethod
+    def _walker(self, requests: Sequence[Draftable], depth: int) -> "Walker":
+        """Return the model of a round for observed requests."""
 
 
 class Walker(abc.ABC):
     """A drafter's model, evaluated level by level for several requests at once."""
+
+    seconds = 0.0
+    """Seconds of passes so far."""
 
     @abc.abstractmethod
     def root(self) -> Float[Tensor, "requests vocab"]:

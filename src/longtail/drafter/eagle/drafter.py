@@ -8,8 +8,8 @@
 The embedding and the LM head are the target's own modules, so they follow every policy update.
 """
 
-import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import final
 
 import torch
@@ -20,14 +20,12 @@ from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
 from longtail.drafter.eagle.windows import Windows
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
-from longtail.model.kernels import native
-from longtail.model.kernels.draft import ChainKernel, ChainRound, Chains, ChainWeights
+from longtail.model.kernels.draft import EagleChains, EagleWeights
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
 from longtail.model.transformer import Transformer
-from longtail.speculation.confidence import EDGES
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
-from longtail.speculation.grow import GrowingDrafter, Scoring, deepest, grow
+from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 
@@ -50,9 +48,9 @@ class EagleDrafter(GrowingDrafter):
         head: Float[Tensor, "draft_vocab hidden"] | None = None,
         window: int | None = None,
     ) -> None:
-        super().__init__(target.device)
+        super().__init__(target.device, draft_ids)
         self._config = config = layer.config
-        self._target, self._draft_ids, self._own_head = target, draft_ids, head
+        self._target, self._own_head = target, head
         self._window = config.window if window is None else window
         self.windows = Windows(config, self._window, target.dtype, target.device)
         self._layer = self._packed(layer)
@@ -119,38 +117,31 @@ class EagleDrafter(GrowingDrafter):
 
     def _drop_kernel(self) -> None:
         # Made at the first draft: only then is the target certain to be packed.
-        self._kernel: ChainKernel | None = None
-        self._has_kernel: bool | None = None
+        self.__dict__.pop("_kernel", None)
 
-    def _chain_kernel(self) -> ChainKernel | None:
-        """Return the native draft round for the present weights, if this machine supports one."""
+    @cached_property
+    def _kernel(self) -> EagleChains | None:
+        """The native draft round for the present weights, if this machine supports one."""
         own, eagle3 = self._layer, self._layer.config.recipe == "eagle3"
         mlp, shape = own.feed_forward, self._layer.config.shape
         packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
         packed.append(self._head.native)
         fc, qkv, output, gate_up, down, head = packed
-        if native.chains(self._target.dtype) is None or shape.head_dim not in NATIVE_HEAD_DIMS:
-            return None
-        if own.config.norm_before_residual:
+        if shape.head_dim not in NATIVE_HEAD_DIMS or own.config.norm_before_residual:
             return None
         if not (fc and qkv and output and gate_up and down and head):
             return None
-        return ChainKernel(
-            ChainWeights(
-                eagle3=eagle3, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim, feature_size=own.config.feature_size,
-                window=self._window, eps=shape.norm_eps,
-                embedding=self._target.embedding.weight.detach(), fc=fc, qkv=qkv, output=output,
-                gate_up=gate_up, down=down, head=head, head_size=self._head.weight.shape[0],
-                inner_size=shape.intermediate_size,
-                embedding_norm=own.embedding_norm.weight.detach() if eagle3 else None,
-                feature_norm=own.feature_norm.weight.detach() if eagle3 else None,
-                feed_forward_norm=own.feed_forward_norm.weight.detach(),
-                norm=own.norm.weight.detach() if eagle3 else None, draft_ids=self._draft_ids,
-            ),
-            own.rope,
-            EDGES,
+        weights = EagleWeights(
+            eagle3=eagle3, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim, feature_size=own.config.feature_size, window=self._window,
+            eps=shape.norm_eps, embedding=self._target.embedding.weight.detach(), fc=fc, qkv=qkv,
+            output=output, gate_up=gate_up, down=down, inner_size=shape.intermediate_size,
+            embedding_norm=own.embedding_norm.weight.detach() if eagle3 else None,
+            feature_norm=own.feature_norm.weight.detach() if eagle3 else None,
+            feed_forward_norm=own.feed_forward_norm.weight.detach(),
+            norm=own.norm.weight.detach() if eagle3 else None,
         )  # fmt: skip
+        return EagleChains(weights, own.rope, head, self._draft_ids)
 
     @torch.inference_mode()
     def observe(
@@ -165,22 +156,7 @@ class EagleDrafter(GrowingDrafter):
         """Free the request's window."""
         self.windows.forget(request_id)
 
-    def _draft(
-        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-    ) -> list[DraftTree]:
-        """Draft chains by one native call where there is one; else level by level."""
-        if self._has_kernel is None:
-            self._kernel = self._chain_kernel()
-            self._has_kernel = self._kernel is not None
-        is_chain = strategy.num_expanded == 1 and strategy.width <= 2
-        draft = self._chains if self._has_kernel and is_chain else self.grow
-        return draft(requests, strategy, noise)
-
-    @torch.inference_mode()
-    def grow(
-        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-    ) -> list[DraftTree]:
-        """Draft level by level for observed requests: any tree shape, any device."""
+    def _walker(self, requests: Sequence[Draftable], depth: int) -> EagleWalker:
         if self._passes is None:
             modules = DraftModules(
                 layer=self._layer,
@@ -190,58 +166,17 @@ class EagleDrafter(GrowingDrafter):
                 graphs=self._target.graphs,
             )
             self._passes = EaglePasses(modules, self.windows)
-        scoring = Scoring(
-            requests=requests,
-            noise=noise,
-            device=self._target.device,
-            draft_ids=self._draft_ids,
-        )
-        walker = EagleWalker(self._passes, self.windows, requests, deepest(requests, strategy))
-        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
-        self._forward_s += walker.seconds
-        return trees
+        return EagleWalker(self._passes, self.windows, requests, depth)
 
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-    ) -> list[DraftTree]:
-        """Return the drafts of `grow` for chains (with siblings), from one native call."""
-        assert self._kernel is not None, "chains need the native round"
-        windows, depth = self.windows, deepest(requests, strategy)
-        pending = windows.catch_up(requests)
-        temperatures = [each.sampling.temperature for each in requests]
-        draft_round = ChainRound(
-            pairs=pending.pairs,
-            lasts=pending.lasts,
-            furthest=pending.furthest,
-            depth=depth,
-            depths=[each.max_depth for each in requests],
-            strategy=strategy,
-            confidences=self._curve.table(),
-            noise=None if noise is None else torch.tensor([noise.keys, noise.positions]),
-            inverse_temperatures=torch.tensor([1.0 / t if t else 0.0 for t in temperatures]),
-        )
-        started = time.perf_counter()
-        chains = self._kernel.run(draft_round, windows.features, windows.keys, windows.values)
-        self._forward_s += time.perf_counter() - started
-        return _trees(chains)
+    ) -> list[DraftTree] | None:
+        if self._kernel is None:
+            return None
+        kept = self.windows.features, self.windows.keys, self.windows.values
+        pending = self.windows.catch_up(requests)
+        return self._kernel.run(requests, strategy, noise, self._curve, pending, kept)
 
     def _is_observed(self, request: Draftable) -> bool:
         window = self.windows.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
-
-
-def _trees(chains: Chains) -> list[DraftTree]:
-    """Split the nodes of all requests into one tree for each."""
-    trees, start = [], 0
-    for count in chains.counts:
-        end = start + count
-        trees.append(
-            DraftTree(
-                tokens=chains.tokens[start:end],
-                parents=chains.parents[start:end],
-                margins=chains.margins[start:end],
-                reach=chains.reach[start:end],
-            )
-        )
-        start = end
-    return trees

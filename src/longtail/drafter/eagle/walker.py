@@ -183,8 +183,6 @@ class EagleWalker(Walker):
         shape = (depth, len(requests), 1, -1)
         self._cos, self._sin = rotation.cos.view(shape), rotation.sin.view(shape)
         self._feature = windows.features[:0, 0]
-        self.seconds = 0.0
-        """Seconds of forward passes."""
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Prefill the pairs that lack keys and values, and score the successors of the roots."""

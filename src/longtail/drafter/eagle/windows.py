@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig
+from longtail.model.kernels.draft import Pending
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.tree import MAX_NODES
 
@@ -47,18 +48,6 @@ class Window:
     def next_token(self) -> int:
         """Index of the token whose feature comes next."""
         return self.base + self.end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pending:
-    """Pairs without keys and values, request by request; the last of each is its root pair."""
-
-    pairs: Int[Tensor, "4 pairs"]
-    """Row, slot, token (the one after the feature's) and position of each pair."""
-    lasts: Int[Tensor, "requests"]
-    """Index of each request's root pair."""
-    furthest: int
-    """Greatest position."""
 
 
 @final

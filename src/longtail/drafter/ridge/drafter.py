@@ -6,6 +6,7 @@ It remembers the state of one token a request, so it costs nothing while the eng
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import final
 
 import torch
@@ -15,10 +16,11 @@ from torch import Tensor
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.model.kernels.draft import RidgeChains
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
-from longtail.speculation.grow import Frontier, GrowingDrafter, Scoring, Walker, grow
+from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 
@@ -37,8 +39,8 @@ class RidgeDrafter(GrowingDrafter):
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
-        super().__init__(target.device)
-        self._target, self._draft_ids = target, draft_ids
+        super().__init__(target.device, draft_ids)
+        self._target = target
         self._layer = layer.to(target.dtype).eval()
         self._layer.pack()
         self._states: dict[str, tuple[int, Tensor]] = {}
@@ -79,6 +81,8 @@ class RidgeDrafter(GrowingDrafter):
 
     @torch.inference_mode()
     def _gather_head(self) -> None:
+        # Made at the first draft: only then is the target certain to be packed.
+        self.__dict__.pop("_kernel", None)
         if self._draft_ids is not None:
             rows = self._target.head.weight[self._draft_ids]
             self._head = Linear(rows.shape[1], len(rows))
@@ -100,28 +104,46 @@ class RidgeDrafter(GrowingDrafter):
         """Drop the request's state."""
         self._states.pop(request_id, None)
 
-    def _draft(
+    def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft level by level, as deep as a block."""
-        walker = _RidgeWalker(self._layer, self._target, self._head, self._inputs(requests))
-        scoring = Scoring(
-            requests=requests, noise=noise, device=self._target.device, draft_ids=self._draft_ids
-        )
-        strategy = replace(strategy, depth=min(strategy.depth, self._layer.config.slots))
-        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
-        self._forward_s += walker.seconds
-        return trees
+        """Draft no deeper than a block."""
+        if strategy.depth > (slots := self._layer.config.slots):
+            strategy = replace(strategy, depth=slots, size=strategy.num_nodes)
+        return super().propose(requests, strategy, noise)
+
+    def _walker(self, requests: Sequence[Draftable], depth: int) -> Walker:
+        roots = torch.tensor([each.tokens[-1] for each in requests], device=self._device)
+        inputs = torch.cat((self._inputs(requests), self._target.embedding(roots)), 1)
+        return _RidgeWalker(self._layer, self._target, self._head, inputs)
+
+    def _chains(
+        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
+    ) -> list[DraftTree] | None:
+        if self._kernel is None:
+            return None
+        states = self._inputs(requests)
+        return self._kernel.run(requests, strategy, noise, self._curve, states)
+
+    @cached_property
+    def _kernel(self) -> RidgeChains | None:
+        """The native draft round for the present weights, if this machine supports one."""
+        slots, head = self._layer.config.slots, self._head.native
+        linear = (*self._layer.streams, *self._layer.transitions)
+        maps = [own for each in linear if isinstance(each, Linear) and (own := each.native)]
+        if head is None or len(maps) < len(linear):
+            return None
+        embedding = self._target.embedding.weight.detach()
+        return RidgeChains(maps[:slots], maps[slots:], embedding, head, self._draft_ids)
 
     def _is_observed(self, request: Draftable) -> bool:
         known = self._states.get(request.request_id)
         return known is not None and known[0] == len(request.tokens) - 2
 
-    def _inputs(self, requests: Sequence[Draftable]) -> tuple[Tensor, Tensor]:
-        """Return the states before the roots, and the roots."""
+    def _inputs(self, requests: Sequence[Draftable]) -> Float[Tensor, "requests hidden"]:
+        """Return the states before the roots."""
         states = torch.stack([self._states[each.request_id][1] for each in requests])
-        roots = torch.tensor([each.tokens[-1] for each in requests], device=self._target.device)
-        return states.to(self._target.dtype), roots
+        return states.to(self._target.dtype)
 
 
 @final
@@ -133,18 +155,13 @@ class _RidgeWalker(Walker):
         layer: RidgeLayer,
         target: Transformer,
         head: Linear,
-        inputs: tuple[Float[Tensor, "requests hidden"], Int[Tensor, "requests"]],
+        inputs: Float[Tensor, "requests joined"],
     ) -> None:
-        self._layer, self._target, self._head = layer, target, head
-        self._states, self._roots = inputs
-        self._inputs = self._states
-        self.seconds = 0.0
-        """Seconds of products."""
+        self._layer, self._target, self._head, self._inputs = layer, target, head, inputs
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Score the successors of the roots."""
         started = time.perf_counter()
-        self._inputs = torch.cat((self._states, self._target.embedding(self._roots)), 1)
         logits = self._head(self._layer.stream(1, self._inputs))
         self.seconds += time.perf_counter() - started
         return logits

@@ -84,9 +84,9 @@ class NativeDecoder:
     """The function of decoder.c for one set of weights."""
 
     def __init__(self, weights: DecoderWeights) -> None:
-        function = native.decoder(weights.norm.dtype)
-        assert function is not None, "check `native.decoder` first"
-        self._function, self._weights = function, weights
+        functions = native.functions(weights.norm.dtype)
+        assert functions is not None, "layers are packed only for a product that runs here"
+        self._function, self._weights = functions["decode"], weights
         self._layers = (_Layer * len(weights.layers))(*map(_pointers, weights.layers))
         w = weights
         self._decoder = _Decoder(

@@ -47,7 +47,8 @@ class NativeProduct:
         self.packed = packed
         self.num_filled = num_filled
         """Number of inputs of weight 0 that pad the layer's own."""
-        self._product, self._outputs, self._bias = product, outputs, bias
+        self.outputs = outputs
+        self._product, self._bias = product, bias
         self.shift = None if bias is None else bias.data_ptr()
         """Address of the bias."""
 
@@ -56,10 +57,10 @@ class NativeProduct:
         if self.num_filled:
             x = F.pad(x, (0, self.num_filled))
         assert x.is_contiguous(), "product.c reads dense rows"
-        out = x.new_empty(x.shape[0], self._outputs)
+        out = x.new_empty(x.shape[0], self.outputs)
         self._product(
             x.data_ptr(), self.packed.data_ptr(), self.shift, out.data_ptr(),
-            *x.shape, self._outputs, torch.get_num_threads(),
+            *x.shape, self.outputs, torch.get_num_threads(),
         )  # fmt: skip
         return out
 

@@ -114,6 +114,9 @@ _SIGNATURES: dict[str, list[Any]] = {
     "measure_rows": [_PTR] + [_INT] * 3 + [_PTR, _FLOAT] + [_PTR] * 3 + [_THREADS],
     "grade_rows": [_PTR] + [_INT] * 3 + [_PTR, _FLOAT] + [_PTR] * 2 + [_THREADS],
     "attend_rows": [_PTR, _INT, _PTR, _PTR, _INT] + [_PTR] * 5 + [_INT] * 5 + [_THREADS],
+    "decode": [_PTR] * 2,
+    "eagle_chains": [_PTR] * 3,
+    "ridge_chains": [_PTR] * 5,
 }
 
 
@@ -183,28 +186,6 @@ def product(dtype: torch.dtype) -> Callable[..., None] | None:
         return None
     function = loaded[f"product_{_SUFFIXES[dtype]}"]
     function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None
-    return function
-
-
-@functools.cache
-def chains(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the drafting round of draft.c; None if `product` does not run here."""
-    loaded = None if product(dtype) is None else _library()
-    if loaded is None:
-        return None
-    function = loaded[f"eagle_chains_{_SUFFIXES[dtype]}"]
-    function.argtypes, function.restype = [_PTR] * 2, None
-    return function
-
-
-@functools.cache
-def decoder(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the layers of decoder.c; None if `product` does not run here."""
-    loaded = None if product(dtype) is None else _library()
-    if loaded is None:
-        return None
-    function = loaded[f"decode_{_SUFFIXES[dtype]}"]
-    function.argtypes, function.restype = [_PTR] * 2, None
     return function
 
 
