@@ -113,8 +113,8 @@ class DrafterTrainSection(OptimizerSection):
     """Peak learning rate of Muon, for the matrices; 0 uses AdamW for them, too (then set
     `learning_rate` to 1e-3 or less)."""
     fit_tokens: Amount = 0
-    """eagle1: trained tokens of a closed-form start (two regressions) before gradient steps, which
-    then need small rates, as `matrix_rate` 0.001; 0 starts from random weights."""
+    """eagle1: trained tokens whose regression is the start of the gradient steps, which then need
+    small rates, as `matrix_rate` 0.001; 0 starts from random weights."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Amount = 10

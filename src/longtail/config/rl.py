@@ -160,8 +160,7 @@ class SpotSection(Section):
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None
-    """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too; unset is 0.005, or 0.001
-    for a drafter that began fresh, after its closed-form start."""
+    """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too; unset is 0.005."""
     batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
     """Tokens of one update; small, because an unfinished update is discarded."""
     buffer_mb: Count = 64

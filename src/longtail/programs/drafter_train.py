@@ -30,6 +30,7 @@ from longtail.drafter.formats.checkpoint import (
     save_drafter,
 )
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.start import regress
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
@@ -228,6 +229,16 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
+        if config.train.fit_tokens and isinstance(layer, EagleLayer):
+            count = regress(
+                layer,
+                target,
+                corpus.training,
+                num_tokens=config.train.fit_tokens,
+                budget=config.train.tokens_per_micro_batch,
+                check=interruption.check,
+            )
+            console.log(f"the drafter begins as a regression over {count:,} tokens")
     trainer: DrafterTrainer | RidgeTrainer
     if isinstance(layer, RidgeLayer):
         trainer = RidgeTrainer(layer, target, draft_ids=ids)
@@ -256,7 +267,6 @@ def _gradient_trainer(
         total_steps=own.steps,
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
-        fit_tokens=own.fit_tokens,
     )
     return DrafterTrainer(layer, target, settings, draft_ids=ids, head=head)
 

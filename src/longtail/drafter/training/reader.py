@@ -20,7 +20,6 @@ from torch import Tensor
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
-from longtail.rl.packing import moved
 from longtail.speculation.drafter import Taps
 from longtail.types import PackedSequences
 
@@ -116,33 +115,10 @@ class TargetReader:
             reused=reused[packed.sequence[pairs.rows]],
         )
 
-    def try_read_joined(
-        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
-    ) -> tuple[Float[Tensor, "pairs joined"], int] | None:
-        """Return embedding, feature and next feature of all pairs in the loss, for `eagle.fit`.
-
-        Also returns how many of them were looked up; None if `stopped` returned True.
-        """
-        rows, num_reused = [], 0
-        for packed in batch:
-            if stopped():
-                return None
-            here = moved(packed, self._target.device)
-            pairs = Pairs.of(here)
-            states = self.read(here, pairs)
-            after = states.after.to(states.features)
-            rows.append(torch.cat((states.embeddings, states.features, after), -1)[pairs.trained])
-            num_reused += int((states.reused & pairs.trained).sum())
-        return torch.cat(rows), num_reused
-
     @torch.no_grad()
     def states(self, packed: PackedSequences) -> Float[Tensor, "tokens states"]:
         """Return the states of all tokens; `packed` is on the target's device."""
         return self._states(packed, self._looked_up(packed))
-
-    def knows(self, batch: Sequence[PackedSequences]) -> bool:
-        """Return whether no text of a batch has to be computed."""
-        return all(rows is not None for packed in batch for rows in self._looked_up(packed))
 
     def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
         tokens, in_loss = packed.tokens.tolist(), packed.loss_mask.tolist()

@@ -34,9 +34,6 @@ from longtail.types import PackedSequences
 
 _log = logging.getLogger("longtail")
 
-_ENOUGH_ROWS = 4096
-"""Tokens of a published drafter from which a worker that joins late makes no start of its own."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSettings:
@@ -163,10 +160,6 @@ class SpotTrainer:
         assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
         self._base: DrafterWeights | None = None
         self._num_steps = self._num_tokens = self._unmeasured = 0
-        self._num_fitted = 0
-        """Rows of the closed-form solution that was measured last."""
-        self._is_overdue = False
-        """Whether there was no text for the last measurement."""
 
     @property
     def base_version(self) -> int | None:
@@ -190,8 +183,6 @@ class SpotTrainer:
         else:
             self._trainer.load_weights(published.tensors)
             self._reset_counts()
-        if base is None and published.num_tokens >= _ENOUGH_ROWS:
-            self._trainer.end_start()
         self._base = published
 
     def train(
@@ -239,20 +230,15 @@ class SpotTrainer:
     ) -> SpotEnd:
         settings, max_len = self._settings, self._settings.tokens_per_micro_batch
         while not stopped():
-            if self._is_measurement_due(buffer):
+            if self._unmeasured >= settings.measure_every:
                 replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
-                self._unmeasured, self._num_fitted = 0, self._trainer.num_fitted
-                self._is_overdue = math.isnan(replica.gain)
+                self._unmeasured = 0
                 on_measured(interval.record(replica))
-                if self._trainer.is_starting and replica.gain < 0:
-                    self._return_to_base()
                 if not interval.is_gaining:
                     return SpotEnd.NO_GAIN
-            # The rows of a closed-form start need no common update: a stop discards few of them.
-            size = max_len if self._trainer.is_starting else settings.batch_tokens
-            texts = self._looked_up(buffer.batch(size, max_len=max_len))
+            texts = self._looked_up(buffer.batch(settings.batch_tokens, max_len=max_len))
             if not texts:
                 return SpotEnd.NO_TEXTS
             report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
@@ -267,17 +253,6 @@ class SpotTrainer:
             interval.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
-    def _is_measurement_due(self, buffer: DrafterBuffer) -> bool:
-        """Return whether to measure: after each closed-form solution, then after some updates.
-
-        Without any held-out text that is made up for as soon as there is one.
-        """
-        if self._is_overdue and buffer.heldout(self._settings.tokens_per_micro_batch):
-            return True
-        if self._trainer.is_starting:
-            return self._trainer.num_fitted > self._num_fitted
-        return self._unmeasured >= self._settings.measure_every
-
     def _measure(
         self, buffer: DrafterBuffer, stopped: _StopCheck, interval: _Interval
     ) -> Replica | None:
@@ -288,9 +263,7 @@ class SpotTrainer:
         max_len = self._settings.tokens_per_micro_batch
         texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
         packed = pack_texts(texts, max_len)
-        if self._trainer.is_starting and base.version == 0:
-            interval.base_accept_len = 1.0  # nothing was trained, so no token is accepted
-        elif texts != interval.base_texts:
+        if texts != interval.base_texts:
             with self._using(base.tensors):
                 interval.base_accept_len = self._accept_len(packed, stopped)
             interval.base_texts = texts
@@ -322,14 +295,6 @@ class SpotTrainer:
             yield
         finally:
             self._trainer.load_weights(own)
-
-    def _return_to_base(self) -> None:
-        """Leave a start that is worse than the base, for good if it is not of fewer texts."""
-        base = self._require_base()
-        self._trainer.load_weights(base.tensors)
-        if self._num_fitted >= min(base.num_tokens, _ENOUGH_ROWS):
-            self._trainer.end_start()
-            self._reset_counts()
 
     def _looked_up(self, windows: Sequence[TextWindow]) -> tuple[TextWindow, ...]:
         """Return the windows that are long enough, and take their states from the store."""

@@ -17,7 +17,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.eagle.fit import FeatureFit
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.loss import (
     DECAY,
@@ -45,7 +44,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
-_LAYER, _OPTIMIZER, _FIT = "layer/", "optimizer/", "fit/"
+_LAYER, _OPTIMIZER = "layer/", "optimizer/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +66,6 @@ class TrainerSettings:
     autocast: bool = False
     """Whether matrix products, the target's included, are bfloat16 over float32 weights; a
     bfloat16 target is read in bfloat16 anyway."""
-    fit_tokens: int = 0
-    """eagle1: trained tokens of the closed-form start of a fresh drafter, before gradient steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +73,9 @@ class TrainerReport:
     """Result of one step."""
 
     loss: float
-    """0 in the closed-form start, which computes none."""
+    """0 for a ridge drafter, which computes none."""
     depths: DepthReport
-    """Empty in the closed-form start."""
+    """Empty for a ridge drafter."""
     grad_norm: float
     learning_rate: float
     num_tokens: int
@@ -128,8 +125,6 @@ class DrafterTrainer:
         self._optimizer = make_optimizer(
             layer, settings.optimizer, settings.matrix_rate, settings.total_steps
         )
-        self._fit = FeatureFit(layer, target) if settings.fit_tokens else None
-        """The closed-form start; None when it is done."""
         self._steps = 0
 
     @property
@@ -174,11 +169,6 @@ class DrafterTrainer:
             )
         try:
             with self._reader.interrupted_by(stopped):
-                if self._fit is not None and self._fit.num_rows < self._settings.fit_tokens:
-                    return self._try_fit(self._fit, batch, stopped)
-                if self._fit is not None and not self._fit.solve(stopped):
-                    return None
-                self._fit = None
                 return self._try_update(batch, counts, stopped)
         except Interrupted:
             self._optimizer.discard()
@@ -227,29 +217,6 @@ class DrafterTrainer:
             num_reused=num_reused,
         )
 
-    def _try_fit(
-        self, fit: FeatureFit, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
-    ) -> TrainerReport | None:
-        """Add a batch to the closed-form start, as one update; as `try_step` does."""
-        is_known = self._reader.knows(batch)
-        if fit.is_due(is_next_known=is_known) and not fit.solve(stopped):
-            return None
-        read = self._reader.try_read_joined(batch, stopped)
-        if read is None:
-            return None
-        rows, num_reused = read
-        fit.add(rows)
-        self._steps += 1
-        return TrainerReport(
-            loss=0.0,
-            depths=DepthReport(agreement=(), overlap=(), cross_entropy=()),
-            grad_norm=0.0,
-            learning_rate=0.0,
-            num_tokens=sum(packed.num_tokens for packed in batch),
-            num_trained=len(rows),
-            num_reused=num_reused,
-        )
-
     def evaluate(
         self, batch: Sequence[PackedSequences], num_depths: int | None = None
     ) -> DepthReport:
@@ -284,33 +251,17 @@ class DrafterTrainer:
         return DepthReport.of(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Copy the training state: the drafter, the optimizer's moments, rows of the start."""
-        fit = {} if self._fit is None else self._fit.tensors()
-        parts = ((_LAYER, self.weights()), (_OPTIMIZER, self._optimizer.tensors()), (_FIT, fit))
+        """Copy the training state: the drafter, the optimizer's moments."""
+        parts = ((_LAYER, self.weights()), (_OPTIMIZER, self._optimizer.tensors()))
         return {name: t for prefix, part in parts for name, t in with_prefix(prefix, part).items()}
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
-        own, start = without_prefix(_LAYER, tensors), without_prefix(_FIT, tensors)
+        own = without_prefix(_LAYER, tensors)
         check_parameters(self._layer, own)
         self._optimizer.load(without_prefix(_OPTIMIZER, tensors))
         self.load_weights(own)
-        self._fit = FeatureFit.restored(self._layer, self._target, start) if start else None
         self._steps = steps
-
-    @property
-    def is_starting(self) -> bool:
-        """Whether the closed-form start goes on."""
-        return self._fit is not None
-
-    @property
-    def num_fitted(self) -> int:
-        """Number of rows of the present closed-form solution; 0 before and after the start."""
-        return 0 if self._fit is None else self._fit.num_fitted
-
-    def end_start(self) -> None:
-        """Leave the closed-form start; gradient steps follow."""
-        self._fit = None
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
