@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.drafter.eagle.fit import ridge
 from longtail.drafter.formats.checkpoint import (
     TrainingRecord,
     identity,
@@ -35,6 +34,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
 from support.eagle_requests import KEY, KeyedNoise, text
 from support.engine_requests import features_of
+from support.regression import ridge
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 SLOTS = 4
