@@ -8,9 +8,9 @@
 # PROMPTS    what the drafter shall be good at, as data.source (reasoning_gym:chain_sum)
 # OPTION     further options of `longtail drafter train`, as --train.steps=20
 #
-# The budget is small: 256 texts. A drafter of the recipe eagle1 learns most of what they hold by two
-# regressions (train.fit_tokens), and needs few gradient steps after that. vLLM gives such a drafter
-# the whole text to attend to, hence window 0. More texts and steps make a better drafter.
+# The budget is small: 256 texts. A drafter of the recipe eagle1 begins as a regression over
+# them (train.fit_tokens), and needs few gradient steps after that. vLLM gives such a drafter the
+# whole text to attend to, hence window 0. More texts and steps make a better drafter.
 set -euo pipefail
 model=${1:-smollm2} out=${2:-runs/smollm2-drafter} prompts=${3:-reasoning_gym:chain_sum}
 shift $(($# < 3 ? $# : 3))
