@@ -7,11 +7,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.architecture import DraftLayer
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise
-from longtail.speculation.drafter import Noise, Observed
+from longtail.speculation.drafter import Drafter, Noise, Observed
 from support.engine_requests import features_of as packed_features
 
 KEY, WINDOW = 12345, 5
@@ -33,7 +34,9 @@ class KeyedNoise(Noise):
         return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size, entries)
 
 
-def make_layer(model: Transformer, recipe: Recipe, window: int = WINDOW) -> EagleLayer:
+def make_layer(model: Transformer, recipe: str, window: int = WINDOW) -> DraftLayer:
+    if recipe == "ridge":
+        return ridge_layer(RidgeConfig(target=model.config)).to(model.dtype)
     layers = (0, 1) if recipe == "eagle3" else ()
     layer = EagleLayer(
         EagleConfig(recipe=recipe, target=model.config, layers=layers, window=window)
@@ -42,17 +45,26 @@ def make_layer(model: Transformer, recipe: Recipe, window: int = WINDOW) -> Eagl
     return layer.to(model.dtype)
 
 
+def ridge_layer(config: RidgeConfig, seed: int = 2) -> RidgeLayer:
+    """Return a layer with random weights."""
+    layer, generator = RidgeLayer(config), torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        with torch.no_grad():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return layer
+
+
 def text(length: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(128, (length,), generator=generator).tolist()
 
 
-def features_of(model: Transformer, drafter: EagleDrafter, tokens: Sequence[int]) -> Tensor:
+def features_of(model: Transformer, drafter: Drafter, tokens: Sequence[int]) -> Tensor:
     return packed_features(model, tokens, drafter.taps)
 
 
 def observe(
-    drafter: EagleDrafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
+    drafter: Drafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
 ) -> None:
     """Observe the tokens [start, end) of a text."""
     seen = Observed(

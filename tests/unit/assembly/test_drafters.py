@@ -12,8 +12,8 @@ from longtail.assembly.drafters import (
     open_drafters,
     open_trainable,
 )
-from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.history import HistoryDrafter
+from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.errors import ConfigError
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.strategy import Strategy
@@ -41,8 +41,8 @@ def test_none_is_no_drafter_and_auto_needs_no_weights(target):
 
 
 def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
-    eagle, history = opened("auto", target, learns=True)
-    assert isinstance(eagle, EagleDrafter)
+    ridge, history = opened("auto", target, learns=True)
+    assert isinstance(ridge, RidgeDrafter)
     assert isinstance(history, HistoryDrafter)
     first, second = (open_trainable(["fresh", "history"], target, print) for _ in range(2))
     assert first.training.steps == 0

@@ -32,7 +32,7 @@ from longtail.sampling import gumbel_noise, noise_key
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, PackedSequences, Request, SamplingParams
-from support.eagle_requests import KEY, KeyedNoise, text
+from support.eagle_requests import KEY, KeyedNoise, ridge_layer, text
 from support.engine_requests import features_of
 from support.regression import ridge
 from support.tiny_models import tiny_model, tiny_tokenizer
@@ -61,13 +61,7 @@ def _batch(seed: int, count: int = 6) -> list[PackedSequences]:
 
 
 def _layer(model: Transformer, seed: int = 2) -> RidgeLayer:
-    """Return a layer with random weights, in the model's dtype."""
-    layer = RidgeLayer(_config(model)).to(model.dtype)
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in layer.parameters():
-        with torch.no_grad():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return layer
+    return ridge_layer(_config(model), seed).to(model.dtype)
 
 
 def test_each_slot_is_one_ridge_regression() -> None:

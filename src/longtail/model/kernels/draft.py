@@ -69,7 +69,7 @@ class _Ridge(ctypes.Structure):
 class _Chains:
     """A function of draft.c for one set of weights, and its call."""
 
-    def __init__(self, name: str, head: NativeProduct, draft_ids: Int[Tensor, "vocab"] | None):
+    def __init__(self, name: str, head: NativeProduct, draft_ids: Int[Tensor, "draft"] | None):
         functions = native.functions(head.packed.dtype)
         assert functions is not None, "a head is packed only for a product that runs here"
         self._function, self._head, self._draft_ids = functions[name], head, draft_ids
@@ -172,7 +172,7 @@ class EagleChains(_Chains):
         weights: EagleWeights,
         rope: Rope,
         head: NativeProduct,
-        draft_ids: Int[Tensor, "vocab"] | None,
+        draft_ids: Int[Tensor, "draft"] | None,
     ) -> None:
         super().__init__("eagle_chains", head, draft_ids)
         self._weights, self._rope = weights, rope
@@ -243,7 +243,7 @@ class RidgeChains(_Chains):
         transitions: Sequence[NativeProduct],
         embedding: Float[Tensor, "vocab hidden"],
         head: NativeProduct,
-        draft_ids: Int[Tensor, "vocab"] | None,
+        draft_ids: Int[Tensor, "draft"] | None,
     ) -> None:
         super().__init__("ridge_chains", head, draft_ids)
         self._weights = embedding, streams, transitions
