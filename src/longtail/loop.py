@@ -256,7 +256,6 @@ class Trainer:
         """Write pending files and end the workers."""
         self._logger.close()
         self.workers.close()
-        self._saver.close()
 
     def advance(self) -> dict[str, float]:
         """Evaluate if it is time, then `make_step`."""

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from end_to_end.workshop import build, save_untaught
+from end_to_end.workshop import build
 from longtail.model.kernels import native
 from longtail.system.device import DTYPES
 
@@ -68,7 +68,7 @@ class Result:
     rollouts: Mapping[tuple[int, str], Any]
     """Text, reward, policy version and logprob by step and request."""
     weights: str
-    """SHA-256 of the last checkpoint's policy."""
+    """SHA-256 of the last checkpoint's policy, and of its drafter."""
 
 
 def faults(rng: random.Random) -> list[Fault]:
@@ -85,8 +85,11 @@ def result_of(run: Path) -> Result:
     found = {(row["step"], row["request_id"]): tuple(row[name] for name in kept) for row in rows}
     if len(found) != len(rows):
         raise Failure(f"{len(rows) - len(found)} rollouts are logged twice")
-    policy = max((run / "checkpoints").glob("step_*")) / "policy" / "model.safetensors"
-    return Result(rollouts=found, weights=hashlib.sha256(policy.read_bytes()).hexdigest())
+    last = max((run / "checkpoints").glob("step_*"))
+    digest = hashlib.sha256((last / "policy" / "model.safetensors").read_bytes())
+    drafter = run / "drafter" / last.name / "tensors.safetensors"
+    digest.update(drafter.read_bytes() if drafter.exists() else b"")
+    return Result(rollouts=found, weights=digest.hexdigest())
 
 
 def check_equal(found: Result, expected: Result) -> None:
@@ -206,10 +209,8 @@ class Run:
 
 
 def words_of(place: Path, *more: str) -> list[str]:
-    """Return the words of a small run; builds its model, prompts and drafter in `place`."""
-    workshop = build(place)
-    drafter = save_untaught(workshop.model, place / "drafter")
-    return workshop.words(
+    """Return the words of a small run; builds its model and prompts in `place`."""
+    return build(place).words(
         "unused",
         *("--run.steps=4", "--run.checkpoint_every=1", "--learner.dtype=float64"),
         *("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150"),
@@ -218,7 +219,7 @@ def words_of(place: Path, *more: str) -> list[str]:
             f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}",
             "--run.threads=2",
         ),
-        f"--speculation.drafter={drafter}",
+        "--speculation.drafter=fresh+history",
         *more,
     )
 

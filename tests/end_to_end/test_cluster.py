@@ -30,7 +30,7 @@ WORDS = (
     "--rollout.dtype=float64",
     "--learner.dtype=float64",
     "--run.checkpoint_every=1",
-    "--speculation.drafter=history",
+    "--speculation.drafter=fresh+history",
 )
 TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40")
 
@@ -73,6 +73,7 @@ def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_doe
     assert workers == {0, 1}
     assert workshop.train("shards", "--run.steps=4", *words).code == 0
     assert texts(workshop, "shards") == texts(workshop, "one")
+    assert workshop.drafter("shards", 4) == workshop.drafter("one", 4) is not None
 
 
 def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(

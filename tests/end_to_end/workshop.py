@@ -98,6 +98,11 @@ class Workshop:
         """The policy of a checkpoint."""
         return self.path / run / "checkpoints" / f"step_{step:06d}" / "policy"
 
+    def drafter(self, run: str, step: int) -> bytes | None:
+        """The drafter of a checkpoint with the sums that it follows from; None without one."""
+        path = self.path / run / "drafter" / f"step_{step:06d}" / "tensors.safetensors"
+        return path.read_bytes() if path.exists() else None
+
     def steps_saved(self, run: str) -> list[int]:
         """Steps of the checkpoints on disk, in order."""
         found = (self.path / run / "checkpoints").glob("step_*")
@@ -112,6 +117,7 @@ class Workshop:
             "rollouts": (self.path / run / "rollouts.jsonl").read_bytes(),
             "weights": (checkpoint / "policy" / "model.safetensors").read_bytes(),
             "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
+            "drafter": self.drafter(run, step),
             "state": {name: state[name] for name in state if name != "seconds"},
             "summary": {
                 name: self.summary(run)[name] for name in ("reward_before", "reward_after")

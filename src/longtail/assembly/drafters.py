@@ -14,12 +14,11 @@ from pathlib import Path
 
 import torch
 
-from longtail.drafter.architecture import make_drafter
+from longtail.drafter.architecture import learning_layer, make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.history import HistoryDrafter
-from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -193,10 +192,10 @@ def drafter_directory(path: Path) -> Path:
 
 
 def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter:
-    """Return a ridge drafter without weights, in float32, for the target called `name`."""
+    """Return a drafter that begins to learn, in float32, for the target called `name`."""
     ids = commonest_tokens((), min(_FRESH_VOCAB, target.config.vocab_size), tokenizer.eos_ids)
     return LoadedDrafter(
-        layer=RidgeLayer(RidgeConfig(target=target.config, draft_vocab_size=len(ids))),
+        layer=learning_layer(target.config, len(ids)),
         draft_ids=ids.to(target.device),
         trained_on=identity(name, target, tokenizer),
         training=TrainingRecord(steps=0, tokens=0, unroll_steps=1),

@@ -16,8 +16,6 @@ from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.ridge.drafter import RidgeDrafter
-from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
@@ -128,7 +126,7 @@ def make_drafting(
             num_tokens=loaded.training.tokens,
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
-        texts=speculation.texts if isinstance(speculation.texts, TextSums) else None,
+        texts=speculation.texts,
     )
     if drafting.texts is not None:
         return drafting
@@ -183,8 +181,8 @@ def learning(full: Speculation, own: SpotSection) -> Speculation:
     drafter = _learner(full.drafters)
     if own.train == "never" or drafter is None:
         return full
-    if isinstance(drafter, RidgeDrafter):
-        return replace(full, texts=drafter.statistics())
+    if (statistics := drafter.statistics()) is not None:
+        return replace(full, texts=statistics)
     if not own.features_mb:
         return full
     store = FeatureStore(training_taps(drafter.taps), own.features_mb * 2**20)

@@ -29,18 +29,18 @@ from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.config.rl import RunConfig
-from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
 SHARE = 0.1
 """Seconds of serial training after a rollout, as a share of the rollout's."""
 FADE = 0.8
-"""Weight of a text in the sums relative to one of the next step."""
+"""Weight of a text in the sums relative to one of the next step: its policy is older."""
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 
 
@@ -88,16 +88,16 @@ class WorkerGroup:
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._publisher: Publisher | None = None
-        self._sums: LagSums | None = None
-        """Sums over all texts; None if no drafter learns from sums."""
-        self._summed_step = -1
-        """Step of the newest texts in the sums."""
+        self._sums: Sums | None = None
+        """Sums over the texts of all steps; None if no drafter learns from sums."""
+        self._new_sums: Sums | None = None
+        """Sums over the texts of this step, not yet among those."""
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
         self._train_s = 0.0
         """Seconds of serial training after the last rollout."""
         self._num_trained = 0
-        """Tokens that the drafter has learned since it was offered last."""
+        """Tokens that the newest drafter has learned more than the one before."""
         self._marks: list[Mark] = []
 
     def begin(self) -> None:
@@ -107,6 +107,7 @@ class WorkerGroup:
         (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
         if drafter is not None:
             weights, self._sums = drafter
+            self._new_sums = None if self._sums is None else self._sums.faded(0.0)
             self._publisher = Publisher(weights, self._buffer)
 
     def rollout(
@@ -123,7 +124,9 @@ class WorkerGroup:
         if spot is not None:
             self._spot, self._train_s = spot, SHARE * result.seconds
             self._marks += spot.marks
-        self._add_sums(step, result)
+        for sums in (shard.value().sums for shard in result.shards):
+            if self._new_sums is not None and sums is not None:
+                self._new_sums.add(sums)
         return result
 
     def train_drafter(self) -> None:
@@ -167,30 +170,21 @@ class WorkerGroup:
         publisher, spot = self._publisher, self._spot
         if publisher is None:
             return None
-        if self._sums is not None:
+        if self._sums is not None and self._new_sums is not None:
+            self._num_trained = round(self._new_sums.num_tokens)
             if not self._num_trained:
                 return None
+            self._sums = self._sums.faded(FADE)
+            self._sums.add(self._new_sums)
+            self._new_sums = self._sums.faded(0.0)
             (tensors,) = self._supervisor.run_on((0,), tasks.SOLVE_DRAFTER, self._sums)
-            num_new, self._num_trained = self._num_trained, 0
-            return publisher.offer_solved(tensors, num_new)
+            return publisher.offer_solved(tensors, self._num_trained)
         if spot is None:
             return None
         publisher.withdraw()
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
         return publisher.offer(spot.replicas, renews=True)
-
-    def _add_sums(self, step: int, rollout: RolloutResult) -> None:
-        """Add the sums of a rollout; those of earlier steps fade, since their policy is older."""
-        found = [shard.value().sums for shard in rollout.shards]
-        new = [sums for sums in found if sums is not None]
-        if self._sums is None or not new:
-            return
-        if step != self._summed_step:
-            self._sums, self._summed_step = self._sums.faded(FADE), step
-        for sums in new:
-            self._sums.add(sums)
-        self._num_trained += sum(int(sums.num_tokens) for sums in new)
 
     # ---- observation
 

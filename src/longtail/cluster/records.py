@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from longtail.drafter.ridge.sums import LagSums
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState
+from longtail.speculation.drafter import Sums
 from longtail.types import Completion
 
 
@@ -41,7 +41,7 @@ class ShardResult:
     series: RolloutSeries | None
     drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
-    sums: LagSums | None = None
+    sums: Sums | None = None
     """Sums over its texts, if the drafter learns from sums."""
 
 

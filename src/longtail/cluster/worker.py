@@ -21,7 +21,6 @@ from torch import Tensor
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.ridge.sums import LagSums, TextSums
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
@@ -38,6 +37,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.speculation.drafter import Statistics, Sums
 from longtail.speculation.grow import GrowingDrafter
 from longtail.system import memory
 from longtail.system.device import compute_threads
@@ -62,7 +62,7 @@ class Drafting:
     """Initial weights of the drafter."""
     buffer: DrafterBuffer
     """Texts of `trainer`."""
-    texts: TextSums | None = None
+    texts: Statistics | None = None
     """Sums over what the engine writes."""
     trainer: SpotTrainer | None = None
 
@@ -225,7 +225,7 @@ class Worker:
 
     # ---- tasks of the drafter
 
-    def drafter(self) -> tuple[DrafterWeights, LagSums | None] | None:
+    def drafter(self) -> tuple[DrafterWeights, Sums | None] | None:
         """Return the drafter that is served and, if it learns from sums, those of no text.
 
         None if no drafter learns.
@@ -235,7 +235,7 @@ class Worker:
             return None
         return self._served, None if drafting.texts is None else drafting.texts.take()
 
-    def solve_drafter(self, sums: LagSums) -> dict[str, Tensor]:
+    def solve_drafter(self, sums: Sums) -> Mapping[str, Tensor]:
         """Return the drafter's tensors that follow from sums, on one thread: its bits are equal."""
         with compute_threads(1):
             return sums.weights(self._components.tokenizer.eos_ids)
@@ -368,7 +368,7 @@ class Worker:
                 texts, self._new_texts = self._new_texts, []
             self._drafting().buffer.add(texts)
 
-    def _texts_of(self, learns: bool) -> TextSums | None:
+    def _texts_of(self, learns: bool) -> Statistics | None:
         """Return the empty sums of a rollout; None if nothing learns from them."""
         drafting = self._components.drafting
         if drafting is None or drafting.texts is None:

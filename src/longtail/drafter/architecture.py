@@ -1,4 +1,9 @@
-"""The architectures of drafters: what a description names, how its layer is made, how it drafts."""
+"""The architectures of drafters: one entry names all that the rest of the library needs of one.
+
+a description, an empty layer, a fresh layer     its shape and its weights
+a drafter                                        taps, proposals, statistics of its texts
+a trainer                                        the weights that given texts lead to
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,26 +13,40 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.model.transformer import Transformer
+from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.training.trainer import DrafterTrainer
+from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.drafter import Drafter
 
 DraftConfig = EagleConfig | RidgeConfig
 DraftLayer = EagleLayer | RidgeLayer
+Trainer = DrafterTrainer | RidgeTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftArchitecture:
-    """An architecture: its shape, its layer, and the drafter with that layer."""
+    """An architecture: its shape, its layer, the drafter with that layer, and its training."""
 
     config: type[DraftConfig]
     layer: Callable[..., DraftLayer]
+    fresh: Callable[..., DraftLayer]
+    """Of a description, a target, a sample of its texts and a random generator."""
     drafter: Callable[..., Drafter]
+    trainer: Callable[..., Trainer]
+    """Of a layer, a target and settings; with `draft_ids` and `head`."""
 
 
-_EAGLE = DraftArchitecture(config=EagleConfig, layer=EagleLayer, drafter=EagleDrafter)
+_EAGLE = DraftArchitecture(
+    config=EagleConfig,
+    layer=EagleLayer,
+    fresh=fresh_drafter,
+    drafter=EagleDrafter,
+    trainer=DrafterTrainer,
+)
 ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
     {
         "eagle1": _EAGLE,
@@ -35,11 +54,20 @@ ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
         "ridge": DraftArchitecture(
             config=RidgeConfig,
             layer=RidgeLayer,
+            fresh=lambda config, target, *_: RidgeLayer(config).to(target.device),
             drafter=lambda *args, draft_ids, **_: RidgeDrafter(*args, draft_ids=draft_ids),
+            trainer=lambda layer, target, _, *, draft_ids, head: RidgeTrainer(
+                layer, target, draft_ids=draft_ids
+            ),
         ),
     }
 )
 """All architectures, by recipe."""
+
+
+def learning_layer(target: ModelConfig, draft_vocab_size: int) -> DraftLayer:
+    """Return the layer of a drafter that begins a run without weights and learns during it."""
+    return RidgeLayer(RidgeConfig(target=target, draft_vocab_size=draft_vocab_size))
 
 
 def make_layer(config: DraftConfig) -> DraftLayer:

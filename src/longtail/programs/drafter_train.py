@@ -17,8 +17,8 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import DraftConfig, DraftLayer
-from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
+from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, Trainer
+from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
@@ -29,11 +29,10 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
     save_drafter,
 )
-from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.layer import RidgeConfig
 from longtail.drafter.ridge.start import regress
-from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.texts import TextBatches, pack_texts
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
+from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.report import StepReport
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
@@ -58,7 +57,7 @@ class Components(steps.Components):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
-    trainer: DrafterTrainer | RidgeTrainer
+    trainer: Trainer
     batches: TextBatches
     corpus: Corpus
     target: TargetIdentity
@@ -239,27 +238,6 @@ def assemble(
                 check=interruption.check,
             )
             console.log(f"the drafter begins as a regression over {count:,} tokens")
-    trainer: DrafterTrainer | RidgeTrainer
-    if isinstance(layer, RidgeLayer):
-        trainer = RidgeTrainer(layer, target, draft_ids=ids)
-    else:
-        trainer = _gradient_trainer(config, target, layer, ids, head)
-    return Components(
-        config=config,
-        trainer=trainer,
-        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
-        corpus=corpus,
-        target=identity(config.target.path, target, tokenizer),
-    )
-
-
-def _gradient_trainer(
-    config: DrafterTrainConfig,
-    target: Transformer,
-    layer: EagleLayer,
-    ids: torch.Tensor | None,
-    head: torch.Tensor | None,
-) -> DrafterTrainer:
     own = config.train
     settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
@@ -268,7 +246,14 @@ def _gradient_trainer(
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
     )
-    return DrafterTrainer(layer, target, settings, draft_ids=ids, head=head)
+    make_trainer = ARCHITECTURES[layer.config.recipe].trainer
+    return Components(
+        config=config,
+        trainer=make_trainer(layer, target, settings, draft_ids=ids, head=head),
+        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        corpus=corpus,
+        target=identity(config.target.path, target, tokenizer),
+    )
 
 
 def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
@@ -311,11 +296,9 @@ def _fresh_layer(
 ) -> tuple[DraftLayer, torch.Tensor | None]:
     size = drafter.draft_vocab_size
     ids = commonest_tokens(corpus.training, size, tokenizer.eos_ids) if size else None
-    if isinstance(drafter, RidgeConfig):
-        return RidgeLayer(drafter).to(target.device, _working(target)), ids
     sample = pack_texts(corpus.training[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    layer = fresh_drafter(drafter, target, sample, generator)
+    layer = ARCHITECTURES[drafter.recipe].fresh(drafter, target, sample, generator)
     return layer.to(_working(target)), ids
 
 

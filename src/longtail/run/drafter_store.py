@@ -1,21 +1,19 @@
-"""Checkpoints of a run's drafter, written in the background.
+"""Checkpoints of a run's drafter.
 
     runs/example/drafter/
       initial/                  drafter directory of the drafter at the start of the run
       step_000010/
-        tensors.safetensors     the drafter's own weights, and its training texts
+        tensors.safetensors     the drafter's own weights, and its training texts or their sums
         state.json              version and cursors
       .new-step_000020/         being written
 
-Published weights are never modified, so a thread writes them while the run continues: only the
-drafter's own weights, without optimizer moments, as in TLT (arXiv 2511.16665). A write waits for
-the one before. A resumed run loads the newest drafter that is not newer than its checkpoint, else
-it starts with its configured drafter, which changes only the speed.
+A step's drafter is written before its checkpoint: its own weights, without optimizer moments, as
+in TLT (arXiv 2511.16665). A resumed run loads the newest drafter that is not newer than its
+checkpoint, else it starts with its configured drafter, which changes only the speed.
 `load_run_drafter` combines the newest weights with the description of the initial drafter.
 """
 
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import final
@@ -45,29 +43,20 @@ INITIAL = "initial"
 
 @final
 class DrafterStore:
-    """Drafter checkpoints of a run, written in a thread of its own; `wait` waits for it."""
+    """Drafter checkpoints of a run."""
 
     def __init__(self, directory: Path, *, keep: int = 2) -> None:
         self._directory, self._keep = directory, keep
-        self._writer = ThreadPoolExecutor(max_workers=1)
-        self._writing: Future[Path] | None = None
 
     def save(self, step: int, state: DrafterState) -> None:
-        """Start to write. Raises CheckpointError if the write before failed."""
+        """Write a drafter. Raises CheckpointError if that fails."""
 
         def write(folder: Path) -> None:
             save_tensors(state.tensors, folder / _TENSORS)
             write_state(folder, {"numbers": dict(state.numbers)})
 
-        self.wait()
-        self._writing = self._writer.submit(put_step, self._directory, step, write, keep=self._keep)
-
-    def wait(self) -> None:
-        """Wait for the write in progress. Raises CheckpointError if it failed."""
-        writing, self._writing = self._writing, None
         try:
-            if writing is not None:
-                writing.result()
+            put_step(self._directory, step, write, keep=self._keep)
         except UNWRITABLE as error:
             raise CheckpointError(
                 f"the drafter cannot be written to {self._directory}: {error}; free some space, "

@@ -33,7 +33,7 @@ class StateSaver:
         self, config: RunConfig, run: RunDirectory, workers: WorkerGroup, source: PromptSource
     ) -> None:
         self._run, self._workers, self._source = run, workers, source
-        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints)
+        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints + 1)
         self._saved_step = 0
 
     def begin(self, checkpoint: Checkpoint | None) -> TrainerState:
@@ -55,6 +55,8 @@ class StateSaver:
         """Write a checkpoint unless the newest one is of this step."""
         if state.step == self._saved_step:
             return
+        if (drafter := self._workers.drafter_state()) is not None:
+            self._drafters.save(state.step, drafter)  # so that whoever has the checkpoint has it
         learner = self._workers.learner_state()
         document = {
             "cursor": dict(state.cursor),
@@ -62,15 +64,9 @@ class StateSaver:
             "learner": dict(learner.numbers),
         }
         self._run.save(state.step, self._workers.save_policy, learner.tensors, document)
-        if (drafter := self._workers.drafter_state()) is not None:
-            self._drafters.save(state.step, drafter)
         self._saved_step = state.step
 
     def newest_policy(self) -> Path | None:
         """Return the policy of the newest checkpoint; None without a checkpoint."""
         path = self._run.checkpoints / f"step_{self._saved_step:06d}" / "policy"
         return path if self._saved_step else None
-
-    def close(self) -> None:
-        """Wait until the drafter is written."""
-        self._drafters.wait()

@@ -15,9 +15,9 @@ all requests, an added one gets `refresh`.
 """
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Protocol, Self, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -135,8 +135,38 @@ class _NoiseRows(Noise):
 
 
 @runtime_checkable
-class StateObserver(Protocol):
-    """Reads what the target computes, without proposing anything."""
+class Sums(Protocol):
+    """Statistics of texts from which a drafter's weights follow.
+
+    Adding is exact: no bit depends on the order or on who added up what.
+    """
+
+    @property
+    def num_tokens(self) -> float:
+        """Number of tokens, as far as they are not faded."""
+
+    def add(self, other: Self) -> None:
+        """Add the sums of other texts."""
+
+    def faded(self, factor: float) -> Self:
+        """Return the sums with every text weighted by a factor."""
+
+    def weights(self, always: Sequence[int]) -> Mapping[str, Tensor]:
+        """Return a drafter's parameters and its draft vocabulary, in which `always` is."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sums by name."""
+
+    def restored(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return saved sums; CheckpointError if they are of another shape."""
+
+
+@runtime_checkable
+class Statistics(Protocol):
+    """Adds up what the target computes, whether or not anything is drafted."""
+
+    is_on: bool
+    """Whether to read what is observed."""
 
     @property
     def taps(self) -> Taps:
@@ -144,6 +174,9 @@ class StateObserver(Protocol):
 
     def observe(self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"]) -> None:
         """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
+
+    def take(self) -> Sums:
+        """Return the sums since the last call; texts in progress are forgotten."""
 
 
 class Drafter(abc.ABC):
@@ -185,6 +218,10 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def forget(self, request_id: str) -> None:
         """Free the state of a request, known or not, that finished or was withdrawn."""
+
+    def statistics(self) -> Statistics | None:
+        """Return new statistics of its target's texts; None if its weights follow from none."""
+        return None
 
     @abc.abstractmethod
     def refresh(self) -> None:

@@ -118,10 +118,16 @@ def test_law_sums_do_not_depend_on_who_adds_which_part_when(
             features.append(states[start : ends[name]])
         worker.observe(seen, torch.cat(features))
     torch.set_num_threads(num_threads)
-    found = workers[0].take()
-    found.add(workers[1].take())
-    for name, tensor in expected.take().tensors().items():
-        assert found.tensors()[name].equal(tensor), name
+    one, other = (worker.take() for worker in workers)
+    whole = expected.take()
+    found, again = whole.faded(0.8), whole.faded(0.8)
+    for part in (one, other):
+        found.add(part)
+    other.add(one)
+    again.add(other)
+    for name, tensor in whole.tensors().items():
+        assert other.tensors()[name].equal(tensor), name
+        assert found.tensors()[name].equal(again.tensors()[name]), f"{name}, earlier texts faded"
 
 
 def test_a_text_whose_beginning_was_not_observed_is_left_out() -> None:

@@ -1,4 +1,4 @@
-"""The drafter on disk: written beside the run, whole or not at all, found again by step."""
+"""The drafter on disk: written before its checkpoint, whole or not at all, found again by step."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,6 @@ def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path:
     store = DrafterStore(tmp_path / "drafter", keep=2)
     for step in (1, 2, 3):
         store.save(step, state(step))
-    store.wait()
     assert kept(tmp_path / "drafter") == ["step_000002", "step_000003"]
     for step, version in ((9, 3), (3, 3), (2, 2)):
         found = store.load(step)
@@ -45,7 +44,6 @@ def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path:
 def test_a_damaged_one_is_named_with_the_remedy(tmp_path: Path, damage: str) -> None:
     store = DrafterStore(tmp_path)
     store.save(2, state(2))
-    store.wait()
     (tmp_path / "step_000002" / damage).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"step_000002: it cannot be read .*move it away"):
         store.load(2)
@@ -58,17 +56,14 @@ def test_what_was_half_written_is_no_drafter(tmp_path: Path) -> None:
     store = DrafterStore(tmp_path)
     assert store.load(9) is None
     store.save(4, state(4))
-    store.wait()
     assert kept(tmp_path) == ["step_000004"]
 
 
-def test_a_disk_that_refuses_is_told_at_the_next_call(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
     (tmp_path / "drafter").write_text("a file in the way")
     store = DrafterStore(tmp_path / "drafter")
-    store.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"the drafter cannot be written .* free some space"):
-        store.wait()
-    store.wait()  # told once
+        store.save(1, state(1))
 
 
 @pytest.fixture
@@ -83,7 +78,6 @@ def run(tmp_path: Path) -> tuple[Path, Target]:
         tensors = {f"drafter/{n}": t + version for n, t in loaded.layer.state_dict().items()}
         numbers = {"version": version, "accept_len": 2.5 if version else None}
         store.save(step, DrafterState(tensors=tensors, numbers=numbers))
-    store.wait()
     return tmp_path / "r", target
 
 
@@ -121,6 +115,5 @@ def test_a_run_with_weights_of_another_drafter_is_refused(run: tuple[Path, Targe
     tensors = {"drafter/fc.weight": torch.ones(2, 2)}
     store = DrafterStore(path / "drafter")
     store.save(9, DrafterState(tensors=tensors, numbers={"version": 1}))
-    store.wait()
     with pytest.raises(ConfigError, match=r"another drafter: .*initial, the drafter that the run"):
         norm_of(path, target)

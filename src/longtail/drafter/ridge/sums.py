@@ -33,6 +33,8 @@ _NORM_STEPS = 1024
 """Steps in the weight of the target's last norm; a state is at most sqrt(hidden) times as large."""
 _EMBEDDING_STEPS = 4096
 """Steps in the largest entry of the embedding."""
+_COUNT_STEPS = 1024
+"""Steps in the count of a token that was written once."""
 _CHUNK = 1024
 """Tokens from which texts are added together."""
 _MOST_DRAFTED = 8192
@@ -70,10 +72,10 @@ class LagSums:
         return float(self.products[0, hidden, hidden])
 
     def faded(self, factor: float) -> "LagSums":
-        """Return the sums with every text weighted by a factor."""
-        return LagSums(
-            products=self.products * factor, steps=self.steps, counts=self.counts * factor
-        )
+        """Return the sums with every text weighted by a factor, rounded: they stay exact."""
+        products = (self.products * factor).round().add_(0.0)  # no -0.0
+        counts = (self.counts * (factor * _COUNT_STEPS)).round() / _COUNT_STEPS
+        return LagSums(products=products, steps=self.steps, counts=counts)
 
     def add(self, other: "LagSums") -> None:
         """Add the sums of other texts."""

@@ -25,7 +25,7 @@ from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.runner import StepClock, StepTimer
 from longtail.engine.step.sampler import NoiseSource
 from longtail.model.transformer import ModelConfig
-from longtail.speculation.drafter import NO_TAPS, Drafter, StateObserver
+from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted
 from longtail.tuner.cost import CostModel
@@ -49,7 +49,7 @@ class Speculation:
     clock: StepClock = field(default_factory=StepClock)
     features: FeatureStore | None = None
     """Store of the target's features for drafter training."""
-    texts: StateObserver | None = None
+    texts: Statistics | None = None
     """Reads every token that is computed, whether or not anything is drafted."""
 
     @staticmethod

@@ -167,9 +167,7 @@ class Session:
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._initial.save(folder / INITIAL)
-        store = DrafterStore(folder, keep=1)
-        store.save(step, self._training.state())
-        store.wait()
+        DrafterStore(folder, keep=1).save(step, self._training.state())
 
     def restore(self, checkpoint: Path, step: int) -> bool:
         """Continue with the drafter of a checkpoint; return whether there is one."""

@@ -22,7 +22,6 @@ from longtail.cluster.drafter.publisher import Publisher
 from longtail.cluster.group import FADE, SHARE, DrafterState
 from longtail.cluster.worker import Drafting
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.ridge.sums import LagSums, TextSums
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.weights import (
@@ -35,6 +34,7 @@ from longtail.drafter.weights import (
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
+from longtail.speculation.drafter import Statistics, Sums
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request
 
@@ -57,7 +57,7 @@ class DrafterTraining:
         self._served = drafting.served
         self._eos_ids = eos_ids
         self._replica: Replica | None = None
-        self._sums: LagSums | None = None
+        self._sums: Sums | None = None
         """Sums over the texts of all processes; None before the first exchange."""
         self._num_rollouts = self._num_done = 0
 
@@ -152,7 +152,7 @@ class DrafterTraining:
         else:
             self._exchange_sums(self._drafting.texts)
 
-    def _exchange_sums(self, texts: TextSums) -> None:
+    def _exchange_sums(self, texts: Statistics) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
         own = texts.take()
         known = own.faded(0.0) if self._sums is None else self._sums.faded(FADE)
