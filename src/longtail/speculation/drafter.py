@@ -17,7 +17,7 @@ all requests, an added one gets `refresh`.
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -145,10 +145,10 @@ class Sums(Protocol):
     def num_tokens(self) -> float:
         """Number of tokens, as far as they are not faded."""
 
-    def add(self, other: Self) -> None:
-        """Add the sums of other texts."""
+    def add(self, other: Any) -> None:
+        """Add sums of the same kind over other texts."""
 
-    def faded(self, factor: float) -> Self:
+    def faded(self, factor: float) -> "Sums":
         """Return the sums with every text weighted by a factor."""
 
     def weights(self, always: Sequence[int]) -> Mapping[str, Tensor]:
@@ -157,7 +157,7 @@ class Sums(Protocol):
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums by name."""
 
-    def restored(self, tensors: Mapping[str, Tensor]) -> Self:
+    def restored(self, tensors: Mapping[str, Tensor]) -> "Sums":
         """Return saved sums; CheckpointError if they are of another shape."""
 
 
