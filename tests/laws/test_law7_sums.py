@@ -1,0 +1,71 @@
+"""Law 7 for a drafter that learns from sums: its bits follow from the texts alone.
+
+Whoever writes them, how many at once, with or without drafts and whatever is preempted: the sums
+over all texts are equal, and so is the drafter. Runs: tests/end_to_end/test_cluster.py (other
+numbers of workers), tests/chaos (killed workers), test_law8_resume.py (resumes).
+"""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longtail.drafter.ridge.drafter import RidgeDrafter
+from longtail.drafter.ridge.layer import RidgeConfig
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.request import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
+from longtail.model.kernels import native
+from longtail.sampling import noise_key
+from longtail.speculation.drafter import Sums
+from longtail.speculation.strategy import Strategy
+from longtail.tuner.tuner import OffTuner
+from longtail.types import Request, SamplingParams
+from support.eagle_requests import ridge_layer, text
+from support.tiny_models import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    native.product(torch.float32) is None, reason="a state may depend on its batch"
+)
+
+
+def _request(index: int) -> Request:
+    return Request(
+        request_id=str(index),
+        prompt_tokens=tuple(text(3 + index % 5, seed=index)),
+        noise_key=noise_key(3, index),
+        sampling=SamplingParams(max_tokens=5 + 7 * index % 40, temperature=0.8),
+    )
+
+
+def _write(requests: list[Request], limits: EngineLimits, strategy: Strategy | None) -> Sums:
+    """Return the sums over what an engine writes with these limits and drafts."""
+    model = tiny_model()
+    model.pack()
+    drafter = RidgeDrafter(ridge_layer(RidgeConfig(target=model.config, slots=4)), model)
+    texts = drafter.statistics()
+    plain = Speculation(drafters=(), tuner=OffTuner(), guarded=False)
+    drafts = plain if strategy is None else Speculation.fixed(drafter, strategy)
+    engine = RolloutEngine(model, lambda ids: "".join(map(chr, ids)), limits)
+    engine.speculate(replace(drafts, texts=texts))
+    engine.generate(requests)
+    return texts.take()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_do_not_depend_on_workers_batches_drafts_or_preemption(seed: int) -> None:
+    choose, requests = random.Random(seed), [_request(index) for index in range(14)]
+    roomy = EngineLimits(max_running=14, max_step_tokens=400, max_len=64)
+    whole = _write(requests, roomy, None)
+    assert whole.num_tokens > 200
+    choose.shuffle(requests)
+    cut = choose.randrange(3, 11)
+    tight = EngineLimits(max_running=5, max_step_tokens=16, max_len=64, kv_tokens=96)
+    shape = choose.choice((Strategy(depth=3), Strategy(depth=4, width=2, beam=1, size=8)))
+    found = _write(requests[:cut], tight, shape)
+    found.add(_write(requests[cut:], roomy, None if seed else shape))
+    for name, tensor in whole.tensors().items():
+        assert found.tensors()[name].equal(tensor), name
+    weights = whole.weights([0])
+    assert all(each.equal(weights[name]) for name, each in found.weights([0]).items())
