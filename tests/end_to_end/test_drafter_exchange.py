@@ -54,7 +54,7 @@ def test_what_cannot_be_exported_leaves_nothing_behind(workshop):
         said = export(workshop, out, drafter, *more)
         assert said.code == 2
         assert message in said.err
-    assert "no EAGLE layer" in say("drafter", "export", "history", "--out=x", *more).err
+    assert "no weights to export" in say("drafter", "export", "history", "--out=x", *more).err
     assert sorted(path.name for path in workshop.path.iterdir()) == before
 
 

@@ -49,8 +49,8 @@ def run_export(args: argparse.Namespace) -> int:
     target = open_model(name, directory, load_tokenizer(directory))
     loaded = read_drafter(args.drafter, target, print, None)
     if loaded is None:
-        raise ConfigError(f"{args.drafter}: it has no EAGLE layer to export")
-    dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.eagle.dtype
+        raise ConfigError(f"{args.drafter}: it has no weights to export")
+    dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.layer.dtype
     loaded = export_drafter(Path(args.out), loaded, target.model, target.tokenizer, dtype)
     recipe = loaded.eagle.config.recipe
     options = {

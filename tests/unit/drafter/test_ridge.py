@@ -9,12 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.formats.checkpoint import (
+    LoadedDrafter,
     TrainingRecord,
     identity,
     load_drafter,
     save_drafter,
 )
+from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
@@ -70,9 +73,8 @@ def test_each_slot_is_one_ridge_regression() -> None:
     read, signal = TextSums(model, SLOTS), []
     for name, (tokens, states) in _texts(model, (203, 400, 5)).items():
         read.observe([_seen(name, tokens, 0, len(tokens))], states)
-        ones = states.new_ones(len(states), 1)
-        joined = torch.cat((states, ones, model.embedding(torch.tensor(tokens)).detach()), 1)
-        signal += [joined.new_zeros(SLOTS, 65), joined[3:]]
+        joined = torch.cat((states, model.embedding(torch.tensor(tokens)).detach()), 1)
+        signal += [joined.new_zeros(SLOTS, 64), joined[3:]]
     sums = read.take()
     assert sums.num_tokens == 203 + 400 + 5 - 9
     signal = torch.cat([*signal, signal[0]])
@@ -80,11 +82,10 @@ def test_each_slot_is_one_ridge_regression() -> None:
     solved = sums.solve()
     for slot in range(1, SLOTS + 1):
         later = signal[slot:]
-        inputs = [signal[:-slot, :33], signal[1 : len(signal) - slot + 1, 33:], later[:, 33:]]
+        inputs = [signal[:-slot, :32], signal[1 : len(signal) - slot + 1, 32:], later[:, 32:]]
         rows = torch.cat(inputs[: 2 + (slot > 1)], 1)
         expected = ridge(rows.T @ rows, rows.T @ later[:, :32], int(sums.num_tokens))
-        weights, shift = solved[f"streams.{slot - 1}.weight"].T, solved[f"streams.{slot - 1}.bias"]
-        found = [weights[:32], shift[None], weights[32:]]
+        found = [solved[f"streams.{slot - 1}.weight"].T]
         if slot > 1:
             found.append(solved[f"transitions.{slot - 2}.weight"].T)
         torch.testing.assert_close(torch.cat(found), expected.float(), atol=1e-5, rtol=1e-5)
@@ -256,8 +257,8 @@ def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy:
         each.observe([_seen("a", tokens, 0, 11)], _states(model, tokens)[:11])
     (request,) = _asked(["a"], tokens)
     before = drafter.propose([request], strategy, None)
-    with pytest.raises(CheckpointError, match=r"streams\.0\.bias"):
-        drafter.load_weights({**copy_parameters(renewed, ids), "streams.0.bias": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"streams\.0\.weight"):
+        drafter.load_weights({**copy_parameters(renewed, ids), "streams.0.weight": torch.zeros(2)})
     assert drafter.propose([request], strategy, None) == before
     drafter.load_weights(copy_parameters(renewed, ids))
     assert drafter.propose([request], strategy, None) == fresh.propose([request], strategy, None)
@@ -307,9 +308,26 @@ def test_a_saved_drafter_is_read_again(tmp_path: Path) -> None:
     assert all(
         a.equal(b) for a, b in zip(loaded.layer.parameters(), layer.parameters(), strict=True)
     )
-    with pytest.raises(ConfigError, match="only an EAGLE drafter is exported"):
-        _ = loaded.eagle
     description = tmp_path / "d" / "drafter.json"
     description.write_text(description.read_text().replace('"slots": 4', '"slots": 99'))
     with pytest.raises(ConfigError, match="slots = 99"):
         load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
+
+
+def test_an_export_drafts_like_the_first_slot(tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    made = LoadedDrafter(
+        layer=_layer(model),
+        draft_ids=None,
+        trained_on=identity("toy", model, tokenizer),
+        training=TrainingRecord(steps=1, tokens=9, unroll_steps=1),
+    )
+    export_drafter(tmp_path / "out", made, model, tokenizer, torch.float32)
+    eagle = load_published(tmp_path / "out", "toy", model, tokenizer).eagle
+    drafters, tokens = (RidgeDrafter(_layer(model), model), EagleDrafter(eagle, model)), text(12)
+    (request,) = _asked(["a"], tokens)
+    for drafter in drafters:
+        drafter.observe([_seen("a", tokens, 0, 11)], _states(model, tokens)[:11])
+    one, other = (each.propose([request], Strategy(depth=1), None)[0] for each in drafters)
+    assert one.tokens == other.tokens
+    assert one.margins == pytest.approx(other.margins, rel=1e-4)

@@ -29,6 +29,8 @@ from torch import Tensor
 
 from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, make_layer
 from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.ridge.start import as_eagle
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -95,13 +97,15 @@ class LoadedDrafter:
 
     @property
     def eagle(self) -> EagleLayer:
-        """The layer; ConfigError if it is of another architecture."""
-        if not isinstance(self.layer, EagleLayer):
-            raise ConfigError(
-                f"a {self.layer.config.recipe} drafter of {self.trained_on.name}: only an EAGLE "
-                "drafter is exported, or trained while it drafts"
-            )
+        """The layer; it is EAGLE's."""
+        assert isinstance(self.layer, EagleLayer), "see `as_eagle`"
         return self.layer
+
+    def as_eagle(self) -> "LoadedDrafter":
+        """Return the drafter in the nearest shape that other engines read."""
+        if isinstance(self.layer, RidgeLayer):
+            return replace(self, layer=as_eagle(self.layer))
+        return self
 
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""

@@ -75,14 +75,14 @@ def export_drafter(
     tokenizer: Tokenizer,
     dtype: torch.dtype,
 ) -> LoadedDrafter:
-    """Write a drafter into the new directory `out` in `dtype`, read back and compared.
+    """Write a drafter, as EAGLE, into the new directory `out` in `dtype`, read back and compared.
 
-    Changes the layer as `rounded` does, and returns the drafter as it was written. Raises
+    Changes an EAGLE layer as `rounded` does, and returns the drafter as it was written. Raises
     ConfigError if `out` exists, CheckpointError if it cannot be written or reads back differently.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; remove it or choose another directory")
-    loaded = rounded(loaded, dtype)
+    loaded = rounded(loaded.as_eagle(), dtype)
     temporary = out.with_name(f".new-{out.name}-{os.getpid()}")
     try:
         write_layout(temporary, loaded, target)

@@ -3,7 +3,7 @@
 The pair (final state at token i, embedding of token i + 1), as in `drafter.eagle.layer`, gives the
 states of a whole block at once; each is then moved by the token that was drafted before it:
 
-    stream[k] = A[k] [state of i; embedding of i + 1] + b[k]            k = 1 .. slots
+    stream[k] = A[k] [state of i; embedding of i + 1]                   k = 1 .. slots
     state of i + k  ~  stream[k] + T[k] embedding of i + k              for k > 1
 
 The target's head reads a state and scores token i + k + 1. A block takes one pass where a chain of
@@ -55,7 +55,7 @@ class RidgeLayer(nn.Module):
         super().__init__()
         hidden, slots = config.target.hidden_size, config.slots
         self.config = config
-        self.streams = nn.ModuleList(Linear(2 * hidden, hidden, bias=True) for _ in range(slots))
+        self.streams = nn.ModuleList(Linear(2 * hidden, hidden) for _ in range(slots))
         self.transitions = nn.ModuleList(Linear(hidden, hidden) for _ in range(slots - 1))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)

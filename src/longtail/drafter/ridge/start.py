@@ -1,16 +1,32 @@
-"""The start of an EAGLE-1 drafter: a ridge regression of the target's next state."""
+"""EAGLE-1 from a regression: the start of its training, and a ridge drafter in its layout."""
 
 from collections.abc import Callable, Iterable
 
 import torch
 
-from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.transformer import DecoderLayer, Transformer
 from longtail.rl.data.examples import Example
+
+
+def as_eagle(ridge: RidgeLayer) -> EagleLayer:
+    """Return an EAGLE-1 layer that repeats slot 1 at every depth; nothing attends."""
+    config = ridge.config
+    layer = EagleLayer(
+        EagleConfig(
+            recipe="eagle1",
+            target=config.target,
+            window=0,
+            draft_vocab_size=config.draft_vocab_size,
+        )
+    )
+    layer.initialize(torch.Generator().manual_seed(0))
+    layer.to(ridge.device, ridge.dtype)
+    _repeat(layer, ridge)
+    return layer
 
 
 def regress(
@@ -24,9 +40,9 @@ def regress(
 ) -> int:
     """Set a layer to the regression over the first `num_tokens` trained tokens of the texts.
 
-    `fc` is slot 1 of a ridge drafter without bias. Attention and feed-forward add nothing yet; the
-    inner weights of the latter are those of the target's last layer. The target reads `budget`
-    tokens at a time, after a call of `check`. Returns the number of trained tokens, of whole texts.
+    Attention and feed-forward add nothing yet; the inner weights of the latter are those of the
+    target's last layer. The target reads `budget` tokens at a time, after a call of `check`.
+    Returns the number of trained tokens, of whole texts.
     """
     assert layer.config.recipe == "eagle1", "only eagle1 predicts the next state"
     chosen, count = [], 0
@@ -40,15 +56,20 @@ def regress(
     for packed in pack_texts(chosen, budget):
         check()
         trainer.step([packed])
-    sums, hidden = LagSums(**trainer.tensors()), target.config.hidden_size
-    sums.steps[hidden] = 0.0  # the constant: `fc` has no bias
-    state, embedding = torch.split(sums.solve()["streams.0.weight"], hidden, 1)
-    last, inner = target.layers[-1], layer.feed_forward
+    last = target.layers[-1]
     assert isinstance(last, DecoderLayer)
     with torch.no_grad():
-        layer.fc.weight.copy_(torch.cat((embedding, state), 1))
         layer.feed_forward_norm.weight.copy_(last.feed_forward_norm.weight)
-        inner.gate_up.weight.copy_(last.feed_forward.gate_up.weight)
-        for residual in (layer.output, inner.down):
-            residual.weight.zero_()
+        layer.feed_forward.gate_up.weight.copy_(last.feed_forward.gate_up.weight)
+    _repeat(layer, trainer.layer)
     return count
+
+
+@torch.no_grad()
+def _repeat(layer: EagleLayer, ridge: RidgeLayer) -> None:
+    """Set `fc` to slot 1, and what is added to it to zero."""
+    first = dict(ridge.named_parameters())["streams.0.weight"]
+    state, embedding = torch.split(first, ridge.config.target.hidden_size, 1)
+    layer.fc.weight.copy_(torch.cat((embedding, state), 1))
+    for residual in (layer.output, layer.feed_forward.down):
+        residual.weight.zero_()

@@ -2,7 +2,7 @@
 
 The signal of a text at its token i, before and after which it is zero:
 
-    z[i] = [state of i ; 1 ; embedding of i]            Z[k] = sum over i of z[i] z[i + k]'
+    z[i] = [state of i ; embedding of i]                Z[k] = sum over i of z[i] z[i + k]'
 
 States and embeddings are read in whole steps, so that all products and their sums are integers
 below 2^53, which float64 adds exactly: no bit depends on who added which text when. The weights of
@@ -10,7 +10,7 @@ slot k minimise, with the blocks of Z as all that is needed of the texts,
 
     sum over i of | A x + T e - y |^2  +  RIDGE * (scaled weights)^2          (ridge regression)
 
-    x   state of i, 1, embedding of i + 1      e   embedding of i + k      y   state of i + k
+    x   state of i, embedding of i + 1         e   embedding of i + k      y   state of i + k
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class LagSums:
     products: Float[Tensor, "lags signal signal"]
     """Z[0], Z[1], ... in float64; one lag more than slots."""
     steps: Float[Tensor, "signal"]
-    """Step of each entry of the signal; 1 for the constant."""
+    """Step of each entry of the signal."""
     counts: Float[Tensor, "vocab"]
     """Number of times that each token was written."""
 
@@ -68,8 +68,7 @@ class LagSums:
     @property
     def num_tokens(self) -> float:
         """Number of tokens, as far as they are not faded."""
-        hidden = len(self.steps) // 2
-        return float(self.products[0, hidden, hidden])
+        return float(self.counts.sum())
 
     def faded(self, factor: float) -> "LagSums":
         """Return the sums with every text weighted by a factor, rounded: they stay exact."""
@@ -88,11 +87,16 @@ class LagSums:
         return {"products": self.products, "steps": self.steps, "counts": self.counts}
 
     def restored(self, tensors: Mapping[str, Tensor]) -> "LagSums":
-        """Return saved sums; CheckpointError if they are of another shape."""
+        """Return saved sums in these steps; CheckpointError if they are of another shape."""
         for name, own in self.tensors().items():
             if name not in tensors or tensors[name].shape != own.shape:
                 raise CheckpointError(f"state of another drafter: {name} is missing or misshapen")
-        return LagSums(**{name: tensors[name].to(own) for name, own in self.tensors().items()})
+        by = tensors["steps"].to(self.steps) / self.steps
+        return LagSums(
+            products=(tensors["products"].to(by.device) * by[:, None] * by).round(),
+            steps=self.steps,
+            counts=tensors["counts"].to(self.counts),
+        )
 
     def vocabulary(self, always: Sequence[int]) -> Int[Tensor, "draft"]:
         """Return the tokens to draft, ascending: `always`, and what was written, up to 8,192."""
@@ -114,44 +118,39 @@ class LagSums:
         factorisation serves all slots: a slot's own input is eliminated by its Schur complement.
         """
         sums, count = self.products * self.steps[:, None] * self.steps, max(self.num_tokens, 1.0)
-        h = len(self.steps) // 2  # states are [:h], the constant [h], embeddings [e]
-        c, e = slice(None, h + 1), slice(h + 1, None)
-        by, move_by = _scale(sums[0, c, c], count), _scale(sums[0, e, e], count)
+        h, slots = len(self.steps) // 2, len(sums) - 1
+        states, embeddings = slice(None, h), slice(h, None)
+        kept, moves = sums[0, states, states], sums[0, embeddings, embeddings]
+        by, move_by = _scale(kept, count), _scale(moves, count)
         by = torch.cat((by, move_by))
 
-        def after(lag: int, columns: slice) -> Tensor:
-            """Return the products of the shared inputs with the signal `lag` tokens later."""
-            return torch.cat((sums[lag, c, columns], sums[lag - 1, e, columns]))
+        def later(lag: int, columns: slice) -> Tensor:
+            """Return the scaled products of the shared inputs with the signal after `lag`."""
+            both = sums[lag, states, columns], sums[lag - 1, embeddings, columns]
+            return torch.cat(both) * by[:, None]
 
-        gram = torch.cat((after(1, e).new_zeros(2 * h + 1, h + 1), after(1, e)), 1)
-        gram[: h + 1, : h + 1] = sums[0, c, c]
-        gram[h + 1 :, : h + 1] = sums[1, c, e].T
-        gram = gram * by[:, None] * by
+        gram = torch.cat((kept, sums[1, states, embeddings].T)) * by[:, None]
+        gram = torch.cat((gram, later(1, embeddings)), 1) * by
         gram.diagonal().add_(RIDGE)
-        slots = range(1, len(sums))
-        crossed = [after(slot, e) * by[:, None] * move_by for slot in slots[1:]]
-        known = [after(slot, slice(None, h)) * by[:, None] for slot in slots]
-        # The factor is exact; the many right sides need float32 only.
-        factor = torch.linalg.cholesky(gram).float()
-        parts = torch.cholesky_solve(torch.cat((*known, *crossed), 1).float(), factor).double()
-        both = torch.split(parts, h, 1)
-        plain, through = both[: len(slots)], both[len(slots) :]
-        own = sums[0, e, e] * move_by[:, None] * move_by
+        own = moves * move_by[:, None] * move_by
         own.diagonal().add_(RIDGE)
-        own_known = sums[0, e, :h] * move_by[:, None]
+        own_wanted = (sums[0, embeddings, states] * move_by[:, None]).float()
+        wanted = [later(slot, states) for slot in range(1, slots + 1)]
+        crossed = [later(slot, embeddings) * move_by for slot in range(2, slots + 1)]
+        # The factor is exact; the many right sides need float32 only.
+        factor, own = torch.linalg.cholesky(gram).float(), own.float()
+        parts = torch.cat((*wanted, *crossed), 1).float()
+        parts = torch.linalg.solve_triangular(factor, parts, upper=False)
+        both = list(torch.split(parts, h, 1))
         solved: dict[str, Tensor] = {}
-        for slot in slots:
-            weights = plain[slot - 1]
-            if slot > 1:
-                cross, gone = crossed[slot - 2], through[slot - 2]
-                move = torch.linalg.solve(own - cross.T @ gone, own_known - cross.T @ weights)
-                solved[f"transitions.{slot - 2}.weight"] = (move * move_by[:, None]).T
-                weights = weights - gone @ move
-            weights = (weights * by[:, None]).T
-            solved[f"streams.{slot - 1}.weight"] = torch.cat(
-                (weights[:, :h], weights[:, h + 1 :]), 1
-            )
-            solved[f"streams.{slot - 1}.bias"] = weights[:, h]
+        for slot, cross in enumerate(both[slots:], 1):
+            free = torch.linalg.cholesky(own - cross.T @ cross)
+            move = torch.cholesky_solve(own_wanted - cross.T @ both[slot], free)
+            both[slot] = both[slot] - cross @ move
+            solved[f"transitions.{slot - 1}.weight"] = (move * move_by[:, None]).T
+        parts = torch.linalg.solve_triangular(factor.T, torch.cat(both[:slots], 1), upper=True)
+        for slot, weights in enumerate(torch.split(parts * by[:, None], h, 1)):
+            solved[f"streams.{slot}.weight"] = weights.T
         return {name: tensor.float().contiguous() for name, tensor in solved.items()}
 
 
@@ -174,7 +173,7 @@ class TextSums:
         largest = target.embedding.weight.detach().abs().max().double()
         states = norm.clamp_min(float(norm.max()) / _NORM_STEPS) / _NORM_STEPS
         embeddings = (largest / _EMBEDDING_STEPS).expand(len(norm))
-        self._steps = torch.cat((states, norm.new_ones(1), embeddings))
+        self._steps = torch.cat((states, embeddings))
         """From the target's weights at construction, and so the same for all its texts."""
         self.is_on = True
         """Whether to read what is observed."""
@@ -188,7 +187,7 @@ class TextSums:
         """Tokens and states of each text that are not in the sums yet."""
         self._num_waiting = 0
         self._tails: dict[str, tuple[Tensor, Tensor]] = {}
-        """Last tokens of each text in the sums, and their scaled states; -1: no token."""
+        """Last tokens of each text in the sums, and their states in steps; -1: no token."""
 
     @property
     def taps(self) -> Taps:
@@ -228,23 +227,23 @@ class TextSums:
         if not self._num_waiting:
             return
         tokens, heads, is_new = self._joined()
-        h, sums = heads.shape[1] - 1, self._sums
+        h, sums = heads.shape[1], self._sums
         sums.counts.index_add_(0, tokens[is_new], heads.new_ones(int(is_new.sum())))
         distinct, places = torch.unique(tokens, return_inverse=True)
-        embedding = self._target.embedding(distinct.clamp(min=0)).double() / self._steps[h + 1 :]
+        embedding = self._target.embedding(distinct.clamp(min=0)).double() / self._steps[h:]
         embedding = embedding.round() * (distinct >= 0)[:, None]
         signal, count = torch.cat((heads, embedding[places]), 1), len(heads)
         # A product belongs to its later token: those before `is_new` have theirs in the sums.
         later = heads * is_new[:, None]
         for lag, products in enumerate(sums.products):
             begins = count - lag
-            products[: h + 1, : h + 1].addmm_(heads[:begins].T, later[lag:])
+            products[:h, :h].addmm_(heads[:begins].T, later[lag:])
             earlier = signal[:begins] * is_new[lag:, None]
             by_token = signal.new_zeros(len(embedding), signal.shape[1])
-            products[:, h + 1 :].addmm_(by_token.index_add_(0, places[lag:], earlier).T, embedding)
-            by_token = heads.new_zeros(len(embedding), h + 1)
+            products[:, h:].addmm_(by_token.index_add_(0, places[lag:], earlier).T, embedding)
+            by_token = heads.new_zeros(len(embedding), h)
             by_token.index_add_(0, places[:begins], later[lag:])
-            products[h + 1 :, : h + 1].addmm_(embedding.T, by_token)
+            products[h:, :h].addmm_(embedding.T, by_token)
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return tokens, scaled states with a 1, and which are new; tails come before new ones."""
@@ -256,9 +255,9 @@ class TextSums:
             scaled = (states.double() / self._steps[:h]).round()
             before = self._tails.get(name)
             if before is None:
-                before = ids.new_full((slots,), -1), scaled.new_zeros(slots, h + 1)
+                before = ids.new_full((slots,), -1), scaled.new_zeros(slots, h)
             tokens += [before[0], ids]
-            heads += [before[1], torch.cat((scaled, scaled.new_ones(len(ids), 1)), 1)]
+            heads += [before[1], scaled]
             is_new += [False] * slots + [True] * len(ids)
             tail = torch.cat(tokens[-2:])[-slots:], torch.cat(heads[-2:])[-slots:]
             self._tails[name] = tail

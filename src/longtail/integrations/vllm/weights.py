@@ -80,7 +80,8 @@ def _of_engine(path: Path) -> DraftWeights:
 
 
 def _of_longtail(path: Path, running: Path, target: Path) -> DraftWeights:
-    loaded, version = _load(path)
+    given, version = _load(path)
+    loaded = given.as_eagle()
     stored = {name: parameter.detach() for name, parameter in loaded.eagle.named_parameters()}
     if loaded.draft_ids is not None:
         stored[DRAFT_IDS] = loaded.draft_ids
@@ -104,7 +105,7 @@ def _load(path: Path) -> tuple[LoadedDrafter, int | None]:
         return loaded, 0
     tensors = state.drafter()
     try:
-        load_parameters(loaded.eagle, tensors)
+        load_parameters(loaded.layer, tensors)
     except CheckpointError as error:
         raise ConfigError(f"drafter {path}: {error}; give the folder of one run") from error
     ids = tensors.get(DRAFT_IDS, loaded.draft_ids)

@@ -62,7 +62,7 @@ class _Ridge(ctypes.Structure):
     _fields_ = (
         ("hidden", _INT),
         ("threads", ctypes.c_int),
-        *((name, _PTR) for name in ("embedding", "head", "streams", "biases", "transitions")),
+        *((name, _PTR) for name in ("embedding", "head", "streams", "transitions")),
     )
 
 
@@ -251,14 +251,13 @@ class RidgeChains(_Chains):
             (_PTR * len(each))(*each)
             for each in (
                 [stream.packed.data_ptr() for stream in streams],
-                [stream.shift for stream in streams],
                 [transition.packed.data_ptr() for transition in transitions],
             )
         ]
-        first, second, third = map(ctypes.addressof, self._lists)
+        first, second = map(ctypes.addressof, self._lists)
         self._layer = _Ridge(
             hidden=embedding.shape[1], threads=1, embedding=embedding.data_ptr(),
-            head=head.packed.data_ptr(), streams=first, biases=second, transitions=third,
+            head=head.packed.data_ptr(), streams=first, transitions=second,
         )  # fmt: skip
 
     def run(

@@ -96,7 +96,6 @@ def test_the_newest_step_of_a_run_is_read_with_its_version_and_vocabulary(place)
     store = DrafterStore(place.root / "run" / "drafter")
     tensors = with_prefix("drafter/", copy_parameters(newest.layer, newest.draft_ids))
     store.save(4, DrafterState(tensors=tensors, numbers={"version": 6}))
-    store.wait()
     for name in ("run", "run/drafter", "run/drafter/step_000004"):
         found = read(place, name)
         assert found.version == 6

@@ -261,7 +261,7 @@ typedef struct {
   int64_t hidden;
   int threads;
   const T *embedding, *head;
-  const T *const *streams, *const *biases; /* per slot */
+  const T *const *streams; /* per slot */
   const T *const *transitions; /* of the slots from the second on */
 } NAME(lt_ridge);
 
@@ -279,7 +279,7 @@ void NAME(ridge_chains)(const lt_growth *g, const NAME(lt_ridge) *r, const T *st
     memcpy(pairs + (2 * i + 1) * hidden, r->embedding + roots[i] * hidden, row);
   }
   for (int64_t depth = 0; n > 0 && depth < g->depth; depth++) {
-    NAME(product)(pairs, r->streams[depth], r->biases[depth], stream, n, 2 * hidden, hidden, r->threads);
+    NAME(product)(pairs, r->streams[depth], 0, stream, n, 2 * hidden, hidden, r->threads);
     if (depth) {
       for (int64_t i = 0; i < n; i++)
         memcpy(before + i * hidden, r->embedding + live.tokens[i] * hidden, row);
