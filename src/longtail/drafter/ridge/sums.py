@@ -117,41 +117,46 @@ class LagSums:
         Inputs are first scaled to a mean square of 1, so that their units do not matter. One
         factorisation serves all slots: a slot's own input is eliminated by its Schur complement.
         """
-        sums, count = self.products * self.steps[:, None] * self.steps, max(self.num_tokens, 1.0)
-        h, slots = len(self.steps) // 2, len(sums) - 1
+        sums, h = self.products, len(self.steps) // 2
+        slots, count = len(sums) - 1, max(self.num_tokens, 1.0)
         states, embeddings = slice(None, h), slice(h, None)
         kept, moves = sums[0, states, states], sums[0, embeddings, embeddings]
-        by, move_by = _scale(kept, count), _scale(moves, count)
-        by = torch.cat((by, move_by))
-
-        def later(lag: int, columns: slice) -> Tensor:
-            """Return the scaled products of the shared inputs with the signal after `lag`."""
-            both = sums[lag, states, columns], sums[lag - 1, embeddings, columns]
-            return torch.cat(both) * by[:, None]
-
-        gram = torch.cat((kept, sums[1, states, embeddings].T)) * by[:, None]
-        gram = torch.cat((gram, later(1, embeddings)), 1) * by
-        gram.diagonal().add_(RIDGE)
+        scale, move_by = _scale(kept, count), _scale(moves, count)
+        by = torch.cat((scale, move_by))
+        gram = torch.cat((kept, sums[1, states, embeddings].T))
+        gram = torch.cat((gram, _later(sums, 1, embeddings)), 1) * by[:, None] * by
         own = moves * move_by[:, None] * move_by
-        own.diagonal().add_(RIDGE)
-        own_wanted = (sums[0, embeddings, states] * move_by[:, None]).float()
-        wanted = [later(slot, states) for slot in range(1, slots + 1)]
-        crossed = [later(slot, embeddings) * move_by for slot in range(2, slots + 1)]
+        for each in (gram, own):
+            each.diagonal().add_(RIDGE)
         # The factor is exact; the many right sides need float32 only.
         factor, own = torch.linalg.cholesky(gram).float(), own.float()
-        parts = torch.cat((*wanted, *crossed), 1).float()
-        parts = torch.linalg.solve_triangular(factor, parts, upper=False)
-        both = list(torch.split(parts, h, 1))
-        solved: dict[str, Tensor] = {}
+        by, move_by = by.float()[:, None], move_by.float()[:, None]
+        own_wanted = sums[0, embeddings, states].float() * move_by
+        parts = [_later(sums, slot, states).float() for slot in range(1, slots + 1)]
+        parts += [
+            _later(sums, slot, embeddings).float() * move_by.T for slot in range(2, slots + 1)
+        ]
+        solved = torch.linalg.solve_triangular(factor, torch.cat(parts, 1) * by, upper=False)
+        both = list(torch.split(solved, h, 1))
+        step, found = self.steps.float()[:, None], dict[str, Tensor]()
         for slot, cross in enumerate(both[slots:], 1):
             free = torch.linalg.cholesky(own - cross.T @ cross)
             move = torch.cholesky_solve(own_wanted - cross.T @ both[slot], free)
             both[slot] = both[slot] - cross @ move
-            solved[f"transitions.{slot - 1}.weight"] = (move * move_by[:, None]).T
-        parts = torch.linalg.solve_triangular(factor.T, torch.cat(both[:slots], 1), upper=True)
-        for slot, weights in enumerate(torch.split(parts * by[:, None], h, 1)):
-            solved[f"streams.{slot}.weight"] = weights.T
-        return {name: tensor.float().contiguous() for name, tensor in solved.items()}
+            move = move * move_by / step[embeddings]
+            found[f"transitions.{slot - 1}.weight"] = (move * step[states].T).T.contiguous()
+        solved = torch.linalg.solve_triangular(factor.T, torch.cat(both[:slots], 1), upper=True)
+        for slot, weights in enumerate(torch.split(solved * by / step, h, 1)):
+            found[f"streams.{slot}.weight"] = (weights * step[states].T).T.contiguous()
+        return found
+
+
+def _later(
+    products: Float[Tensor, "lags signal signal"], lag: int, columns: slice
+) -> Float[Tensor, "signal columns"]:
+    """Return the products of the shared inputs with columns of the signal `lag` tokens later."""
+    h = products.shape[1] // 2
+    return torch.cat((products[lag, :h, columns], products[lag - 1, h:, columns]))
 
 
 def _scale(gram: Float[Tensor, "inputs inputs"], count: float) -> Float[Tensor, "inputs"]:
