@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from longtail.drafter.ridge.drafter import RidgeDrafter
-from longtail.drafter.ridge.layer import RidgeConfig
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.kernels import native
@@ -22,7 +23,7 @@ from longtail.speculation.drafter import Sums
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.tuner import OffTuner
 from longtail.types import Request, SamplingParams
-from support.eagle_requests import ridge_layer, text
+from support.eagle_requests import text
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -35,36 +36,46 @@ def _request(index: int) -> Request:
         request_id=str(index),
         prompt_tokens=tuple(text(3 + index % 5, seed=index)),
         noise_key=noise_key(3, index),
-        sampling=SamplingParams(max_tokens=5 + 7 * index % 40, temperature=0.8),
+        sampling=SamplingParams(
+            max_tokens=5 + 7 * index % 40, temperature=0.3, stop_token_ids=tuple(range(0, 128, 16))
+        ),
     )
 
 
-def _write(requests: list[Request], limits: EngineLimits, strategy: Strategy | None) -> Sums:
+def _write(
+    requests: list[Request],
+    limits: EngineLimits,
+    strategy: Strategy | None = None,
+    learned: Sums | None = None,
+) -> Sums:
     """Return the sums over what an engine writes with these limits and drafts."""
-    model = tiny_model()
+    model, meter = tiny_model(), RolloutMeter()
     model.pack()
-    drafter = RidgeDrafter(ridge_layer(RidgeConfig(target=model.config, slots=4)), model)
+    drafter = RidgeDrafter(RidgeLayer(RidgeConfig(target=model.config, slots=4)), model)
+    if learned is not None:
+        drafter.load_weights(learned.weights([0]))
     texts = drafter.statistics()
     plain = Speculation(drafters=(), tuner=OffTuner(), guarded=False)
     drafts = plain if strategy is None else Speculation.fixed(drafter, strategy)
     engine = RolloutEngine(model, lambda ids: "".join(map(chr, ids)), limits)
     engine.speculate(replace(drafts, texts=texts))
-    engine.generate(requests)
+    engine.generate(requests, meter.add)
+    assert strategy is None or meter.report().accept_length > 1.3, "texts also end in drafts"
     return texts.take()
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_sums_do_not_depend_on_workers_batches_drafts_or_preemption(seed: int) -> None:
-    choose, requests = random.Random(seed), [_request(index) for index in range(14)]
-    roomy = EngineLimits(max_running=14, max_step_tokens=400, max_len=64)
-    whole = _write(requests, roomy, None)
+    choose, requests = random.Random(seed), [_request(index) for index in range(40)]
+    roomy = EngineLimits(max_running=40, max_step_tokens=400, max_len=64)
+    whole = _write(requests, roomy)
     assert whole.num_tokens > 200
     choose.shuffle(requests)
-    cut = choose.randrange(3, 11)
+    cut = choose.randrange(10, 30)
     tight = EngineLimits(max_running=5, max_step_tokens=16, max_len=64, kv_tokens=96)
     shape = choose.choice((Strategy(depth=3), Strategy(depth=4, width=2, beam=1, size=8)))
-    found = _write(requests[:cut], tight, shape)
-    found.add(_write(requests[cut:], roomy, None if seed else shape))
+    found = _write(requests[:cut], tight, shape, whole)
+    found.add(_write(requests[cut:], roomy, None if seed else shape, whole))
     for name, tensor in whole.tensors().items():
         assert found.tensors()[name].equal(tensor), name
     weights = whole.weights([0])

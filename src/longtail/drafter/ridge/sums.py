@@ -211,11 +211,12 @@ class TextSums:
         """Read computed tokens, whose states are the rows of `features`."""
         first = -sum(each.num_tokens for each in seen) + len(features)
         for each in seen if self.is_on else ():
-            end = each.start + each.num_tokens
+            # A text's last token counts for none: only if it was drafted, its state is computed.
+            end = min(each.start + each.num_tokens, len(each.tokens) - 1)
             begin = self._ends.get(each.request_id, each.prompt_len)
             if each.start <= begin < end:  # else known, or without its beginning
                 ids = torch.tensor(each.tokens[begin:end], device=features.device)
-                states = features[first + begin - each.start : first + each.num_tokens]
+                states = features[first + begin - each.start : first + end - each.start]
                 self._waiting.setdefault(each.request_id, []).append((ids, states))
                 self._ends[each.request_id] = end
                 self._num_waiting += len(ids)
