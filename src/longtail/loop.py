@@ -112,9 +112,6 @@ class TrainingStep:
 
     def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
         """Generate the completions; idle workers train the drafter on them, or one does later."""
-        with self.watch.section("drafter"):
-            if refill:
-                self.components.workers.offer_drafter()
         name, total = "refill" if refill else "rollout", len(requests.requests)
         with self.watch.section("rollout"), self.phase(name, total=total):
             rollout = self.components.workers.rollout(step, requests.requests)

@@ -114,6 +114,8 @@ class WorkerGroup:
         self, step: int, requests: Sequence[Request], *, trains: bool = True
     ) -> RolloutResult:
         """Generate all completions; `trains`: the drafter may learn these texts."""
+        if self._spot is not None:  # a refill: what the round before trained would be lost
+            self.offer_drafter()
         spot = self._begin_spot(step) if trains else None
         coordinator = RolloutCoordinator(
             self._supervisor, self._publisher, spot, self._on_progress, learns=trains
