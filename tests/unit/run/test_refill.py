@@ -151,9 +151,7 @@ def test_a_batch_that_stays_short_is_learned_and_named() -> None:
     step, workers = _step(_source(), _grader(10**6), "--learner.max_refills=2")
     record = step.run(1)
     sampled = f"rollout {WANTED * SAMPLES}"
-    assert workers.calls == [
-        sampled, "offer", sampled, "offer", sampled, "learn 0", "publish", "offer",
-    ]  # fmt: skip
+    assert workers.calls == [sampled, sampled, sampled, "learn 0", "publish", "offer"]
     assert (record.num_learned, len(record.groups)) == (0, 3 * WANTED)
     assert len(record.shortage(WANTED, 2)) == 1
 
