@@ -12,7 +12,7 @@ import torch
 
 from longtail.cli import main as cli
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from support.metric_names import is_described
@@ -137,7 +137,12 @@ def save_untaught(
     config = EagleConfig(recipe=recipe, target=target.config, layers=layers, window=window)
     layer = EagleLayer(config)
     layer.initialize(torch.Generator().manual_seed(1))
-    save_drafter(place, layer, None, identity("elsewhere", target, tokenizer), record)
+    LoadedDrafter(
+        layer=layer,
+        draft_ids=None,
+        trained_on=identity("elsewhere", target, tokenizer),
+        training=record,
+    ).save(place)
     return place
 
 

@@ -17,7 +17,7 @@ from longtail.assembly import worker as worker_parts
 from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
-from longtail.drafter.formats.checkpoint import TrainingRecord, identity, save_drafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.training.spot import SpotSettings
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.model import load_model
@@ -51,7 +51,12 @@ def new_drafter(shop: Workshop) -> Path:
     layer = fresh_drafter(config, target, sample, torch.Generator().manual_seed(1))
     record = TrainingRecord(steps=0, tokens=0, unroll_steps=2)
     path = shop.path / "drafter"
-    save_drafter(path, layer, None, identity(str(shop.model), target, tokenizer), record)
+    LoadedDrafter(
+        layer=layer,
+        draft_ids=None,
+        trained_on=identity(str(shop.model), target, tokenizer),
+        training=record,
+    ).save(path)
     return path
 
 

@@ -23,7 +23,7 @@ import torch
 from longtail.assembly.drafters import drafter_directory
 from longtail.cli.main import main
 from longtail.config.sft import SftTrainSection
-from longtail.drafter.formats.checkpoint import identity, load_drafter, save_drafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, identity, load_drafter
 from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import Transformer
@@ -153,7 +153,9 @@ def make_drafter(recipe: str, folder: Path) -> None:
     target, tokenizer = load_model(REASONER, torch.float32), load_tokenizer(REASONER)
     made = load_drafter(drafter_directory(run), target, tokenizer, strict_weights=True)
     own = identity("toy", target, tokenizer)
-    save_drafter(DRAFTERS[recipe], made.layer.to(torch.bfloat16), None, own, made.training)
+    LoadedDrafter(
+        layer=made.layer.to(torch.bfloat16), draft_ids=None, trained_on=own, training=made.training
+    ).save(DRAFTERS[recipe])
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -126,10 +126,11 @@ def make_drafting(
             num_tokens=loaded.training.tokens,
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
-        texts=speculation.texts,
     )
-    if drafting.texts is not None:
-        return drafting
+    if speculation.texts is not None:
+        sums = speculation.texts.take()
+        sums = sums.restored(loaded.sums) if loaded.sums else sums
+        return replace(drafting, texts=speculation.texts, sums=sums)
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,

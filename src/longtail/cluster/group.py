@@ -55,6 +55,10 @@ class DrafterState:
         """Return the drafter's own parameters."""
         return without_prefix(_DRAFTER, self.tensors)
 
+    def sums(self) -> dict[str, Tensor]:
+        """Return the sums that the drafter follows from; empty without any."""
+        return without_prefix(_SUMS, self.tensors)
+
 
 @final
 class WorkerGroup:
@@ -272,7 +276,7 @@ class WorkerGroup:
         if not self._publisher.published.is_shaped_as(tensors):
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         if self._sums is not None:
-            self._sums = self._sums.restored(without_prefix(_SUMS, state.tensors))
+            self._sums = self._sums.restored(state.sums())
         self._buffer.restore(without_prefix(_BUFFER, state.tensors), state.numbers["buffer"])
         self.lengths.restore(state.numbers["lengths"])
         weights = DrafterWeights(

@@ -63,7 +63,9 @@ class Drafting:
     buffer: DrafterBuffer
     """Texts of `trainer`."""
     texts: Statistics | None = None
-    """Sums over what the engine writes."""
+    """Adds up what the engine writes."""
+    sums: Sums | None = None
+    """Sums that the drafter begins with."""
     trainer: SpotTrainer | None = None
 
 
@@ -226,14 +228,14 @@ class Worker:
     # ---- tasks of the drafter
 
     def drafter(self) -> tuple[DrafterWeights, Sums | None] | None:
-        """Return the drafter that is served and, if it learns from sums, those of no text.
+        """Return the drafter that is served and, if it learns from sums, its first ones.
 
         None if no drafter learns.
         """
         drafting = self._components.drafting
         if drafting is None or self._served is None:
             return None
-        return self._served, None if drafting.texts is None else drafting.texts.take()
+        return self._served, drafting.sums
 
     def solve_drafter(self, sums: Sums) -> Mapping[str, Tensor]:
         """Return the drafter's tensors that follow from sums, on one thread: its bits are equal."""

@@ -27,7 +27,6 @@ from longtail.drafter.formats.checkpoint import (
     TrainingRecord,
     identity,
     load_drafter,
-    save_drafter,
 )
 from longtail.drafter.ridge.layer import RidgeConfig
 from longtail.drafter.ridge.start import regress
@@ -118,7 +117,14 @@ class Components(steps.Components):
         )
 
         def save_policy(path: Path) -> None:
-            save_drafter(path, trainer.layer, trainer.draft_ids, self.target, record, trainer.head)
+            LoadedDrafter(
+                layer=trainer.layer,
+                draft_ids=trainer.draft_ids,
+                head=trainer.head,
+                trained_on=self.target,
+                training=record,
+                sums=trainer.sums,
+            ).save(path)
 
         state = {"cursor": self.batches.state(), "tokens": self.num_tokens}
         directory.save(self.steps, save_policy, trainer.tensors(), state)

@@ -110,6 +110,7 @@ def load_run_drafter(
     return replace(
         loaded,
         draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids),
+        sums=kept.sums(),
         trained_on=replace(loaded.trained_on, name=name),
         training=replace(
             loaded.training, agreement=(), overlap=(), accept_len=kept.numbers.get("accept_len")

@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.formats.checkpoint import (
+    LoadedDrafter,
     TrainingRecord,
     identity,
     is_drafter,
     load_drafter,
-    save_drafter,
     weights_digest,
 )
 from longtail.errors import CheckpointError, ConfigError
@@ -53,7 +53,12 @@ def _save(
     path: Path, tokenizer: Tokenizer, layer: EagleLayer | None = None, ids: object = None
 ) -> Transformer:
     target = tiny_model()
-    save_drafter(path, layer or _layer(), ids, identity("here", target, tokenizer), RECORD)
+    LoadedDrafter(
+        layer=layer or _layer(),
+        draft_ids=ids,
+        trained_on=identity("here", target, tokenizer),
+        training=RECORD,
+    ).save(path)
     return target
 
 

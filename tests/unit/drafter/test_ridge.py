@@ -15,7 +15,6 @@ from longtail.drafter.formats.checkpoint import (
     TrainingRecord,
     identity,
     load_drafter,
-    save_drafter,
 )
 from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
@@ -302,12 +301,18 @@ def test_drafts_change_no_text() -> None:
 def test_a_saved_drafter_is_read_again(tmp_path: Path) -> None:
     model, tokenizer = tiny_model(dtype=torch.float64), tiny_tokenizer()
     layer, record = _layer(model), TrainingRecord(steps=1, tokens=9, unroll_steps=1)
-    save_drafter(tmp_path / "d", layer, None, identity("toy", model, tokenizer), record)
+    sums = TextSums(model, SLOTS).take().tensors()
+    trained_on = identity("toy", model, tokenizer)
+    made = LoadedDrafter(
+        layer=layer, draft_ids=None, trained_on=trained_on, training=record, sums=sums
+    )
+    made.save(tmp_path / "d")
     loaded = load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
     assert loaded.layer.config == layer.config
     assert all(
         a.equal(b) for a, b in zip(loaded.layer.parameters(), layer.parameters(), strict=True)
     )
+    assert loaded.sums.keys() == sums.keys()
     description = tmp_path / "d" / "drafter.json"
     description.write_text(description.read_text().replace('"slots": 4', '"slots": 99'))
     with pytest.raises(ConfigError, match="slots = 99"):

@@ -3,8 +3,9 @@
     drafter/
       drafter.json             recipe, taps, window; the target's shape, tokenizer and weights;
                                the training record and the held-out measurements
-      drafter.safetensors      the layer, `draft_ids` with a reduced vocabulary, and the `head` of
-                               a published drafter that has its own
+      drafter.safetensors      the layer, `draft_ids` with a reduced vocabulary, the `head` of a
+                               published drafter that has its own, the `sums/` of one that follows
+                               from sums
 
 The target's embedding and head are not written. Shape and tokenizer must always match the target;
 weights need not, because during RL a drafter stays useful after a policy update. The caller chooses
@@ -16,7 +17,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.start import as_eagle
+from longtail.drafter.weights import with_prefix, without_prefix
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -39,7 +41,7 @@ from longtail.system.machine import MAX_INT32
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
-_DRAFT_IDS, _HEAD = "draft_ids", "head"
+_DRAFT_IDS, _HEAD, _SUMS = "draft_ids", "head", "sums/"
 _SAMPLE = 4096
 """Number of values of a tensor, or tokens of a vocabulary, that its digest reads, evenly spread."""
 _MAY_DIFFER = ("max_positions",)
@@ -94,6 +96,8 @@ class LoadedDrafter:
     """Head of the drafter; None: the target's."""
     trained_on: TargetIdentity
     training: TrainingRecord
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums that the weights follow from; empty without any."""
 
     @property
     def eagle(self) -> EagleLayer:
@@ -114,8 +118,41 @@ class LoadedDrafter:
         return replace(self, layer=layer)
 
     def save(self, path: Path) -> None:
-        """Write the drafter with `save_drafter`."""
-        save_drafter(path, self.layer, self.draft_ids, self.trained_on, self.training, self.head)
+        """Write a drafter directory atomically, replacing an existing one.
+
+        Raises CheckpointError if it cannot be written.
+        """
+        # A renewed vocabulary may be of another size.
+        size = 0 if self.draft_ids is None else len(self.draft_ids)
+        config = replace(self.layer.config, draft_vocab_size=size)
+        description = {
+            "format": _FORMAT,
+            **{name: value for name, value in asdict(config).items() if name != "target"},
+            "target": {**asdict(self.trained_on), "shape": asdict(config.target)},
+            "training": asdict(self.training),
+        }
+        tensors = {
+            n: p.detach().cpu().contiguous().clone() for n, p in self.layer.named_parameters()
+        }
+        if self.draft_ids is not None:
+            tensors[_DRAFT_IDS] = self.draft_ids.cpu().clone()
+        if self.head is not None:
+            tensors[_HEAD] = self.head.detach().cpu().contiguous().clone()
+        tensors |= with_prefix(_SUMS, {name: each.cpu() for name, each in self.sums.items()})
+        temporary = path.with_name(f".new-{path.name}-{os.getpid()}")
+        try:
+            temporary.mkdir(parents=True)
+            save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
+            text = json.dumps(description, indent=1, allow_nan=False) + "\n"
+            (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
+            _replace(temporary, path)
+        except UNWRITABLE as error:
+            raise CheckpointError(
+                f"the drafter cannot be written to {path}: {error}; free space or choose another "
+                "path"
+            ) from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 _Described = tuple[DraftConfig, TargetIdentity, TrainingRecord]
@@ -146,46 +183,6 @@ def weights_digest(target: Transformer) -> str:
         digest.update(f"{name}{tuple(parameter.shape)}".encode())
         digest.update(sample.contiguous().view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def save_drafter(
-    path: Path,
-    layer: DraftLayer,
-    draft_ids: Int[Tensor, "draft"] | None,
-    trained_on: TargetIdentity,
-    training: TrainingRecord,
-    head: Float[Tensor, "draft hidden"] | None = None,
-) -> None:
-    """Write a drafter directory atomically, replacing an existing one.
-
-    Raises CheckpointError if it cannot be written.
-    """
-    size = 0 if draft_ids is None else len(draft_ids)  # a renewed vocabulary may be of another
-    config = replace(layer.config, draft_vocab_size=size)
-    description = {
-        "format": _FORMAT,
-        **{name: value for name, value in asdict(config).items() if name != "target"},
-        "target": {**asdict(trained_on), "shape": asdict(config.target)},
-        "training": asdict(training),
-    }
-    tensors = {n: p.detach().cpu().contiguous().clone() for n, p in layer.named_parameters()}
-    if draft_ids is not None:
-        tensors[_DRAFT_IDS] = draft_ids.cpu().clone()
-    if head is not None:
-        tensors[_HEAD] = head.detach().cpu().contiguous().clone()
-    temporary = path.with_name(f".new-{path.name}-{os.getpid()}")
-    try:
-        temporary.mkdir(parents=True)
-        save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
-        text = json.dumps(description, indent=1, allow_nan=False) + "\n"
-        (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
-        _replace(temporary, path)
-    except UNWRITABLE as error:
-        raise CheckpointError(
-            f"the drafter cannot be written to {path}: {error}; free space or choose another path"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_drafter(
@@ -258,6 +255,8 @@ def _load(
             f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
         ) from error
     draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
+    sums = without_prefix(_SUMS, tensors)
+    tensors = {name: each for name, each in tensors.items() if not name.startswith(_SUMS)}
     _require_draft_ids(path, config, draft_ids)
     layer = _layer(path, config, tensors)
     return LoadedDrafter(
@@ -266,6 +265,7 @@ def _load(
         head=head,
         trained_on=trained_on,
         training=training,
+        sums=sums,
     )
 
 

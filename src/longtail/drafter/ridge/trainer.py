@@ -113,9 +113,14 @@ class RidgeTrainer:
         reached = counts.index(0) if 0 in counts else num_depths
         return DepthReport.of(scores[:, :reached], counts[:reached])
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the sums."""
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The sums so far."""
         return self._sums.tensors()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the sums: no optimizer has moments."""
+        return self.sums
 
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the sums after `steps` steps; CheckpointError if of another drafter."""

@@ -147,6 +147,11 @@ class DrafterTrainer:
         """Head of the drafter if it is not the target's; never trained."""
         return self._head
 
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """Empty: the weights follow from gradients."""
+        return {}
+
     def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
         """Make one update on a batch of micro-batches."""
         report = self.try_step(batch, lambda: False)

@@ -34,7 +34,7 @@ from longtail.drafter.weights import (
 from longtail.errors import CheckpointError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
-from longtail.speculation.drafter import Statistics, Sums
+from longtail.speculation.drafter import Statistics
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request
 
@@ -57,8 +57,8 @@ class DrafterTraining:
         self._served = drafting.served
         self._eos_ids = eos_ids
         self._replica: Replica | None = None
-        self._sums: Sums | None = None
-        """Sums over the texts of all processes; None before the first exchange."""
+        self._sums = drafting.sums
+        """Sums over the texts of all processes up to the last exchange."""
         self._num_rollouts = self._num_done = 0
 
     @property
@@ -154,8 +154,8 @@ class DrafterTraining:
 
     def _exchange_sums(self, texts: Statistics) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
-        own = texts.take()
-        known = own.faded(0.0) if self._sums is None else self._sums.faded(FADE)
+        assert self._sums is not None, "texts are added to sums"
+        own, known = texts.take(), self._sums.faded(FADE)
         before = known.num_tokens
         for rank in range(self._ranks.size):
             known.add(own.restored(self._ranks.broadcast(own.tensors(), rank)))
@@ -227,8 +227,8 @@ class DrafterTraining:
         if not self._served.is_shaped_as(tensors):
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         self._drafting.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
-        if self._drafting.texts is not None and (sums := without_prefix(_SUMS, state.tensors)):
-            self._sums = self._drafting.texts.take().restored(sums)
+        if self._sums is not None:
+            self._sums = self._sums.restored(state.sums())
         self._num_rollouts = numbers["rollouts"]
         weights = DrafterWeights(
             version=numbers["version"], tensors=tensors, num_tokens=numbers.get("num_tokens", 0)
