@@ -131,7 +131,7 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts: changes speed, never a token."""
 
     drafter: Name = "auto"
-    """`none`, `history` (suffixes of earlier completions), `fresh` (a new EAGLE drafter that learns
+    """`none`, `history` (suffixes of earlier completions), `fresh` (a new ridge drafter that learns
     during the run), or a directory: of a drafter, of a run that trained one, or of a published one
     (vLLM's layout). `+` joins several: `DIR+history`. `auto` is the drafter of the run, else
     `fresh+history`."""
@@ -151,12 +151,12 @@ class SpeculationSection(Section):
 
 
 class SpotSection(Section):
-    """Training of the drafter during the run, on workers that would be idle."""
+    """Training of the drafter during the run."""
 
     train: Literal["spot", "serial", "never"] = "spot"
-    """`spot`: workers that have finished their share of a rollout train until the last one has.
-    `serial`: one worker trains after each rollout, for a tenth of its time. `never`. Only EAGLE
-    drafters are trained."""
+    """When an EAGLE drafter is trained. `spot`: by workers that have finished their share of a
+    rollout, until the last one has. `serial`: by one worker after each rollout, for a tenth of its
+    time. A ridge drafter learns from all that is written. `never`: no drafter learns."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None
