@@ -200,9 +200,9 @@ class TextSums:
         return Taps(final=True)
 
     def take(self) -> LagSums:
-        """Return the sums since the last call; texts in progress are forgotten."""
+        """Return the sums since the last call, on the CPU; texts in progress are forgotten."""
         self._flush()
-        taken = self._sums
+        taken = LagSums(**{name: each.cpu() for name, each in self._sums.tensors().items()})
         self._begin()
         return taken
 
