@@ -12,25 +12,25 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1120,
+    "top level": 1110,
     "assembly": 1120,
     "bench": 3400,
     "cli": 720,
-    "cluster": 2990,
+    "cluster": 3090,
     "config": 1180,
-    "drafter": 5130,
-    "engine": 3940,
-    "integrations": 3030,
-    "model": 5180,
-    "programs": 1140,
+    "drafter": 5030,
+    "engine": 3960,
+    "integrations": 3070,
+    "model": 5240,
+    "programs": 1130,
     "rl": 3860,
-    "run": 1420,
+    "run": 1410,
     "serve": 900,
-    "speculation": 1090,
+    "speculation": 1180,
     "system": 880,
     "tuner": 1010,
     "view": 1120,
-    "tests": 31410,
+    "tests": 31460,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {
