@@ -34,10 +34,10 @@ class DraftArchitecture:
     config: type[DraftConfig]
     layer: Callable[..., DraftLayer]
     fresh: Callable[..., DraftLayer]
-    """Of a description, a target, a sample of its texts and a random generator."""
+    """Makes one from a description, a target, a sample of its texts and a random generator."""
     drafter: Callable[..., Drafter]
     trainer: Callable[..., Trainer]
-    """Of a layer, a target and settings; with `draft_ids` and `head`."""
+    """Makes one from a layer, a target and settings, `draft_ids` and `head`."""
 
 
 _EAGLE = DraftArchitecture(

@@ -56,7 +56,7 @@ class StateSaver:
         if state.step == self._saved_step:
             return
         if (drafter := self._workers.drafter_state()) is not None:
-            self._drafters.save(state.step, drafter)  # so that whoever has the checkpoint has it
+            self._drafters.save(state.step, drafter)  # a checkpoint is there with its drafter
         learner = self._workers.learner_state()
         document = {
             "cursor": dict(state.cursor),

@@ -99,7 +99,7 @@ class DrafterTraining:
         )
 
     def listen(self, is_on: bool) -> None:
-        """Let the drafter learn from what is generated next, or not."""
+        """Set whether the drafter learns from what is generated next."""
         if self._drafting.texts is not None:
             self._drafting.texts.is_on = is_on
 
