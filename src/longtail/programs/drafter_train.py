@@ -244,21 +244,27 @@ def assemble(
                 check=interruption.check,
             )
             console.log(f"the drafter begins as a regression over {count:,} tokens")
+    make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
+    trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
+    if given is not None and given.sums:
+        trainer.restore(0, given.sums)
+    return Components(
+        config=config,
+        trainer=trainer,
+        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        corpus=corpus,
+        target=identity(config.target.path, target, tokenizer),
+    )
+
+
+def _settings(config: DrafterTrainConfig, layer: DraftLayer) -> TrainerSettings:
     own = config.train
-    settings = TrainerSettings(
+    return TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
         optimizer=own,
         total_steps=own.steps,
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
-    )
-    make_trainer = ARCHITECTURES[layer.config.recipe].trainer
-    return Components(
-        config=config,
-        trainer=make_trainer(layer, target, settings, draft_ids=ids, head=head),
-        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
-        corpus=corpus,
-        target=identity(config.target.path, target, tokenizer),
     )
 
 
