@@ -22,7 +22,7 @@ BUDGETS = {
     "engine": 3960,
     "integrations": 3070,
     "model": 5240,
-    "programs": 1135,
+    "programs": 1145,
     "rl": 3860,
     "run": 1410,
     "serve": 900,

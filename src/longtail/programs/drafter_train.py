@@ -235,14 +235,7 @@ def assemble(
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
         if config.train.fit_tokens and isinstance(layer, EagleLayer):
-            count = regress(
-                layer,
-                target,
-                corpus.training,
-                num_tokens=config.train.fit_tokens,
-                budget=config.train.tokens_per_micro_batch,
-                check=interruption.check,
-            )
+            count = _regress(config, layer, target, corpus, interruption)
             console.log(f"the drafter begins as a regression over {count:,} tokens")
     make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
     trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
@@ -254,6 +247,23 @@ def assemble(
         batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
+    )
+
+
+def _regress(
+    config: DrafterTrainConfig,
+    layer: EagleLayer,
+    target: Transformer,
+    corpus: Corpus,
+    interruption: Interruption,
+) -> int:
+    return regress(
+        layer,
+        target,
+        corpus.training,
+        num_tokens=config.train.fit_tokens,
+        budget=config.train.tokens_per_micro_batch,
+        check=interruption.check,
     )
 
 
