@@ -98,7 +98,11 @@ def summarize_run(
         "idle_utilization": (
             middle("cluster/idle_utilization") if any(known("cluster/spot_s")) else None
         ),
-        "drafter_accept_lengths": known("drafter/expected_accept_length"),
+        "drafter_accept_lengths": [
+            length
+            for row in rows
+            if row.get("drafter/version") and (length := row.get("speculation/accept_length"))
+        ],
     }
 
 
@@ -140,7 +144,7 @@ def summary_lines(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
         every = -(-len(lengths) // _SHOWN_LENGTHS)
         shown = " ".join(f"{each:.2f}" for each in lengths[(len(lengths) - 1) % every :: every])
         command = shlex.join(["longtail", "drafter", "export", str(run_dir)])
-        lines.append(("drafter", f"expected accept length by step: {shown}"))
+        lines.append(("drafter", f"accept length by step: {shown}"))
         lines.append(("", f"to serve it elsewhere: {command} --out DIR"))
     policy = run_dir / "checkpoints" / f"step_{summary['steps']:06d}" / "policy"
     files = [run_dir / name for name in ("metrics.jsonl", "rollouts.jsonl", FILE, "report.html")]

@@ -113,6 +113,9 @@ def test_the_lines_list_what_was_drafted(tmp_path: Path) -> None:
     lines = dict(summary_lines(summary, tmp_path))
     text = "2.50 tokens per verify step; verify steps produced 75% of all tokens"
     assert (lines["speculation"], lines["tuner"]) == (text, "4 switches, 0.4% of the time")
+    assert not summary["drafter_accept_lengths"], "no drafter has learned"
+    learning = _row(**drafted, **{"drafter/version": 1.0})
+    assert _summary([learning, learning])["drafter_accept_lengths"] == [2.5, 2.5]
     lengths = [1 + 0.1 * n for n in range(31)]
     learned = dict(summary_lines(summary | {"drafter_accept_lengths": lengths}, tmp_path))
     shown = learned["drafter"].partition(": ")[2].split()
