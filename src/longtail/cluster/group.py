@@ -10,7 +10,7 @@ The loss of a worker costs time, but no text, gradient or update: its task is do
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -42,6 +42,15 @@ SHARE = 0.1
 FADE = 0.8
 """Weight of a text in the sums relative to one of the next step: its policy is older."""
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
+
+
+def with_new(sums: Sums, new: Iterable[Sums]) -> tuple[Sums, int]:
+    """Return sums with those of a step's texts, and the number of these texts' tokens."""
+    known = sums.faded(FADE)
+    before = known.num_tokens
+    for each in new:
+        known.add(each)
+    return known, round(known.num_tokens - before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +103,7 @@ class WorkerGroup:
         self._publisher: Publisher | None = None
         self._sums: Sums | None = None
         """Sums over the texts of all steps; None if no drafter learns from sums."""
-        self._new_sums: Sums | None = None
+        self._new_sums: list[Sums] = []
         """Sums over the texts of this step, not yet among those."""
         self._spot: SpotCoordinator | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
@@ -111,7 +120,6 @@ class WorkerGroup:
         (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
         if drafter is not None:
             weights, self._sums = drafter
-            self._new_sums = None if self._sums is None else self._sums.faded(0.0)
             self._publisher = Publisher(weights, self._buffer)
 
     def rollout(
@@ -130,9 +138,8 @@ class WorkerGroup:
         if spot is not None:
             self._spot, self._train_s = spot, SHARE * result.seconds
             self._marks += spot.marks
-        for sums in (shard.value().sums for shard in result.shards):
-            if self._new_sums is not None and sums is not None:
-                self._new_sums.add(sums)
+        found = [shard.value().sums for shard in result.shards]
+        self._new_sums += [sums for sums in found if sums is not None]
         return result
 
     def train_drafter(self) -> None:
@@ -176,13 +183,12 @@ class WorkerGroup:
         publisher, spot = self._publisher, self._spot
         if publisher is None:
             return None
-        if self._sums is not None and self._new_sums is not None:
-            self._num_trained = round(self._new_sums.num_tokens)
+        if self._sums is not None:
+            known, self._num_trained = with_new(self._sums, self._new_sums)
+            self._new_sums = []
             if not self._num_trained:
                 return None
-            self._sums = self._sums.faded(FADE)
-            self._sums.add(self._new_sums)
-            self._new_sums = self._sums.faded(0.0)
+            self._sums = known
             (tensors,) = self._supervisor.run_on((0,), tasks.SOLVE_DRAFTER, self._sums)
             return publisher.offer_solved(tensors, self._num_trained)
         if spot is None:

@@ -17,6 +17,7 @@ from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.start import as_eagle
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.model.transformer import ModelConfig, Transformer
@@ -38,6 +39,8 @@ class DraftArchitecture:
     drafter: Callable[..., Drafter]
     trainer: Callable[..., Trainer]
     """Makes one from a layer, a target and settings, `draft_ids` and `head`."""
+    as_eagle: Callable[..., EagleLayer] = lambda layer: layer
+    """Returns the nearest layer that other engines read."""
 
 
 _EAGLE = DraftArchitecture(
@@ -59,6 +62,7 @@ ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
             trainer=lambda layer, target, _, *, draft_ids, head: RidgeTrainer(
                 layer, target, draft_ids=draft_ids
             ),
+            as_eagle=as_eagle,
         ),
     }
 )

@@ -107,27 +107,16 @@ class Publisher:
         return self._new_offer(
             tensors | renewed,
             self._gain(best),
-            Decision(
-                what="offered",
-                version=self._last + 1,
-                before=best.base_accept_len,
-                after=best.accept_len,
-                num_tokens=sum(each.num_tokens for each in merged),
-                reason=_RENEWED if renewed else "",
-            ),
+            before=best.base_accept_len,
+            after=best.accept_len,
+            num_tokens=sum(each.num_tokens for each in merged),
+            reason=_RENEWED if renewed else "",
         )
 
     def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
         """Return new weights that follow from sums: the texts decide, so nothing is measured."""
         self.begin_rollout()
-        decision = Decision(
-            what="offered",
-            version=self._last + 1,
-            before=math.nan,
-            after=math.nan,
-            num_tokens=num_tokens,
-        )
-        return self._new_offer(tensors, 1.0, decision)
+        return self._new_offer(tensors, 1.0, num_tokens=num_tokens)
 
     def measured(self, version: int) -> float:
         """Return the expected accept length of offered weights; NaN if they were not measured."""
@@ -197,15 +186,8 @@ class Publisher:
         renewed = self._renewed_ids(self._published.tensors)
         if not renewed:
             return None
-        decision = Decision(
-            what="offered",
-            version=self._last + 1,
-            before=math.nan,
-            after=math.nan,
-            reason=_RENEWED,
-        )
-        tensors = {**self._published.tensors, **renewed}
-        return self._new_offer(tensors, self._gains[self._published.version], decision)
+        tensors, gain = {**self._published.tensors, **renewed}, self._gains[self._published.version]
+        return self._new_offer(tensors, gain, reason=_RENEWED)
 
     def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
@@ -216,11 +198,26 @@ class Publisher:
     # ---- replicas
 
     def _new_offer(
-        self, tensors: Mapping[str, Tensor], gain: float, decision: Decision
+        self,
+        tensors: Mapping[str, Tensor],
+        gain: float,
+        *,
+        before: float = math.nan,
+        after: float = math.nan,
+        num_tokens: int = 0,
+        reason: str = "",
     ) -> DrafterWeights:
         self._last += 1
-        num_tokens = self._published.num_tokens + decision.num_tokens
-        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_tokens)
+        decision = Decision(
+            what="offered",
+            version=self._last,
+            before=before,
+            after=after,
+            num_tokens=num_tokens,
+            reason=reason,
+        )
+        num_known = self._published.num_tokens + num_tokens
+        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
         self._offered[weights.version] = weights, decision
         self._gains[weights.version] = gain
         self._decisions.append(decision)

@@ -30,8 +30,6 @@ from torch import Tensor
 
 from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, make_layer
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.ridge.layer import RidgeLayer
-from longtail.drafter.ridge.start import as_eagle
 from longtail.drafter.weights import with_prefix, without_prefix
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -107,9 +105,8 @@ class LoadedDrafter:
 
     def as_eagle(self) -> "LoadedDrafter":
         """Return the drafter in the nearest shape that other engines read."""
-        if isinstance(self.layer, RidgeLayer):
-            return replace(self, layer=as_eagle(self.layer))
-        return self
+        convert = ARCHITECTURES[self.layer.config.recipe].as_eagle
+        return replace(self, layer=convert(self.layer))
 
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""

@@ -252,7 +252,7 @@ class TextSums:
             products[h:, :h].addmm_(embedding.T, by_token)
 
     def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, scaled states with a 1, and which are new; tails come before new ones."""
+        """Return tokens, states in steps, and which are new; tails come before new ones."""
         waiting, self._waiting, self._num_waiting = self._waiting, {}, 0
         h, slots = len(self._steps) // 2, self._slots
         tokens, heads, is_new = [], [], []

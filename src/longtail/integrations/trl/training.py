@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.group import FADE, SHARE, DrafterState
+from longtail.cluster.group import SHARE, DrafterState, with_new
 from longtail.cluster.worker import Drafting
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import TextSnapshot
@@ -155,11 +155,9 @@ class DrafterTraining:
     def _exchange_sums(self, texts: Statistics) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
         assert self._sums is not None, "texts are added to sums"
-        own, known = texts.take(), self._sums.faded(FADE)
-        before = known.num_tokens
-        for rank in range(self._ranks.size):
-            known.add(own.restored(self._ranks.broadcast(own.tensors(), rank)))
-        num_new = round(known.num_tokens - before)
+        own, ranks = texts.take(), range(self._ranks.size)
+        new = (own.restored(self._ranks.broadcast(own.tensors(), rank)) for rank in ranks)
+        known, num_new = with_new(self._sums, new)
         if num_new:
             self._sums = known
             with compute_threads(1):
