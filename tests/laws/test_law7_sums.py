@@ -1,8 +1,7 @@
 """Law 7 for a drafter that learns from sums: its bits follow from the texts alone.
 
-Whoever writes them, how many at once, with or without drafts and whatever is preempted: the sums
-over all texts are equal, and so is the drafter. Runs: tests/end_to_end/test_cluster.py (other
-numbers of workers), tests/chaos (killed workers), test_law8_resume.py (resumes).
+The sums over all texts are equal for any number of engines, any batch, with and without drafts and
+preemption; so is the drafter. Whole runs: end_to_end/test_cluster.py, chaos, test_law8_resume.py.
 """
 
 import random
