@@ -221,8 +221,9 @@ def test_graders_that_died_between_calls_fail_no_task_and_closing_leaves_no_proc
         for pid in dead:
             os.kill(pid, signal.SIGKILL)
         alive = {int(pid) for pid in rewards(pool, *["pid"] * 100)}
-        assert not any(is_over(pid) for pid in alive)
         assert not alive & dead
+        # One that lived may have answered before pebble gave its pool up and killed it.
+        assert not all(is_over(pid) for pid in alive)
     assert all(is_over(pid) for pid in alive)
     pool.close()
 
