@@ -4,11 +4,14 @@ On a simulated engine (tests/support/simulated.py), where the truth is known: re
 against an oracle that plays the best fixed chain, or none, for every number of running requests.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.records import Batch
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from support.simulated import BAD, GOOD, MACHINE, Machine, Truth, oracle_rate, simulate
 
@@ -109,6 +112,19 @@ def test_a_batch_that_shrinks_is_followed_at_once():
     drafted = [plan.strategy is not None and not plan.is_probe for plan in run.plans]
     assert sum(drafted[:300]) < 60
     assert sum(drafted[-100:]) >= 98
+
+
+@pytest.mark.parametrize("num", [1, 8, 64])
+def test_a_prompt_does_not_lower_the_price_of_time(num):
+    """A step that reads 8 prompts of 100 tokens plans what the decoding after it plans."""
+    decoding = Batch(num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=num, room=500)
+    reading = replace(decoding, num_tokens=num + 800, num_pairs=num + 800)
+    plans = []
+    for batch in (decoding, reading):
+        tuner = BudgetTuner()
+        tuner.begin(SLOW.costs(), 1)
+        plans.append(tuner.plan(batch))
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("num", [1, 8, 64])

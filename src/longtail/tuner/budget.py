@@ -241,7 +241,11 @@ class BudgetTuner(Tuner):
         self._waited = self._wait = _PROBE_WAIT
 
     def _decide(self, batch: Batch) -> None:
-        """Compare all sets of drafters with plain decoding."""
+        """Compare all sets of drafters with plain decoding.
+
+        A prompt takes its time with any plan, so it must not lower the price of time.
+        """
+        batch = batch.decoding
         self._decided_for, self._age = batch.num_sampled, 0
         forecasts = [self._forecast(drafters, batch) for drafters in self._sets]
         best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)

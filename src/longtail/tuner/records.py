@@ -5,7 +5,7 @@ engine   --Batch-->    tuner.plan           --Plan-->     drafters propose
          --Outcome-->  tuner.learn
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longtail.speculation.strategy import Strategy
 
@@ -32,6 +32,13 @@ class Batch:
     def mean_context(self) -> float:
         """Mean number of tokens that a flat token attends to."""
         return self.num_pairs / self.num_tokens
+
+    @property
+    def decoding(self) -> "Batch":
+        """The same requests in a step that reads no prompt."""
+        num = self.num_sampled
+        pairs = round(num * self.mean_context)
+        return replace(self, num_draftable=num, num_tokens=num, num_pairs=pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
