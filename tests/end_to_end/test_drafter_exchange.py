@@ -142,4 +142,4 @@ def test_training_goes_on_from_a_drafter_of_any_form(workshop):
     assert "drafter.window: drafter.init brings its own" in said.err
     said = say(*words[:-1], "--drafter.init=history", f"--run.dir={workshop.path / 'not'}")
     assert said.code == 2
-    assert "no EAGLE layer to train" in said.err
+    assert "no layer to train" in said.err

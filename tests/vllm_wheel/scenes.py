@@ -1,7 +1,7 @@
 """Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
 
-    python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "better": DIR, "run": DIR,
-                         "packages": DIR, "prompts": [[1, 2]], "seeds": [7]}
+    python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR,
+                         "run": DIR, "packages": DIR, "prompts": [[1, 2]], "seeds": [7]}
 
 One JSON object on standard output: the texts of every scene, and what it counted.
 """
@@ -29,8 +29,8 @@ def main(job: dict[str, Any]) -> None:
 
     plugin.register()
     scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "draft_model": draft_model,
-        "cramped": cramped, "live": live,
+        "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "ridge": ridge,
+        "draft_model": draft_model, "cramped": cramped, "live": live,
     }  # fmt: skip
     found = {}
     for name, scene in scenes.items():
@@ -51,7 +51,9 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
     from longtail.integrations.vllm.plugin import require
 
     if drafter is not None:
-        method = {"eagle1": "eagle", "target": "draft_model"}.get(drafter, "eagle3")
+        method = {"eagle1": "eagle", "ridge": "eagle", "target": "draft_model"}.get(
+            drafter, "eagle3"
+        )
         options["speculative_config"] = {
             "method": method,
             "model": job[drafter],
@@ -136,6 +138,12 @@ def eagle3(job: dict[str, Any]) -> Any:
 def eagle1(job: dict[str, Any]) -> Any:
     """EAGLE-1."""
     with engine(job, "eagle1") as llm:
+        return texts(job, llm)
+
+
+def ridge(job: dict[str, Any]) -> Any:
+    """A ridge drafter, exported as EAGLE-1."""
+    with engine(job, "ridge") as llm:
         return texts(job, llm)
 
 

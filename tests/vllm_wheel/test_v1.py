@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,14 @@ import torch
 import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.cluster.group import DrafterState
+from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layouts import write_layout
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
+from longtail.rl.data.examples import Example
 from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
@@ -27,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 )
 _SCENES = Path(__file__).with_name("scenes.py")
 _NUM_PROMPTS = 14
-DRAFTING = ("eagle1", "draft_model", "cramped")
+DRAFTING = ("eagle1", "ridge", "draft_model", "cramped")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +59,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             paths |= {"worse": str(root / "worse"), "run": str(root / "run" / "drafter")}
         _write(root / recipe, loaded, target)
         paths[recipe] = str(root / recipe)
+    _write(root / "ridge", _ridge(prompts, asked).as_eagle(), target)
+    paths["ridge"] = str(root / "ridge")
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
     packages = str(Path(longtail.__file__).parent.parent)
     job = paths | {"prompts": prompts, "seeds": seeds, "packages": packages}
@@ -64,6 +73,21 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr[-3000:]
     own = complete(target, prompts, SamplingParams(max_tokens=48), None)[0]
     return {**json.loads(done.stdout), "own": [list(each.tokens) for each in own]}
+
+
+def _ridge(prompts: Sequence[tuple[int, ...]], asked: Namespace) -> LoadedDrafter:
+    """Return the ridge drafter of texts after these prompts."""
+    target, written = open_target(asked), open_target(asked)
+    done = complete(written, prompts, SamplingParams(max_tokens=48), None)[0]
+    texts = [
+        Example(tokens=(*prompt, *each.tokens), prompt_len=len(prompt))
+        for prompt, each in zip(prompts, done, strict=True)
+    ]
+    trainer = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.model.config)), target.model)
+    trainer.step(list(pack_texts(texts, 1024)))
+    eagle = read_drafter(str(toy.DRAFTERS["eagle1"]), target, print, torch.float32)
+    assert eagle is not None
+    return replace(eagle, layer=trainer.layer, draft_ids=None)
 
 
 def _write(path: Path, loaded: Any, target: Any) -> None:
@@ -115,6 +139,11 @@ def accept_length(earlier: dict[str, Any], later: dict[str, Any]) -> float:
         for name in ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
     )
     return 1 + accepted / drafts
+
+
+def test_vllm_reads_the_exported_ridge_drafter_rightly(played: dict[str, Any]) -> None:
+    """A layout that is read wrongly, by a layer or a position, drafts almost nothing right."""
+    assert accept_length({}, played["ridge"]) > 1.5
 
 
 def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:

@@ -41,6 +41,8 @@ SHARE = 0.1
 """Seconds of serial training after a rollout, as a share of the rollout's."""
 FADE = 0.8
 """Weight of a text in the sums relative to one of the next step: its policy is older."""
+_MOST_SOLVERS = 4
+"""Workers that solve a drafter together: each is sent all sums, so that more gain little."""
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 
 
@@ -189,8 +191,11 @@ class WorkerGroup:
             if not self._num_trained:
                 return None
             self._sums = known
-            (tensors,) = self._supervisor.run_on((0,), tasks.SOLVE_DRAFTER, self._sums)
-            return publisher.offer_solved(tensors, self._num_trained)
+            num = min(self._pool.size, _MOST_SOLVERS)
+            args = {worker: (known, worker, num) for worker in range(num)}
+            parts = self._supervisor.run_each(tasks.SOLVE_DRAFTER, args)
+            tensors = {name: part[name] for part in parts for name in part}
+            return publisher.offer_solved(dict(sorted(tensors.items())), self._num_trained)
         if spot is None:
             return None
         publisher.withdraw()

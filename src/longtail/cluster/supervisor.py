@@ -172,15 +172,19 @@ class WorkerSupervisor:
         return found
 
     def run_on(self, workers: Sequence[int], task: Task[R], *args: object) -> list[R]:
-        """Run a task on some workers with the same arguments, again on those that are lost.
+        """Run a task on some workers with the same arguments, as `run_each`."""
+        return self.run_each(task, dict.fromkeys(workers, args))
 
-        Return the results in the order of `workers`. Raises what the task raises.
+    def run_each(self, task: Task[R], args: Mapping[int, tuple[object, ...]]) -> list[R]:
+        """Run a task on workers, each with its own arguments, again on those that are lost.
+
+        Return the results in the order of `args`. Raises what the task raises.
         """
         found: dict[int, R] = {}
-        while missing := [worker for worker in workers if worker not in found]:
-            ends = self.run(task, dict.fromkeys(missing, args))
+        while missing := {each: own for each, own in args.items() if each not in found}:
+            ends = self.run(task, missing)
             found |= {worker: end.value() for worker, end in ends.items() if not end.is_lost}
-        return [found[worker] for worker in workers]
+        return [found[worker] for worker in args]
 
     def run_on_all(self, task: Task[R], *args: object) -> list[R]:
         """Run a task on all workers, and return the results by worker."""

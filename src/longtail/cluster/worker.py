@@ -237,10 +237,10 @@ class Worker:
             return None
         return self._served, drafting.sums
 
-    def solve_drafter(self, sums: Sums) -> Mapping[str, Tensor]:
-        """Return the drafter's tensors that follow from sums, on one thread: its bits are equal."""
+    def solve_drafter(self, sums: Sums, part: int, num_parts: int) -> Mapping[str, Tensor]:
+        """Return a part of the drafter that follows from sums, on one thread: bits are equal."""
         with compute_threads(1):
-            return sums.weights(self._components.tokenizer.eos_ids)
+            return sums.weights(self._components.tokenizer.eos_ids, part, num_parts)
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, if it has weights."""

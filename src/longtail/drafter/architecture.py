@@ -6,8 +6,9 @@ a trainer                                        the weights that given texts le
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
+from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,7 +18,7 @@ from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.start import as_eagle
+from longtail.drafter.ridge.start import as_eagle, regress
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.model.transformer import ModelConfig, Transformer
@@ -39,6 +40,8 @@ class DraftArchitecture:
     drafter: Callable[..., Drafter]
     trainer: Callable[..., Trainer]
     """Makes one from a layer, a target and settings, `draft_ids` and `head`."""
+    regress: Callable[..., int] | None = None
+    """Starts a fresh layer from a regression over texts; None: it cannot, or needs none."""
     as_eagle: Callable[..., EagleLayer] = lambda layer: layer
     """Returns the nearest layer that other engines read."""
 
@@ -49,6 +52,7 @@ _EAGLE = DraftArchitecture(
     fresh=fresh_drafter,
     drafter=EagleDrafter,
     trainer=DrafterTrainer,
+    regress=regress,
 )
 ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
     {
@@ -67,6 +71,14 @@ ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
     }
 )
 """All architectures, by recipe."""
+
+
+def describe(recipe: str, target: ModelConfig, **options: Any) -> DraftConfig:
+    """Return the shape of a drafter, from those of the options that its architecture has."""
+    config = ARCHITECTURES[recipe].config
+    known = {field.name for field in fields(config)}
+    own = {name: value for name, value in options.items() if name in known}
+    return config(recipe=recipe, target=target, **own)  # type: ignore[arg-type]
 
 
 def learning_layer(target: ModelConfig, draft_vocab_size: int) -> DraftLayer:

@@ -17,9 +17,14 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, Trainer
+from longtail.drafter.architecture import (
+    ARCHITECTURES,
+    DraftConfig,
+    DraftLayer,
+    Trainer,
+    describe,
+)
 from longtail.drafter.eagle.fresh import commonest_tokens
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -28,8 +33,6 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.ridge.layer import RidgeConfig
-from longtail.drafter.ridge.start import regress
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.engine.report import StepReport
@@ -234,8 +237,13 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        if config.train.fit_tokens and isinstance(layer, EagleLayer):
-            count = _regress(config, layer, target, corpus, interruption)
+        regress, num = ARCHITECTURES[drafter.recipe].regress, config.train.fit_tokens
+        if num and regress is not None:
+            budget = config.train.tokens_per_micro_batch
+            check = interruption.check
+            count = regress(
+                layer, target, corpus.training, num_tokens=num, budget=budget, check=check
+            )
             console.log(f"the drafter begins as a regression over {count:,} tokens")
     make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
     trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
@@ -247,23 +255,6 @@ def assemble(
         batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
-    )
-
-
-def _regress(
-    config: DrafterTrainConfig,
-    layer: EagleLayer,
-    target: Transformer,
-    corpus: Corpus,
-    interruption: Interruption,
-) -> int:
-    return regress(
-        layer,
-        target,
-        corpus.training,
-        num_tokens=config.train.fit_tokens,
-        budget=config.train.tokens_per_micro_batch,
-        check=interruption.check,
     )
 
 
@@ -290,22 +281,14 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
-    if own.recipe == "ridge":
-        return RidgeConfig(target=shape, slots=own.slots, draft_vocab_size=own.draft_vocab_size)
-    return EagleConfig(
-        recipe=own.recipe,
-        target=shape,
-        layers=() if own.recipe == "eagle1" else own.layers or default_layers(shape.num_layers),
-        window=own.window,
-        draft_vocab_size=own.draft_vocab_size,
-    )
+    return describe(own.recipe, shape, **own.model_dump(exclude={"recipe"}))
 
 
 def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
     """Read the drafter from which training continues."""
     given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
     if given is None:
-        raise ConfigError(f"drafter.init = {init!r}: it has no EAGLE layer to train")
+        raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
     return given
 
 

@@ -151,8 +151,13 @@ class Sums(Protocol):
     def faded(self, factor: float) -> "Sums":
         """Return the sums with every text weighted by a factor."""
 
-    def weights(self, always: Sequence[int]) -> Mapping[str, Tensor]:
-        """Return a drafter's parameters and its draft vocabulary, in which `always` is."""
+    def weights(
+        self, always: Sequence[int], part: int = 0, num_parts: int = 1
+    ) -> Mapping[str, Tensor]:
+        """Return a drafter's parameters and its draft vocabulary, in which `always` is.
+
+        With several parts, return one of them; some may be empty.
+        """
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the sums by name."""

@@ -13,8 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar, cast, final
 
+import numpy as np
 import ray
+import torch
+from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from torch import Tensor
 
 from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.ray.instance import OwnRay, quietly
@@ -41,6 +45,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
+        _send_tensors_as_arrays()
 
     def make(self, make: Callable[[int], Worker], number: int) -> None:
         """Make the worker. This is a task, so that an exception in it is not a lost process."""
@@ -85,6 +90,7 @@ class RayWorkerPool(WorkerPool):
         self._is_local = not address
         self._users.add(id(self))
         self._start_ray(address)
+        _send_tensors_as_arrays()
         self._num_teams = 0
         self._running: dict[Any, int] = {}
         self._progress: dict[int, Any] = {}
@@ -243,6 +249,22 @@ class RayWorkerPool(WorkerPool):
             raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
             raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
+
+
+def _send_tensors_as_arrays() -> None:
+    """Ray copies an array once on each side, and a pickled tensor several times."""
+    ray.util.register_serializer(Tensor, serializer=_as_array, deserializer=_as_tensor)
+
+
+def _as_array(tensor: Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Size]:
+    """Return the bytes of a tensor, which may have a type that arrays lack."""
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return flat.view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+
+def _as_tensor(sent: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> Tensor:
+    array, dtype, shape = sent
+    return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
 
 
 def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:

@@ -56,7 +56,7 @@ class EagleConfig:
     norm_before_residual: bool = False
     """eagle3: whether the residual is the normed feature, as in some published drafters."""
     layers: tuple[int, ...] = ()
-    """eagle3: target layers whose input is tapped (low, middle, high)."""
+    """eagle3: target layers whose input is tapped (low, middle, high); empty: `default_layers`."""
     window: int = 64
     """Number of pairs that a pair attends to, itself included; 0: all before it."""
     draft_vocab_size: int = 0
@@ -64,6 +64,11 @@ class EagleConfig:
     feature_scale: float = 1.0
     """eagle3: factor of the features before `fc`. A residual stream grows with depth, and a fresh
     layer trains several times faster if its inputs have a size of about 1."""
+
+    def __post_init__(self) -> None:
+        if self.recipe == "eagle1" or not self.layers:
+            layers = () if self.recipe == "eagle1" else default_layers(self.target.num_layers)
+            object.__setattr__(self, "layers", layers)
 
     @property
     def shape(self) -> ModelConfig:

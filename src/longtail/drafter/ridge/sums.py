@@ -13,7 +13,7 @@ slot k minimise, with the blocks of Z as all that is needed of the texts,
     x   state of i, embedding of i + 1         e   embedding of i + k      y   state of i + k
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -106,19 +106,23 @@ class LagSums:
         size = min(max(num_written, _FEWEST_DRAFTED), _MOST_DRAFTED, len(counts))
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
-    def weights(self, always: Sequence[int]) -> dict[str, Tensor]:
-        """Return the drafter: `solve` and, with `always` in it, `vocabulary`."""
-        return {**self.solve(), DRAFT_IDS: self.vocabulary(always)}
+    def weights(
+        self, always: Sequence[int], part: int = 0, num_parts: int = 1
+    ) -> dict[str, Tensor]:
+        """Return the drafter, or one of several parts of it; see `solve` and `vocabulary`."""
+        found = self.solve(range(part, len(self.products) - 1, num_parts))
+        return found | ({} if part else {DRAFT_IDS: self.vocabulary(always)})
 
     @torch.no_grad()
-    def solve(self) -> dict[str, Float[Tensor, "..."]]:
-        """Return the parameters of a `RidgeLayer`, in float32.
+    def solve(self, slots: Iterable[int]) -> dict[str, Float[Tensor, "..."]]:
+        """Return the parameters of some slots of a `RidgeLayer`, counted from 0, in float32.
 
         Inputs are first scaled to a mean square of 1, so that their units do not matter. One
         factorisation serves all slots: a slot's own input is eliminated by its Schur complement.
+        Each slot is solved alone, so that no bit depends on the others.
         """
         sums, h = self.products, len(self.steps) // 2
-        slots, count = len(sums) - 1, max(self.num_tokens, 1.0)
+        count, step = max(self.num_tokens, 1.0), self.steps.float()[:, None]
         states, embeddings = slice(None, h), slice(h, None)
         kept, moves = sums[0, states, states], sums[0, embeddings, embeddings]
         scale, move_by = _scale(kept, count), _scale(moves, count)
@@ -132,21 +136,21 @@ class LagSums:
         factor, own = torch.linalg.cholesky(gram).float(), own.float()
         by, move_by = by.float()[:, None], move_by.float()[:, None]
         own_wanted = sums[0, embeddings, states].float() * move_by
-        parts = [_later(sums, slot, states).float() for slot in range(1, slots + 1)]
-        parts += [
-            _later(sums, slot, embeddings).float() * move_by.T for slot in range(2, slots + 1)
-        ]
-        solved = torch.linalg.solve_triangular(factor, torch.cat(parts, 1) * by, upper=False)
-        both = list(torch.split(solved, h, 1))
-        step, found = self.steps.float()[:, None], dict[str, Tensor]()
-        for slot, cross in enumerate(both[slots:], 1):
-            free = torch.linalg.cholesky(own - cross.T @ cross)
-            move = torch.cholesky_solve(own_wanted - cross.T @ both[slot], free)
-            both[slot] = both[slot] - cross @ move
-            move = move * move_by / step[embeddings]
-            found[f"transitions.{slot - 1}.weight"] = (move * step[states].T).T.contiguous()
-        solved = torch.linalg.solve_triangular(factor.T, torch.cat(both[:slots], 1), upper=True)
-        for slot, weights in enumerate(torch.split(solved * by / step, h, 1)):
+        found = dict[str, Tensor]()
+        for slot in slots:
+            right = _later(sums, slot + 1, states).float()
+            if slot:
+                cross = _later(sums, slot + 1, embeddings).float() * move_by.T
+                right = torch.cat((right, cross), 1)
+            right = torch.linalg.solve_triangular(factor, right * by, upper=False)
+            wanted, cross = right[:, :h], right[:, h:]
+            if slot:
+                free = torch.linalg.cholesky(own - cross.T @ cross)
+                move = torch.cholesky_solve(own_wanted - cross.T @ wanted, free)
+                wanted = wanted - cross @ move
+                move = move * move_by / step[embeddings]
+                found[f"transitions.{slot - 1}.weight"] = (move * step[states].T).T.contiguous()
+            weights = torch.linalg.solve_triangular(factor.T, wanted, upper=True) * by / step
             found[f"streams.{slot}.weight"] = (weights * step[states].T).T.contiguous()
         return found
 

@@ -46,7 +46,7 @@ class RidgeTrainer:
     def layer(self) -> RidgeLayer:
         """The drafter, with the weights that follow from the sums."""
         if not self._is_solved:
-            load_parameters(self._layer, self._sums.solve())
+            load_parameters(self._layer, self._sums.solve(range(self._layer.config.slots)))
             self._is_solved = True
         return self._layer
 
