@@ -144,6 +144,10 @@ class Worker:
             with compute_threads(self._components.rollout_threads):
                 self._take_offers()
                 completions = engine.generate(requests, on_step)
+        except BaseException:
+            if texts is not None:
+                texts.take()  # the next rollout begins with none
+            raise
         finally:  # later messages are about another rollout
             self._shard = _Shard({}, [])
         return ShardResult(
@@ -375,7 +379,6 @@ class Worker:
         drafting = self._components.drafting
         if drafting is None or drafting.texts is None:
             return None
-        drafting.texts.take()  # what an interrupted rollout left
         drafting.texts.is_on = learns
         return drafting.texts if learns else None
 
