@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -179,6 +180,10 @@ class PackedSequences:
         sequence      0   0   0   0 | 1   1
         loss_mask     0   0   1   1 | 0   1        1 where the token was generated
     Values at index i (logprob, advantage) are those of token i itself, predicted from i - 1.
+
+    Neighbours of the same prompt may share its tokens (`rl.packing.share_prompts`). `places` then
+    lists the tokens of the whole sequences, which `cu_seqlens` counts: the prompt (7, 8) answered
+    by (9, 2) and by (4,) has tokens 7 8 9 2 4, places 0 1 2 3 0 1 4, and cu_seqlens 0, 4, 7.
     """
 
     tokens: Int[Tensor, "tokens"]
@@ -186,11 +191,22 @@ class PackedSequences:
     sequence: Int[Tensor, "tokens"]
     cu_seqlens: tuple[int, ...]
     loss_mask: Float[Tensor, "tokens"]
+    places: Int[Tensor, "laid"] | None = None
+    """Index in `tokens` of each token of the whole sequences; None if they share none."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens, prompts included."""
-        return self.cu_seqlens[-1]
+        return len(self.tokens)
+
+    @property
+    def previous(self) -> Int[Tensor, "tokens"]:
+        """Index of the token before each token, in its sequence; undefined for a first token."""
+        if self.places is None:
+            return torch.arange(-1, len(self.tokens) - 1, device=self.tokens.device)
+        found = torch.zeros_like(self.tokens)
+        found[self.places[1:]] = self.places[:-1]
+        return found
 
     @property
     def num_sequences(self) -> int:

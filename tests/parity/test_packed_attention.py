@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from longtail.model.attention import PackedAttention, causal_window_mask
+from longtail.model.attention import PackedAttention, SharedAttention, causal_window_mask
 from longtail.model.kernels import native
 from longtail.model.kernels.packed import NativePackedAttention, attend_packed
 from longtail.model.kernels.training import select_training_kernels
@@ -99,6 +99,29 @@ def test_the_learner_attends_natively_in_bfloat16_only() -> None:
         parts = qkv.split([2, 1, 1], 1)
         found = attention.attend(0, *parts, 0)
         torch.testing.assert_close(found, packed.attend(0, *parts, 0), rtol=0.02, atol=0.02)
+
+
+def test_sequences_that_share_their_first_tokens_attend_natively_too() -> None:
+    """Two sequences of 5 and 4 tokens share 3: values and gradients are those of the whole ones."""
+    qkv = heads((6,), 2, 1, 32, torch.bfloat16).requires_grad_()
+    places, outs, grads = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5]), [], []
+    shared = SharedAttention(whole=PackedAttention((0, 5, 9)), places=places)
+    native_one = select_training_kernels(torch.float32, torch.device("cpu")).attention(
+        shared, torch.bfloat16
+    )
+    assert isinstance(native_one, SharedAttention)
+    assert isinstance(native_one.whole, NativePackedAttention)
+    for attention in (native_one, shared):
+        out = attention.attend(0, *qkv.split([2, 1, 1], 1), 0)
+        outs.append(out)
+        grads.append(torch.autograd.grad(out.float().sin().sum(), qkv)[0])
+    laid = qkv[places].split([2, 1, 1], 1)
+    whole = PackedAttention((0, 5, 9)).attend(0, *laid, 0)[[0, 1, 2, 3, 4, 8]]
+    outs.append(whole)
+    grads.append(torch.autograd.grad(whole.float().sin().sum(), qkv)[0])
+    for found in (outs, grads):
+        for each in found[:2]:
+            torch.testing.assert_close(each, found[2], rtol=0.03, atol=0.03)
 
 
 def test_threads_do_not_change_a_bit() -> None:

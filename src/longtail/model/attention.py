@@ -8,11 +8,12 @@ cache (`engine.kv.cache`). The decoder is the same code with both.
 import abc
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import final
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Heads = Float[Tensor, "tokens heads head_dim"]
@@ -73,6 +74,27 @@ class PackedAttention(Attention):
             *(torch.split(x, sizes) for x in (queries, keys, values)), self._runs, strict=True
         )
         return torch.cat([_attend_equal(q, k, v, count, window) for q, k, v, (count, _) in parts])
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SharedAttention(Attention):
+    """Attention of sequences that share tokens: of whole ones, then each token's own is kept."""
+
+    whole: Attention
+    places: Int[Tensor, "laid"]
+    """Index of each token of the whole sequences among the computed tokens."""
+
+    def attend(
+        self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
+    ) -> Heads:
+        """Attend as if each sequence had its own tokens."""
+        q, k, v = (x.index_select(0, self.places) for x in (queries, keys, values))
+        attended = self.whole.attend(layer, q, k, v, window)
+        numbers = torch.arange(len(self.places), device=self.places.device)
+        first = numbers.new_full((len(queries),), len(numbers))
+        first.scatter_reduce_(0, self.places, numbers, "amin")
+        return attended.index_select(0, first)
 
 
 def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:

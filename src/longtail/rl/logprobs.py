@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longtail.model.attention import PackedAttention
+from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head, plan_scores, token_scores
 from longtail.model.transformer import Transformer
@@ -69,7 +69,7 @@ def _score(
 ) -> TokenScores:
     rows = packed.loss_mask.nonzero()[:, 0]
     hidden = _hidden(model, packed, recompute)
-    chosen = hidden.index_select(0, rows - 1)  # [generated, hidden]
+    chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
     targets = packed.tokens.index_select(0, rows)
     head = _head(model)
     plan = plan_scores(head, max_logits)
@@ -97,11 +97,17 @@ def _hidden(
     The others are one more sequence: products then have a number of rows that suits them.
     """
     tokens, positions, ends = packed.tokens, packed.positions, packed.cu_seqlens
-    missing = -packed.num_tokens % ROWS
+    places, missing = packed.places, -packed.num_tokens % ROWS
     if missing and model.head.cast is not None:
         tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        ends = (*ends, packed.num_tokens + missing)
-    return model(tokens, positions, PackedAttention(ends), recompute=recompute)
+        ends = (*ends, ends[-1] + missing)
+        if places is not None:
+            more = torch.arange(packed.num_tokens, len(tokens), device=places.device)
+            places = torch.cat((places, more))
+    attention: Attention = PackedAttention(ends)
+    if places is not None:
+        attention = SharedAttention(whole=attention, places=places)
+    return model(tokens, positions, attention, recompute=recompute)
 
 
 def _head(model: Transformer) -> Head:

@@ -1,8 +1,8 @@
 """Lay sequences of very different lengths end to end under a token budget, without padding.
 
 With a long tail, padding costs time and memory. Here a micro-batch is a list of whole sequences
-whose tokens sum to at most the budget. `model.attention.PackedAttention` keeps attention within
-each sequence.
+whose tokens sum to at most the budget; the completions of a prompt share its tokens.
+`model.attention.PackedAttention` keeps attention within each sequence.
 """
 
 from collections.abc import Sequence
@@ -10,8 +10,12 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
+from torch import Tensor
 
 from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams, TrainBatch
+
+_MOST_LAID = 4
+"""Most tokens of the whole sequences of a unit, in budgets: attention has keys for each of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,32 @@ def lay_out(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int]) -> P
     )
 
 
+def share_prompts(packed: PackedSequences) -> PackedSequences:
+    """Return the sequences with the prompt of neighbours only once.
+
+    It costs nothing but attention to whole sequences: the other work is by token.
+    """
+    ends, prompts, before = packed.cu_seqlens, list[Tensor](), 0
+    kept, owner = torch.ones_like(packed.tokens, dtype=torch.bool), torch.arange(ends[-1])
+    for start, end in pairwise(ends):
+        length = int((packed.loss_mask[start:end] == 0).sum())
+        prompts.append(packed.tokens[start : start + length])
+        if len(prompts) > 1 and torch.equal(prompts[-1], prompts[-2]):
+            kept[start : start + length] = False
+            owner[start : start + length] = owner[before : before + length]
+        before = start
+    if kept.all():
+        return packed
+    return PackedSequences(
+        tokens=packed.tokens[kept],
+        positions=packed.positions[kept],
+        sequence=packed.sequence[kept],
+        cu_seqlens=ends,
+        loss_mask=packed.loss_mask[kept],
+        places=(kept.cumsum(0) - 1)[owner],
+    )
+
+
 def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
     """Return the sequences with all tensors on a device."""
     return replace(
@@ -80,6 +110,7 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
         positions=packed.positions.to(device),
         sequence=packed.sequence.to(device),
         loss_mask=packed.loss_mask.to(device),
+        places=None if packed.places is None else packed.places.to(device),
     )
 
 
@@ -96,6 +127,52 @@ def pack(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget:
         )
         for members in plan([len(sequence) for sequence in sequences], budget)
     ]
+
+
+def pack_shared(
+    sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int
+) -> list[Pack]:
+    """Pack sequences as `pack`, with the prompt of several completions once."""
+    units = _units(sequences, prompt_lens, budget)
+    packs = []
+    for chosen in plan([unit.num_tokens for unit in units], budget):
+        members = tuple(index for unit in chosen for index in units[unit].members)
+        whole = lay_out([sequences[i] for i in members], [prompt_lens[i] for i in members])
+        packs.append(Pack(packed=share_prompts(whole), indices=members))
+    return packs
+
+
+@dataclass(slots=True)
+class _Unit:
+    """Completions of one prompt that are packed together."""
+
+    members: list[int]
+    num_tokens: int
+    num_laid: int
+    """Number of tokens of the whole sequences, to which attention is computed."""
+
+
+def _units(
+    sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int
+) -> list[_Unit]:
+    """Return the completions of each prompt, longest first, in parts that fit into the budget."""
+    by_prompt: dict[tuple[int, ...], list[_Unit]] = {}
+    for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
+        whole, prompt_len = len(sequences[index]), prompt_lens[index]
+        own = whole - prompt_len
+        parts = by_prompt.setdefault(tuple(sequences[index][:prompt_len]), [])
+        unit = parts[-1] if parts else None
+        if (
+            unit is None
+            or unit.num_tokens + own > budget
+            or unit.num_laid + whole > _MOST_LAID * budget
+        ):
+            parts.append(_Unit([index], whole, whole))
+        else:
+            unit.members.append(index)
+            unit.num_tokens += own
+            unit.num_laid += whole
+    return [unit for parts in by_prompt.values() for unit in parts]
 
 
 def pack_rollouts(
@@ -115,7 +192,7 @@ def pack_rollouts(
         f"{len(rollouts)} rollouts with {len(advantages)} advantages"
     )
     kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
-    packs = pack(
+    packs = pack_shared(
         [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in kept],
         [len(rollouts[i].prompt.tokens) for i in kept],
         budget,

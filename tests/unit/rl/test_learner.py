@@ -38,13 +38,19 @@ def rollouts(
     model: Transformer,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     gaps: Sequence[Sequence[float]] | None = None,
+    shared: bool = False,
 ) -> list[Rollout]:
-    """Random completions; their logprobs are the model's own less `gaps`, which are noise."""
+    """Random completions; their logprobs are the model's own less `gaps`, which are noise.
+
+    `shared`: prompts of the same length are equal.
+    """
     generator = torch.Generator().manual_seed(11)
     made = []
     for index, (prompt_len, completion_len) in enumerate(lengths):
         count = prompt_len + completion_len
         tokens = torch.randint(0, model.config.vocab_size, (count,), generator=generator)
+        if shared:
+            tokens[:prompt_len] = torch.arange(prompt_len)
         noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=torch.float64)
         gap = noise if gaps is None else torch.tensor(gaps[index])
         own = alone(model, tokens, prompt_len, SAMPLING.temperature).detach()
@@ -141,12 +147,17 @@ def test_a_step_is_the_textbook_one(mini_batches):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_packing_budget_does_not_change_the_update(name):
+@pytest.mark.parametrize("shared", [False, True])
+def test_neither_packing_budget_nor_shared_prompts_change_the_update(name, shared):
     reports, learners = [], []
-    made = rollouts(tiny_model(dtype=torch.float64), (*LENGTHS, (2, 0)))
+    lengths = ((3, 5), (2, 9), (3, 1), (3, 7), (2, 0))
+    made = rollouts(tiny_model(dtype=torch.float64), lengths, shared=shared)
     for budget in (8, 1000):
         one = learner(loss=name, kl_coef=0.1, tis_cap=1.02)
         both = pack_rollouts(made, [*ADVANTAGES, 0.6], sampling=SAMPLING, budget=budget)
+        if budget == 1000:
+            (packed,) = (each.packed for each in both.micro_batches)
+            assert packed.num_tokens == (22 + 3 + 2 if shared else 22 + 13)
         one.step([both])
         reports.append(one.step([both]))  # off policy: ratios, clips and KL take part
         learners.append(one)

@@ -1,10 +1,18 @@
 """Packing: every token lands once, within the budget, and its neighbours are its own."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.rl.packing import lay_out, pack, pack_mini_batches, pack_rollouts, plan
+from longtail.rl.packing import (
+    lay_out,
+    pack,
+    pack_mini_batches,
+    pack_rollouts,
+    pack_shared,
+    plan,
+)
 from longtail.types import Rollout, SamplingParams
 from support import rollouts
 
@@ -47,6 +55,41 @@ def test_every_token_lands_once_with_its_own_position_and_mask(lengths, budget, 
             assert mask == [float(p >= prompts[index]) for p in range(lengths[index])]
         seen.extend(packed.tokens.tolist())
     assert sorted(seen) == [token for sequence in sequences for token in sequence]
+
+
+@given(
+    groups=st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(0, 30), min_size=1, max_size=6)),
+        max_size=6,
+    ),
+    budget=st.integers(1, 60),
+)
+def test_completions_of_a_prompt_share_its_tokens(groups, budget):
+    """Laid end to end they are the sequences; each generated token is there once, after its own."""
+    sequences, prompts = [], []
+    for number, (prompt_len, own) in enumerate(groups):
+        for completion, length in enumerate(own):
+            first = 1000 * number + 100 * (completion + 1)
+            prompt = tuple(range(1000 * number, 1000 * number + prompt_len))
+            sequences.append((*prompt, *range(first, first + length)))
+            prompts.append(prompt_len)
+    generated = []
+    for one in pack_shared(sequences, prompts, budget):
+        packed = one.packed
+        places = torch.arange(packed.num_tokens) if packed.places is None else packed.places
+        assert packed.num_tokens <= budget or len(one.indices) == 1
+        for s, index in enumerate(one.indices):
+            span = places[packed.cu_seqlens[s] : packed.cu_seqlens[s + 1]]
+            assert tuple(packed.tokens[span].tolist()) == sequences[index]
+            assert packed.positions[span].tolist() == list(range(len(span)))
+            own = span[prompts[index] :]
+            assert set(packed.sequence[own].tolist()) <= {s}
+            assert packed.previous[own].tolist() == span[prompts[index] - 1 : -1].tolist()
+        generated += packed.tokens[packed.loss_mask.bool()].tolist()
+        firsts = [sequences[index][0] for index in one.indices]
+        assert (packed.tokens % 1000 == 0).sum() == len(set(firsts))
+    own_tokens = [t for s, n in zip(sequences, prompts, strict=True) for t in s[n:]]
+    assert sorted(generated) == sorted(own_tokens)
 
 
 def test_a_sequence_without_a_prompt_token_is_refused():

@@ -7,6 +7,7 @@ compiler, use `TorchKernels`.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longtail.model.attention import Attention, PackedAttention
+from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.kernels import native
 from longtail.model.kernels.ops import (
     AllHeads,
@@ -217,6 +218,8 @@ class NativeTrainingKernels(TorchKernels):
 
     def attention(self, given: Attention, dtype: torch.dtype) -> Attention:
         """Return native attention for packed sequences in bfloat16."""
+        if isinstance(given, SharedAttention):
+            return replace(given, whole=self.attention(given.whole, dtype))
         is_native = dtype == torch.bfloat16 and dtype in self._functions
         if is_native and isinstance(given, PackedAttention):
             return NativePackedAttention(given.cu_seqlens)
