@@ -114,6 +114,17 @@ def test_a_batch_that_shrinks_is_followed_at_once():
     assert sum(drafted[-100:]) >= 98
 
 
+def test_a_batch_that_halves_is_probed_at_once():
+    """Useless for so long at 64 running that probes are rare, then good, with 4 running."""
+    run = simulate(
+        BudgetTuner(),
+        steps=1800,
+        truth=lambda step: BAD if step < 1500 else GOOD,
+        running=lambda step: 64 if step < 1600 else 4,
+    )
+    assert run.rate(1650) > 0.95 * oracle_rate(GOOD, 4)
+
+
 @pytest.mark.parametrize("num", [1, 8, 64])
 def test_a_prompt_does_not_lower_the_price_of_time(num):
     """A step that reads 8 prompts of 100 tokens plans what the decoding after it plans."""

@@ -38,6 +38,8 @@ _PROBE_SHAPE = Strategy(depth=3, width=1, size=3, beam=1)
 _PROBE_REQUESTS = 4
 _START_GAIN, _STOP_GAIN = 1.02, 1.0
 """Predicted gains over plain decoding at which drafting starts and stops."""
+_NEAR_GAIN = 0.9
+"""Predicted gain after a probe from which the next one is soon."""
 _CLEAR_GAIN = 2.0
 """Predicted gain above which plain steps are not needed."""
 _DECISION_STEPS, _SHORT_DECISION_STEPS = 48, 6
@@ -52,8 +54,9 @@ _SAMPLE_INTERVAL = 4
 """Steps between two additions to the sample."""
 _SAMPLE_RATE = 0.1
 """Rate of the moving average of draft depths."""
-_PROBE_WAIT, _MAX_PROBE_WAIT = 32, 1024
-"""Steps from the end of drafting to the first probe, and the longest of the doubling waits."""
+_PROBE_WAIT, _NEAR_PROBE_WAIT, _MAX_PROBE_WAIT = 32, 128, 1024
+"""Steps from the end of drafting to the first probe, and the longest of the doubling waits: if
+drafts nearly pay, and else."""
 _REPEAT_STEPS = 7
 """Repetitions of a planned plain step."""
 _PLAIN_INTERVAL = 128
@@ -153,6 +156,8 @@ class BudgetTuner(Tuner):
         self._decided_for, self._age = 0, _DECISION_STEPS
         self._steps, self._since_plain = 0, 0
         self._waited, self._wait = 0, _PROBE_WAIT
+        self._probed_for = 0
+        """Requests that ran at the last probe."""
         self._expected = self._accepted = 0.0
 
     @property
@@ -170,9 +175,11 @@ class BudgetTuner(Tuner):
             self._decide(batch)
         if not self._drafting:
             self._waited += 1 + _REPEAT_STEPS
-            if self._waited < self._wait:
+            # Drafts pay the more, the fewer requests run.
+            if self._waited < self._wait and 2 * batch.num_sampled > self._probed_for:
                 return self._plan
             self._waited = -(1 + _REPEAT_STEPS)  # its result is not known in the next step
+            self._probed_for = batch.num_sampled
             return Plan(
                 strategy=_PROBE_SHAPE,
                 drafters=self._all_drafters,
@@ -204,14 +211,17 @@ class BudgetTuner(Tuner):
     def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]
     ) -> list[DraftTree]:
-        """Return the nodes that pay; of a probe all nodes."""
+        """Return the nodes that pay; of a probe, the likeliest."""
         trees = merge_proposals(proposals)
         if plan.is_probe or self._steps % _SAMPLE_INTERVAL == 0 or self._steps < _SAMPLE_REQUESTS:
             for drafter, own in zip(plan.drafters, proposals, strict=True):
                 self._samples[drafter,].add(own, is_probe=plan.is_probe)
             if len(proposals) > 1:
                 self._samples[plan.drafters].add(trees, is_probe=plan.is_probe)
-        return select_nodes(trees, 0.0, batch.room if plan.is_probe else self._count(batch, trees))
+        if not plan.is_probe:
+            return select_nodes(trees, 0.0, self._count(batch, trees))
+        most = max(batch.num_sampled, _PROBE_REQUESTS)  # in about twice the rows
+        return select_nodes(trees, 0.0, min(most, batch.room))
 
     def _count(self, batch: Batch, trees: Sequence[DraftTree]) -> int:
         """Return how many nodes of a step's drafts to verify."""
@@ -232,7 +242,9 @@ class BudgetTuner(Tuner):
             return
         self._decide(outcome.batch)
         if not self._drafting:
-            longer = min(max(2 * self._wait, _PROBE_WAIT), _MAX_PROBE_WAIT)
+            # A probe has few drafts: if they nearly pay, others may.
+            most = _NEAR_PROBE_WAIT if self._gain > _NEAR_GAIN else _MAX_PROBE_WAIT
+            longer = min(max(2 * self._wait, _PROBE_WAIT), most)
             self._wait = 1 if is_surprise else longer
 
     def reset_estimates(self) -> None:
