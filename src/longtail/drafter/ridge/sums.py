@@ -72,7 +72,7 @@ class LagSums:
 
     def faded(self, factor: float) -> "LagSums":
         """Return the sums with every text weighted by a factor, rounded: they stay exact."""
-        products = (self.products * factor).round().add_(0.0)  # no -0.0
+        products = self.products.mul(factor).round_().add_(0.0)  # no -0.0
         counts = (self.counts * (factor * _COUNT_STEPS)).round() / _COUNT_STEPS
         return LagSums(products=products, steps=self.steps, counts=counts)
 
