@@ -237,14 +237,7 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        regress, num = ARCHITECTURES[drafter.recipe].regress, config.train.fit_tokens
-        if num and regress is not None:
-            budget = config.train.tokens_per_micro_batch
-            check = interruption.check
-            count = regress(
-                layer, target, corpus.training, num_tokens=num, budget=budget, check=check
-            )
-            console.log(f"the drafter begins as a regression over {count:,} tokens")
+        _regress(config, layer, target, corpus, interruption, console)
     make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
     trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
     if given is not None and given.sums:
@@ -256,6 +249,22 @@ def assemble(
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
     )
+
+
+def _regress(
+    config: DrafterTrainConfig,
+    layer: DraftLayer,
+    target: Transformer,
+    corpus: Corpus,
+    interruption: Interruption,
+    console: Console,
+) -> None:
+    """Start a fresh layer from a regression, if that is asked for and its architecture can."""
+    regress, num = ARCHITECTURES[layer.config.recipe].regress, config.train.fit_tokens
+    if num and regress is not None:
+        budget, check = config.train.tokens_per_micro_batch, interruption.check
+        count = regress(layer, target, corpus.training, num_tokens=num, budget=budget, check=check)
+        console.log(f"the drafter begins as a regression over {count:,} tokens")
 
 
 def _settings(config: DrafterTrainConfig, layer: DraftLayer) -> TrainerSettings:
