@@ -30,7 +30,7 @@ BUDGETS = {
     "system": 880,
     "tuner": 1035,
     "view": 1120,
-    "tests": 31612,
+    "tests": 31615,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

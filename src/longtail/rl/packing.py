@@ -14,8 +14,8 @@ from torch import Tensor
 
 from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams, TrainBatch
 
-_MOST_LAID = 4
-"""Most tokens of the whole sequences of a unit, in budgets: attention has keys for each of them."""
+_MOST_LAID = 2
+"""Most tokens of the whole sequences of a micro-batch, in budgets: attention keeps keys of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,44 +135,37 @@ def pack_shared(
     """Pack sequences as `pack`, with the prompt of several completions once."""
     units = _units(sequences, prompt_lens, budget)
     packs = []
-    for chosen in plan([unit.num_tokens for unit in units], budget):
-        members = tuple(index for unit in chosen for index in units[unit].members)
+    for chosen in plan([cost for _, cost in units], budget):
+        members = tuple(index for unit in chosen for index in units[unit][0])
         whole = lay_out([sequences[i] for i in members], [prompt_lens[i] for i in members])
         packs.append(Pack(packed=share_prompts(whole), indices=members))
     return packs
 
 
-@dataclass(slots=True)
-class _Unit:
-    """Completions of one prompt that are packed together."""
-
-    members: list[int]
-    num_tokens: int
-    num_laid: int
-    """Number of tokens of the whole sequences, to which attention is computed."""
-
-
 def _units(
     sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int
-) -> list[_Unit]:
-    """Return the completions of each prompt, longest first, in parts that fit into the budget."""
-    by_prompt: dict[tuple[int, ...], list[_Unit]] = {}
+) -> list[tuple[list[int], int]]:
+    """Return completions of one prompt that are packed together, longest first, and their cost."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
-        whole, prompt_len = len(sequences[index]), prompt_lens[index]
-        own = whole - prompt_len
-        parts = by_prompt.setdefault(tuple(sequences[index][:prompt_len]), [])
-        unit = parts[-1] if parts else None
-        if (
-            unit is None
-            or unit.num_tokens + own > budget
-            or unit.num_laid + whole > _MOST_LAID * budget
-        ):
-            parts.append(_Unit([index], whole, whole))
-        else:
-            unit.members.append(index)
-            unit.num_tokens += own
-            unit.num_laid += whole
-    return [unit for parts in by_prompt.values() for unit in parts]
+        by_prompt.setdefault(tuple(sequences[index][: prompt_lens[index]]), []).append(index)
+    units: list[tuple[list[int], int]] = []
+    for prompt, indices in by_prompt.items():
+        members, own = list[int](), 0
+        for index in indices:
+            more = len(sequences[index]) - len(prompt)
+            cost = _cost(len(prompt), len(members) + 1, own + more)
+            if members and cost > budget:
+                units.append((members, _cost(len(prompt), len(members), own)))
+                members, own = [], 0
+            members, own = [*members, index], own + more
+        units.append((members, _cost(len(prompt), len(members), own)))
+    return units
+
+
+def _cost(prompt_len: int, count: int, own: int) -> int:
+    """Return the tokens of the budget that `count` completions of `own` tokens in all take."""
+    return max(prompt_len + own, -(-(count * prompt_len + own) // _MOST_LAID))
 
 
 def pack_rollouts(

@@ -78,6 +78,7 @@ def test_completions_of_a_prompt_share_its_tokens(groups, budget):
         packed = one.packed
         places = torch.arange(packed.num_tokens) if packed.places is None else packed.places
         assert packed.num_tokens <= budget or len(one.indices) == 1
+        assert packed.cu_seqlens[-1] <= 2 * budget or len(one.indices) == 1
         for s, index in enumerate(one.indices):
             span = places[packed.cu_seqlens[s] : packed.cu_seqlens[s + 1]]
             assert tuple(packed.tokens[span].tolist()) == sequences[index]
