@@ -9,6 +9,7 @@ import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -77,7 +78,7 @@ class PackedAttention(Attention):
 
 
 @final
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SharedAttention(Attention):
     """Attention of sequences that share tokens: of whole ones, then each token's own is kept."""
 
@@ -90,11 +91,14 @@ class SharedAttention(Attention):
     ) -> Heads:
         """Attend as if each sequence had its own tokens."""
         q, k, v = (x.index_select(0, self.places) for x in (queries, keys, values))
-        attended = self.whole.attend(layer, q, k, v, window)
+        return self.whole.attend(layer, q, k, v, window).index_select(0, self._firsts)
+
+    @cached_property
+    def _firsts(self) -> Int[Tensor, "tokens"]:
+        """Index of each computed token's first place in the whole sequences, for all layers."""
         numbers = torch.arange(len(self.places), device=self.places.device)
-        first = numbers.new_full((len(queries),), len(numbers))
-        first.scatter_reduce_(0, self.places, numbers, "amin")
-        return attended.index_select(0, first)
+        firsts = numbers.new_full((int(self.places.max()) + 1,), len(numbers))
+        return firsts.scatter_reduce_(0, self.places, numbers, "amin")
 
 
 def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:

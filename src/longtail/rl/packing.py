@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import torch
-from torch import Tensor
 
 from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams, TrainBatch
 
@@ -81,22 +80,20 @@ def share_prompts(packed: PackedSequences) -> PackedSequences:
 
     It costs nothing but attention to whole sequences: the other work is by token.
     """
-    ends, prompts, before = packed.cu_seqlens, list[Tensor](), 0
-    kept, owner = torch.ones_like(packed.tokens, dtype=torch.bool), torch.arange(ends[-1])
-    for start, end in pairwise(ends):
-        length = int((packed.loss_mask[start:end] == 0).sum())
-        prompts.append(packed.tokens[start : start + length])
-        if len(prompts) > 1 and torch.equal(prompts[-1], prompts[-2]):
+    ends, tokens = packed.cu_seqlens, packed.tokens
+    lengths = [int((packed.loss_mask[a:b] == 0).sum()) for a, b in pairwise(ends)]
+    kept, owner = torch.ones_like(tokens, dtype=torch.bool), torch.arange(ends[-1])
+    for (before, other), (start, length) in pairwise(zip(ends, lengths, strict=False)):
+        if torch.equal(tokens[before : before + other], tokens[start : start + length]):
             kept[start : start + length] = False
             owner[start : start + length] = owner[before : before + length]
-        before = start
     if kept.all():
         return packed
-    return PackedSequences(
-        tokens=packed.tokens[kept],
+    return replace(
+        packed,
+        tokens=tokens[kept],
         positions=packed.positions[kept],
         sequence=packed.sequence[kept],
-        cu_seqlens=ends,
         loss_mask=packed.loss_mask[kept],
         places=(kept.cumsum(0) - 1)[owner],
     )
@@ -134,9 +131,10 @@ def pack_shared(
 ) -> list[Pack]:
     """Pack sequences as `pack`, with the prompt of several completions once."""
     units = _units(sequences, prompt_lens, budget)
+    costs = [_cost([len(sequences[i]) for i in unit], prompt_lens[unit[0]]) for unit in units]
     packs = []
-    for chosen in plan([cost for _, cost in units], budget):
-        members = tuple(index for unit in chosen for index in units[unit][0])
+    for chosen in plan(costs, budget):
+        members = tuple(index for unit in chosen for index in units[unit])
         whole = lay_out([sequences[i] for i in members], [prompt_lens[i] for i in members])
         packs.append(Pack(packed=share_prompts(whole), indices=members))
     return packs
@@ -144,28 +142,24 @@ def pack_shared(
 
 def _units(
     sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int
-) -> list[tuple[list[int], int]]:
-    """Return completions of one prompt that are packed together, longest first, and their cost."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
+) -> list[list[int]]:
+    """Return completions of one prompt that are packed together, longest first."""
+    by_prompt: dict[tuple[int, ...], list[list[int]]] = {}
     for index in sorted(range(len(sequences)), key=lambda i: (-len(sequences[i]), i)):
-        by_prompt.setdefault(tuple(sequences[index][: prompt_lens[index]]), []).append(index)
-    units: list[tuple[list[int], int]] = []
-    for prompt, indices in by_prompt.items():
-        members, own = list[int](), 0
-        for index in indices:
-            more = len(sequences[index]) - len(prompt)
-            cost = _cost(len(prompt), len(members) + 1, own + more)
-            if members and cost > budget:
-                units.append((members, _cost(len(prompt), len(members), own)))
-                members, own = [], 0
-            members, own = [*members, index], own + more
-        units.append((members, _cost(len(prompt), len(members), own)))
-    return units
+        prompt = tuple(sequences[index][: prompt_lens[index]])
+        units = by_prompt.setdefault(prompt, [[]])
+        longer = [*units[-1], index]
+        if units[-1] and _cost([len(sequences[i]) for i in longer], len(prompt)) > budget:
+            units.append([index])
+        else:
+            units[-1] = longer
+    return [unit for units in by_prompt.values() for unit in units]
 
 
-def _cost(prompt_len: int, count: int, own: int) -> int:
-    """Return the tokens of the budget that `count` completions of `own` tokens in all take."""
-    return max(prompt_len + own, -(-(count * prompt_len + own) // _MOST_LAID))
+def _cost(lengths: Sequence[int], prompt_len: int) -> int:
+    """Return the tokens of the budget that sequences of one prompt take together."""
+    laid = sum(lengths)
+    return max(laid - (len(lengths) - 1) * prompt_len, -(-laid // _MOST_LAID))
 
 
 def pack_rollouts(

@@ -66,9 +66,8 @@ class EagleConfig:
     layer trains several times faster if its inputs have a size of about 1."""
 
     def __post_init__(self) -> None:
-        if self.recipe == "eagle1" or not self.layers:
-            layers = () if self.recipe == "eagle1" else default_layers(self.target.num_layers)
-            object.__setattr__(self, "layers", layers)
+        if self.recipe == "eagle3" and not self.layers:
+            object.__setattr__(self, "layers", default_layers(self.target.num_layers))
 
     @property
     def shape(self) -> ModelConfig:
