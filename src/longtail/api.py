@@ -26,8 +26,9 @@ from longtail.assembly.engine import (
     open_model,
 )
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.engine.report import Piece, StepReport
+from longtail.engine.text import Piece, stream
 from longtail.errors import ConfigError, RequestError
+from longtail.generator import StepReport
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
@@ -126,7 +127,8 @@ class Engine:
         params = params or SamplingParams()
         tokens = self.encode(prompt, params.max_tokens)
         request = self._request(tokens, params, "0", seed, 0)
-        return TextStream(self._engines.ready([request]).stream(request, on_step))
+        engine = self._engines.ready([request])
+        return TextStream(stream(engine, self.tokenizer.decode, request, on_step))
 
     def _request(
         self, tokens: tuple[int, ...], params: SamplingParams, group: str, seed: int, index: int

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from longtail.engine import engine as engine_module
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import StepReport
 from longtail.model.graphs import GraphPool
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Family

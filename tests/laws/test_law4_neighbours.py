@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import Verified
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import Verified
 from longtail.model.kernels import native
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy

@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.kv.cache import KeptPath
-from longtail.engine.report import StepReport
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import StepReport
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy

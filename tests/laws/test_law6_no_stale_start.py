@@ -7,6 +7,7 @@ from torch import Tensor
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
+from longtail.model.hf.weights import hf_rows
 from longtail.sampling import noise_key
 from longtail.types import Completion, PolicyWeights, Request, SamplingParams
 from support.tiny_models import tiny_model
@@ -16,8 +17,11 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 def weights(version: int, seed: int, dtype: torch.dtype = torch.float32) -> PolicyWeights:
     model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its head is its embedding
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return PolicyWeights(version=version, tensors=tensors)
+    return PolicyWeights(version=version, tensors=hf_rows(model))
+
+
+def pull(engine: RolloutEngine, published: PolicyWeights) -> None:
+    engine.load_policy(published.version, published.tensors.items())
 
 
 def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:
@@ -48,7 +52,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
     """Parameters, packed copies, tied ones: the engine is as good as a fresh one."""
     engine = make_engine(seed=0, dtype=dtype)
     old = write(engine)
-    engine.pull(weights(1, seed=1, dtype=dtype))
+    pull(engine, weights(1, seed=1, dtype=dtype))
     new = write(engine)
     assert new == write(make_engine(seed=1, dtype=dtype, version=1))
     assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
@@ -57,7 +61,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_published_weights_are_rounded_to_the_engines_precision(dtype):
     engine = make_engine(seed=0, dtype=dtype)
-    engine.pull(weights(1, seed=1, dtype=torch.float32))
+    pull(engine, weights(1, seed=1, dtype=torch.float32))
     assert write(engine) == write(make_engine(seed=1, dtype=dtype, version=1))
 
 
@@ -65,7 +69,7 @@ def test_completions_carry_the_version_that_wrote_them():
     engine = make_engine(seed=0, dtype=torch.float32, version=7)
     assert {done.policy_version for done in write(engine)} == {7}
     for version in (8, 9):
-        engine.pull(weights(version, seed=version))
+        pull(engine, weights(version, seed=version))
         assert {done.policy_version for done in write(engine)} == {version}
 
 
@@ -76,10 +80,10 @@ def test_nothing_in_progress_or_waiting_survives_a_pull():
         engine.submit(ask(number))
     engine.step()
     with pytest.raises(RequestError, match="5 requests are unfinished"):
-        engine.pull(weights(1, seed=1))
+        pull(engine, weights(1, seed=1))
     while engine.num_unfinished:
         assert all(done.policy_version == 0 for done in engine.step().finished)
-    engine.pull(weights(1, seed=1))
+    pull(engine, weights(1, seed=1))
     assert {done.policy_version for done in write(engine)} == {1}
 
 
@@ -90,7 +94,7 @@ def test_an_aborted_group_leaves_no_stale_kv_behind():
     engine.step()
     engine.step()
     engine.abort("0")
-    engine.pull(weights(1, seed=1, dtype=torch.float64))
+    pull(engine, weights(1, seed=1, dtype=torch.float64))
     fresh = make_engine(seed=1, dtype=torch.float64, version=1)
     assert engine.generate([ask(0)]) == fresh.generate([ask(0)])
 
@@ -99,7 +103,7 @@ def test_published_tensors_are_copied():
     """The learner goes on with its parameters while the engine generates."""
     published = weights(1, seed=1)
     engine = make_engine(seed=0, dtype=torch.float32)
-    engine.pull(published)
+    pull(engine, published)
     before = write(engine)
     for tensor in published.tensors.values():
         assert isinstance(tensor, Tensor)

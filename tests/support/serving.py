@@ -9,9 +9,9 @@ import httpx
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.options import ServeOptions
 from longtail.serve.server import Routes

@@ -29,7 +29,6 @@ from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner
 from longtail.speculation.drafter import Drafter
-from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
@@ -80,11 +79,10 @@ def build_components(
     names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))
     trainable = partial(open_trainable, names, target, log)
-    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=speculation)
-    if speculation is not None and FRESH in names:
-        engine.speculate(without_fresh(speculation, names))
+    first = speculation and without_fresh(speculation, names)
+    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=first)
     return WorkerComponents(
-        engine=engine,
+        generator=engine,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
@@ -113,13 +111,11 @@ def make_drafting(
     """Build the trainer of the first drafter that can be trained; None without one."""
     if speculation is None or own.train == "never":
         return None
-    drafter, loaded = _learner(speculation.drafters), trainable()
-    if drafter is None or loaded is None:
+    loaded = trainable()
+    if loaded is None:
         return None
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     drafting = Drafting(
-        drafter=drafter,
-        speculation=speculation,
         served=DrafterWeights(
             version=0,
             tensors=copy_parameters(loaded.layer, renewable_ids),
@@ -171,15 +167,17 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
 
 
 def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
-    """Return the speculation before a fresh drafter has learned anything."""
+    """Return the speculation that drafts as long as a fresh drafter has learned nothing."""
+    if FRESH not in names:
+        return full
     pairs = zip(names, full.drafters, strict=True)
     others = tuple(drafter for name, drafter in pairs if name != FRESH)
-    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner())
+    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner(), later=full)
 
 
 def learning(full: Speculation, own: SpotSection) -> Speculation:
     """Return speculation that keeps what its first drafter with weights learns from."""
-    drafter = _learner(full.drafters)
+    drafter = full.learner
     if own.train == "never" or drafter is None:
         return full
     if (statistics := drafter.statistics()) is not None:
@@ -188,8 +186,3 @@ def learning(full: Speculation, own: SpotSection) -> Speculation:
         return full
     store = FeatureStore(training_taps(drafter.taps), own.features_mb * 2**20)
     return replace(full, features=store)
-
-
-def _learner(drafters: Sequence[Drafter]) -> GrowingDrafter | None:
-    """Return the first drafter that has weights."""
-    return next((each for each in drafters if isinstance(each, GrowingDrafter)), None)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 from longtail.api import Engine, PromptInput, TextStream
 from longtail.cli.options import GenerateOptions
-from longtail.engine.report import Acceptance, AcceptLength, Piece, StepReport
+from longtail.engine.report import Acceptance, AcceptLength
+from longtail.engine.text import Piece
 from longtail.errors import ConfigError, RequestError
+from longtail.generator import StepReport
 from longtail.system.device import set_threads
 from longtail.types import Completion, SamplingParams
 

@@ -25,20 +25,19 @@ from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.weights import DrafterWeights, are_finite
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter, StepReport
+from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
-from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError, NonFiniteError
+from longtail.generator import Generator, StepReport
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
+from longtail.model.hf.weights import to_hf
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
-from longtail.speculation.grow import GrowingDrafter
 from longtail.system import memory
 from longtail.system.device import compute_threads
 from longtail.types import Completion, Request, TrainBatch
@@ -55,9 +54,6 @@ class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for i
 class Drafting:
     """The drafter that a worker serves, and how it learns: from sums, or by gradient."""
 
-    drafter: GrowingDrafter
-    speculation: Speculation
-    """Speculation with this drafter; a fresh drafter joins the engine by it at its first offer."""
     served: DrafterWeights
     """Initial weights of the drafter."""
     buffer: DrafterBuffer
@@ -73,7 +69,7 @@ class Drafting:
 class WorkerComponents:
     """The components of a worker, none of which knows another."""
 
-    engine: RolloutEngine
+    generator: Generator
     learner: Learner
     policy: Transformer
     """The learner's weights, for saving; in main memory if it is sharded."""
@@ -128,7 +124,7 @@ class Worker:
 
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
         """
-        engine, meter, log = self._components.engine, RolloutMeter(), RolloutLog()
+        generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         self._shard = _Shard({request.request_id: request for request in requests}, [])
         self._progress = Progress(beats=self._beats)
@@ -143,7 +139,7 @@ class Worker:
         try:
             with compute_threads(self._components.rollout_threads):
                 self._take_offers()
-                completions = engine.generate(requests, on_step)
+                completions = generator.generate(requests, on_step)
         except BaseException:
             if texts is not None:
                 texts.take()  # the next rollout begins with none
@@ -165,7 +161,7 @@ class Worker:
             self._beats += 1
             self._progress = Progress(beats=self._beats, is_waiting=is_waiting)
 
-        self._components.engine.sleep()
+        self._components.generator.sleep()
         try:
             return self._components.learner.step(batches, on_progress)
         finally:
@@ -181,7 +177,8 @@ class Worker:
         for name, tensor in weights.tensors.items():
             if not are_finite({name: tensor}):
                 raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
-        self._components.engine.pull(weights)
+        named = to_hf(weights.tensors, self._components.policy.config)
+        self._components.generator.load_policy(weights.version, named.items())
         return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
@@ -216,7 +213,7 @@ class Worker:
         tensors = self._components.learner.tensors()
         if writes:
             memory.write(tensors, path)
-        self._components.engine.sleep(fully=True)
+        self._components.generator.sleep(fully=True)
         memory.release(tensors)
 
     def unpark(self, path: Path) -> None:
@@ -275,12 +272,7 @@ class Worker:
 
     def adopt(self, weights: DrafterWeights) -> int:
         """Draft with other weights; return their version."""
-        drafting = self._drafting()
-        drafting.drafter.load_weights(weights.tensors)
-        if self._components.engine.speculation is drafting.speculation:
-            self._components.engine.reset_estimates()
-        else:
-            self._components.engine.speculate(drafting.speculation)
+        self._components.generator.load_drafter(weights.tensors)
         self._served = weights
         with self._lock:
             self._adopted.append(weights.version)
@@ -316,7 +308,7 @@ class Worker:
             TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
-            for name, tokens, prompt_len in self._components.engine.unfinished()
+            for name, tokens, prompt_len in self._components.generator.unfinished()
         ]
         return texts
 

@@ -15,10 +15,10 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longtail.engine.report import Emitted, Failed
 from longtail.engine.request import ActiveRequest
 from longtail.engine.text import Decode, ends_in_stop, final_text
 from longtail.errors import NonFiniteError
+from longtail.generator import Emitted, Failed
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, accept, depths
 from longtail.system.device import to_device
 from longtail.types import Completion, FinishReason

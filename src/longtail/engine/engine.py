@@ -9,9 +9,9 @@ The engine owns the weights that generate and the KV of the requests in progress
 rewards, learning or files. It takes new weights only while no request is in progress.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
+from torch import Tensor
 
 from longtail.engine.batch import (
     FlatBatch,
@@ -25,7 +25,6 @@ from longtail.engine.batch import (
 from longtail.engine.kv.cache import KeptPath, KVUsage
 from longtail.engine.kv.choice import make_kv
 from longtail.engine.profile import Profiler
-from longtail.engine.report import Emitted, Failed, Piece, StepReport
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
 from longtail.engine.speculation.speculator import (
@@ -35,15 +34,17 @@ from longtail.engine.speculation.speculator import (
     Speculator,
 )
 from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
-from longtail.engine.text import Decode, Reader
+from longtail.engine.text import Decode
 from longtail.errors import RequestError
+from longtail.generator import Emitted, Failed, Generator, StepReport
+from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.speculation.tree import Accepted
-from longtail.types import Completion, FinishReason, PolicyWeights, Request
+from longtail.types import Completion, FinishReason, Request
 
 
-class RolloutEngine:
-    """Generates under one policy version at a time."""
+class RolloutEngine(Generator):
+    """longtail's own generator, on CPUs."""
 
     def __init__(
         self,
@@ -99,10 +100,6 @@ class RolloutEngine:
         """The model that generates; drafters refer to it, and only `pull` changes its weights."""
         return self._model
 
-    def reset_estimates(self) -> None:
-        """Estimate the gain of drafting anew, since a drafter was changed; tokens do not change."""
-        self._speculator.reset_estimates()
-
     @property
     def speculation(self) -> Speculation | None:
         """The speculation in use, if any."""
@@ -137,28 +134,27 @@ class RolloutEngine:
         """Return the numbers of preemptions and of shared prompt tokens so far."""
         return self._scheduler.counts()
 
-    def pull(self, weights: PolicyWeights) -> None:
-        """Load published weights; the engine must be idle, so that no completion mixes policies."""
+    def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all weights; after an error the engine is a mixture of policies, and of no use."""
         if self._active:
             raise RequestError(
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "
-                f"pulling policy version {weights.version}"
+                f"policy version {version} is loaded"
             )
-        parameters = dict(self._model.named_parameters())  # lists a tied head once
-        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-        given = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
-        if own != given:
-            odd = min(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
-            raise RequestError(
-                f"policy version {weights.version} is of another model: {odd} has shape "
-                f"{given.get(odd)} there, {own.get(odd)} here"
-            )
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights.tensors[name])
+        write_hf(self._model, parameters, f"policy version {version}")
         self._model.pack()
         self._speculator.refresh()
-        self._policy_version = weights.version
+        self._policy_version = version
+
+    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights; a fresh drafter begins to draft with its first ones."""
+        present = self.speculation
+        assert present is not None, "no drafter was given"
+        full = present.learned(tensors)
+        if full is present:
+            self._speculator.reset_estimates()
+        else:
+            self.speculate(full)
 
     def sleep(self, *, fully: bool = False) -> None:
         """Free the KV memory of an idle engine; `fully`, even where later requests are slowed."""
@@ -277,67 +273,6 @@ class RolloutEngine:
     def _on_idle(self) -> None:
         if not self._active:
             self._speculator.on_idle()
-
-    def generate(
-        self,
-        requests: Sequence[Request],
-        on_step: Callable[[StepReport], None] | None = None,
-    ) -> list[Completion]:
-        """Run until the requests are finished; return their completions in the same order.
-
-        Other requests in progress advance as well; `on_step` gets all reports. If anything raises,
-        or one of the requests fails, the requests are aborted.
-        """
-        for request in requests:
-            self.check(request)
-        done: dict[str, Completion] = {}
-        awaited = {request.request_id for request in requests}
-        try:
-            for request in requests:
-                self.submit(request)
-            while awaited:
-                report = self.step()
-                report.raise_failure(awaited)
-                done.update((completion.request_id, completion) for completion in report.finished)
-                awaited.difference_update(completion.request_id for completion in report.finished)
-                if on_step is not None:
-                    on_step(report)
-        finally:
-            for request in requests:
-                if request.request_id in self._active:
-                    self.abort(request.request_id)
-        return [done[request.request_id] for request in requests]
-
-    def stream(
-        self, request: Request, on_step: Callable[[StepReport], None] | None = None
-    ) -> Iterator[Piece | Completion]:
-        """Yield the text of one request piece by piece, then its completion.
-
-        The pieces concatenated are the completion's `text`, without any stop string.
-        """
-        name, reader = request.request_id, Reader(self._decode, request.sampling.stop)
-        self.submit(request)
-        try:
-            while name in self._active:
-                report = self.step()
-                report.raise_failure({name})
-                if on_step is not None:
-                    on_step(report)
-                own = [each.token for each in report.emitted if each.request_id == name]
-                drafted = sum(
-                    each.num_accepted for each in report.verified if each.request_id == name
-                )
-                for tokens, is_drafted in ((own[:drafted], True), (own[drafted:], False)):
-                    if text := reader.feed(tokens):
-                        yield Piece(text=text, drafted=is_drafted)
-                for completion in report.finished:
-                    if completion.request_id == name:
-                        if text := reader.finish(completion.text):
-                            yield Piece(text=text, drafted=False)
-                        yield completion
-        finally:  # also if the consumer stops reading
-            if name in self._active:
-                self.abort(name)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this engine can never serve the request; thread-safe."""

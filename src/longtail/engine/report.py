@@ -1,114 +1,11 @@
 """Reports of engine steps and rollouts: counts, seconds and acceptance of drafts."""
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, final
 
-from longtail.types import Completion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emitted:
-    """One emitted token."""
-
-    request_id: str
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
-    """A piece of a streamed completion.
-
-    Example: Piece(text=" the same", drafted=True)
-    """
-
-    text: str
-    drafted: bool
-    """Whether the piece was drafted; the last token of every step is not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
-    """Result of one verified draft.
-
-    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): two of
-    six nodes were accepted after 40 generated tokens; accept length 3
-    """
-
-    request_id: str
-    position: int
-    """Number of generated tokens before the step."""
-    num_drafted: int
-    depth: int
-    """Depth of the deepest node."""
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A request that ended with an exception; all other requests continue.
-
-    Example: Failed(request_id="a", error=NonFiniteError("logits of request 'a' ..."))
-    """
-
-    request_id: str
-    error: Exception
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Switch:
-    """A change between drafting and plain decoding, from this step on; by the guard, from the next.
-
-    Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
-    """
-
-    drafts: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """One engine step.
-
-    Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035,
-                        sample_s=0.0002, emitted=(...), finished=())
-    """
-
-    num_tokens: int
-    """Number of computed flat tokens, drafts included."""
-    num_running: int
-    step_s: float
-    forward_s: float
-    """Seconds of decoder and LM head."""
-    sample_s: float
-    """Seconds of noise, also for drafts, and of draws."""
-    gap_s: float = 0.0
-    """Seconds of the host before the launch and after the results, without the drafters' forward
-    passes: the time in which a GPU computes at most drafts."""
-    emitted: tuple[Emitted, ...]
-    finished: tuple[Completion, ...]
-    failed: tuple[Failed, ...] = ()
-    draft_s: float = 0.0
-    """Seconds of proposing, accepting and committing drafts and of the drafters' learning, with
-    the drafters' forward passes."""
-    draft_forward_s: float = 0.0
-    """Seconds of the drafters' forward passes."""
-    verified: tuple[Verified, ...] = ()
-    """Results of the verified drafts."""
-    tuner_s: float = 0.0
-    """Seconds of planning, and of learning from the previous step."""
-    speculates: bool = False
-    """Whether the engine has drafters, in a plain step, too."""
-    switch: Switch | None = None
-
-    def raise_failure(self, awaited: Container[str]) -> None:
-        """Raise the error of the first awaited request that failed, if any."""
-        for each in self.failed:
-            if each.request_id in awaited:
-                raise each.error
-
+from longtail.generator import StepReport, Verified
 
 _PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
 """Fields that are means over engines in `merge_reports`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
 
-from longtail.engine.report import StepReport, Switch
+from longtail.generator import StepReport, Switch
 
 FILE = "speculation.jsonl"
 _MICROSECONDS = 6

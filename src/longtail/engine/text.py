@@ -4,12 +4,13 @@ A token need not be a whole character, and a decoder may treat the first token s
 readers decode a short window with some context before it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
-from longtail.engine.report import StepReport
-from longtail.types import Completion
+from longtail.generator import Generator, StepReport
+from longtail.types import Completion, Request
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -110,6 +111,51 @@ class Reader:
     def finish(self, text: str) -> str:
         """Return the held-back text, given the text of the completion."""
         return text[self._shown :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A piece of a streamed completion.
+
+    Example: Piece(text=" the same", drafted=True)
+    """
+
+    text: str
+    drafted: bool
+    """Whether the piece was drafted; the last token of every step is not."""
+
+
+def stream(
+    generator: Generator,
+    decode: Decode,
+    request: Request,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> Iterator[Piece | Completion]:
+    """Yield the text of one request piece by piece, then its completion.
+
+    The pieces concatenated are the completion's `text`, without any stop string.
+    """
+    name, reader = request.request_id, Reader(decode, request.sampling.stop)
+    generator.submit(request)
+    try:
+        while generator.is_unfinished(name):
+            report = generator.step()
+            report.raise_failure({name})
+            if on_step is not None:
+                on_step(report)
+            own = [each.token for each in report.emitted if each.request_id == name]
+            drafted = sum(each.num_accepted for each in report.verified if each.request_id == name)
+            for tokens, is_drafted in ((own[:drafted], True), (own[drafted:], False)):
+                if text := reader.feed(tokens):
+                    yield Piece(text=text, drafted=is_drafted)
+            for completion in report.finished:
+                if completion.request_id == name:
+                    if text := reader.finish(completion.text):
+                        yield Piece(text=text, drafted=False)
+                    yield completion
+    finally:  # also if the consumer stops reading
+        if generator.is_unfinished(name):
+            generator.abort(name)
 
 
 @final

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 
 from longtail.assembly.engine import GrowingEngine
-from longtail.drafter.weights import are_finite
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
-from longtail.errors import ConfigError, NonFiniteError
-from longtail.model.hf.weights import hf_rows
+from longtail.generator import StepReport
+from longtail.model.hf.weights import hf_rows, write_hf
 from longtail.model.transformer import Transformer
-from longtail.types import Completion, PolicyWeights, Request
+from longtail.types import Completion, Request
 
-_HEAD = "lm_head.weight"
 _LENGTH_STEP = 256
 """Tokens by which the longest text grows; a new engine measures its costs again."""
 
@@ -79,43 +76,25 @@ class MirroredPolicy:
         )
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all parameters, by Hugging Face's names.
-
-        Each is read before the next is taken. Raises ConfigError if they are of another model, and
-        NonFiniteError with the name of a parameter that is not finite.
-        """
-        missing = set(self._rows)
-        with torch.no_grad():
-            for name, tensor in parameters:
-                rows = self._rows.get(name)
-                if rows is None and name == _HEAD:
-                    continue  # tied to the embedding
-                if rows is None or rows.shape != tensor.shape:
-                    expected = "no such parameter" if rows is None else f"{tuple(rows.shape)}"
-                    raise ConfigError(
-                        f"the model's parameter {name} has shape {tuple(tensor.shape)}, and "
-                        f"longtail's {self.model.config.family} model {expected}; longtail "
-                        "cannot generate with this model"
-                    )
-                if not are_finite({name: tensor.detach()}):
-                    raise NonFiniteError(f"{name} is not finite after {self.version} pulls")
-                rows.copy_(tensor)
-                missing.discard(name)
-        if missing:
-            raise ConfigError(f"the model lacks {min(missing)}: it is another model")
+        """Take all parameters, by Hugging Face's names; see `Generator.load_policy`."""
         self.version += 1
-        if self.engine is not None:
-            own = dict(self.model.named_parameters())  # copied above; the engine packs them
-            self.engine.pull(PolicyWeights(version=self.version, tensors=own))
+        if self.engine is None:
+            write_hf(self.model, parameters, f"pull {self.version}")
+        else:
+            self.engine.load_policy(self.version, parameters)
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Use a speculation from the next request on; None decodes plainly."""
         self._speculation = speculation
 
-    def reset_estimates(self) -> None:
-        """Estimate the gain of drafting anew, since a drafter was changed."""
-        if self.engine is not None:
-            self.engine.reset_estimates()
+    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights; `speculate` gave the drafter."""
+        assert self._speculation is not None, "no drafter was given"
+        if self.engine is None:
+            self._speculation = self._speculation.learned(tensors)
+        else:
+            self.engine.load_drafter(tensors)
+            self._speculation = self.engine.speculation
 
     def ready(self, requests: Sequence[Request]) -> RolloutEngine:
         """Return an idle engine with room for the requests."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import StepReport
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, DataError
+from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, example_of, make_examples

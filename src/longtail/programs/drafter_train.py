@@ -35,8 +35,8 @@ from longtail.drafter.formats.checkpoint import (
 )
 from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
-from longtail.engine.report import StepReport
 from longtail.errors import ConfigError
+from longtail.generator import StepReport
 from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.cluster.records import Progress
-from longtail.engine.report import StepReport
+from longtail.generator import StepReport
 from longtail.run.summary import Summary, summary_lines
 
 _REFRESH_S = 0.2

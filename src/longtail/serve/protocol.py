@@ -19,8 +19,8 @@ from pydantic import (
     model_validator,
 )
 
-from longtail.engine.report import Emitted, Verified
 from longtail.engine.text import Decode, Detokenizer, Reader
+from longtail.generator import Emitted, Verified
 from longtail.serve.service import Event
 from longtail.types import Completion
 

@@ -25,9 +25,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from longtail.assembly.engine import completion_key
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import Emitted, Failed, StepReport, Verified
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import OverloadedError, UnavailableError
+from longtail.generator import Emitted, Failed, StepReport, Verified
 from longtail.serve.options import ServeOptions
 from longtail.types import Completion, Request, SamplingParams
 

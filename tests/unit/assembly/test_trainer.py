@@ -59,9 +59,9 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
     assert parts.sampling.stop == ("END",)
     assert parts.sampling.stop_token_ids == components.tokenizer.eos_ids == (1,)
     assert components.policy.dtype == torch.float32
-    assert components.engine.model.dtype == torch.float64
+    assert components.generator.model.dtype == torch.float64
     # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
-    assert components.engine.kv_usage().total == 3 * 32
+    assert components.generator.kv_usage().total == 3 * 32
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
     assert parts.num_dropped == 0
@@ -102,8 +102,8 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     components = build_components(config, tmp_path, parts.limits)
     worker = Worker(components)
     worker.learn([_batch()])
-    assert components.engine.policy_version == 0
-    assert worker.publish() == components.engine.policy_version == 1
+    assert components.generator.policy_version == 0
+    assert worker.publish() == components.generator.policy_version == 1
     prompt = parts.heldout[0]
     request = Request(
         request_id="r", prompt_tokens=prompt.tokens, noise_key=5, sampling=parts.sampling

@@ -19,7 +19,7 @@ from longtail.cli import main as cli
 from longtail.cli.commands import COMMANDS
 from longtail.config.rl import RunConfig
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import Piece
+from longtail.engine.text import Piece
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model, tiny_tokenizer
 

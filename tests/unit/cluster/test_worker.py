@@ -85,8 +85,8 @@ def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     components = make_components(workshop, "--speculation.drafter=none")
     worker = Worker(components)
     worker.publish()
-    drafter = ModelChains(load_model(workshop.model, components.engine.model.dtype))
-    components.engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
+    drafter = ModelChains(load_model(workshop.model, components.generator.model.dtype))
+    components.generator.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     sampling = SamplingParams(max_tokens=24)
     request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
     result = worker.generate([request])
@@ -114,7 +114,7 @@ def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
 def test_the_engine_releases_memory_during_a_learner_step(components, worker, asked, monkeypatch):
     calls: list[str] = []
     for of, name in (
-        (type(components.engine), "sleep"),
+        (type(components.generator), "sleep"),
         (Learner, "step"),
         (ContiguousKVCache, "wake"),
     ):
@@ -178,7 +178,7 @@ def test_features_are_kept_for_training_after_a_rollout_too(workshop, asked):
 @pytest.mark.slow
 def test_features_are_not_kept_without_memory_for_them(workshop, asked):
     components = make_components(workshop, "--cluster.workers=2", "--spot.features_mb=0")
-    assert components.engine.speculation is not None
-    assert components.engine.speculation.features is None
+    assert components.generator.speculation is not None
+    assert components.generator.speculation.features is None
     report = train(components, asked, 1)
     assert report.num_tokens > report.num_reused == 0

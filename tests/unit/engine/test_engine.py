@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import Piece, RolloutMeter, StepReport
+from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.text import Piece, stream
 from longtail.errors import NonFiniteError, RequestError
+from longtail.generator import StepReport
+from longtail.model.hf.weights import hf_rows
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, PolicyWeights, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request, SamplingParams
 from support.drafters import RIGHT, ScriptedDrafter
 from support.fakes import decode_pieces, markov_model, scripted_model
 from support.tiny_models import tiny_model
@@ -23,8 +26,11 @@ PIECES = ("The", " ans", "wer is <", "b>4", "2</", "b", ">, ", b"\xe6\x97", b"\x
 EOS = len(PIECES) - 1
 
 
+DECODE = decode_pieces(PIECES)
+
+
 def scripted_engine(limits: EngineLimits = LIMITS) -> RolloutEngine:
-    return RolloutEngine(scripted_model(len(PIECES)), decode_pieces(PIECES), limits)
+    return RolloutEngine(scripted_model(len(PIECES)), DECODE, limits)
 
 
 def ask(name: str = "a", prompt: tuple[int, ...] = (0,), **sampling: object) -> Request:
@@ -59,7 +65,7 @@ def test_a_stop_ends_a_completion(request_, tokens, text):
 
 def test_streamed_pieces_join_to_the_text_and_the_completion_comes_last():
     engine = scripted_engine()
-    *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
+    *pieces, done = stream(engine, DECODE, ask(stop_token_ids=(EOS,)))
     assert isinstance(done, Completion)
     assert joined(pieces) == done.text == " answer is <b>42</b>, \u65e5 done!"
     assert len(pieces) > 5
@@ -71,7 +77,7 @@ def test_a_stream_marks_drafted_pieces():
     drafter = ScriptedDrafter({"a": text}, RIGHT, vocab_size=len(PIECES))
     engine = scripted_engine()
     engine.speculate(Speculation.fixed(drafter, Strategy(depth=2, size=2)))
-    *pieces, done = engine.stream(ask(stop_token_ids=(EOS,)))
+    *pieces, done = stream(engine, DECODE, ask(stop_token_ids=(EOS,)))
     assert joined(pieces) == done.text
     # two drafted tokens a step, then the target's own
     assert [(piece.text, piece.drafted) for piece in pieces] == [
@@ -81,17 +87,17 @@ def test_a_stream_marks_drafted_pieces():
 
 
 def test_a_stream_that_ends_inside_a_character_flushes_its_text():
-    *pieces, done = scripted_engine().stream(ask(prompt=(5,), max_tokens=2))
+    *pieces, done = stream(scripted_engine(), DECODE, ask(prompt=(5,), max_tokens=2))
     assert isinstance(done, Completion)
     assert joined(pieces) == done.text == ">, \ufffd"
 
 
 def test_closing_a_stream_aborts_the_request():
     engine = scripted_engine()
-    stream = engine.stream(ask())
-    next(stream)
+    reading = stream(engine, DECODE, ask())
+    next(reading)
     assert not is_idle(engine)
-    stream.close()
+    reading.close()
     assert is_idle(engine)
 
 
@@ -99,10 +105,10 @@ def test_a_stream_ends_when_someone_aborts_its_request():
     """It used to go on stepping, for ever while others were in progress."""
     engine = scripted_engine()
     engine.submit(ask("other"))
-    stream = engine.stream(ask())
-    assert next(stream) == Piece(text=" ans", drafted=False)
+    reading = stream(engine, DECODE, ask())
+    assert next(reading) == Piece(text=" ans", drafted=False)
     engine.abort("a")
-    assert list(stream) == []
+    assert list(reading) == []
     assert engine.num_unfinished == 1
 
 
@@ -287,35 +293,33 @@ def test_a_list_is_finished_although_someone_else_is_in_progress():
 
 def test_an_engine_with_work_refuses_new_weights():
     engine = scripted_engine()
-    tensors = dict(scripted_model(len(PIECES)).named_parameters())
-    weights = PolicyWeights(version=1, tensors=tensors)
+    rows = hf_rows(scripted_model(len(PIECES)))
     engine.submit(ask())
     with pytest.raises(RequestError, match=r"1 requests are unfinished.*policy version 1"):
-        engine.pull(weights)
+        engine.load_policy(1, rows.items())
     assert engine.policy_version == 0
     engine.abort("a")
-    engine.pull(weights)
+    engine.load_policy(1, rows.items())
     assert engine.policy_version == 1
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head.bias": torch.zeros(11)}, r"head.bias has shape \(11,\) there, None here"),
-        ({"norm.weight": torch.ones(1)}, r"norm.weight has shape \(1,\) there, \(11,\) here"),
-        ({"norm.weight": None}, r"norm.weight has shape None there, \(11,\) here"),
+        ({"model.bias": torch.zeros(11)}, r"model.bias has shape \(11,\) there.* no such"),
+        ({"model.norm.weight": torch.ones(1)}, r"model.norm.weight has shape \(1,\) there"),
+        ({"model.norm.weight": None}, "it lacks model.norm.weight"),
     ],
     ids=["one more", "broadcast", "one less"],
 )
-def test_weights_of_another_model_are_refused_without_a_copy(changes, message):
+def test_weights_of_another_model_are_refused(changes, message):
     """A copy would stretch a tensor of one element over all of them."""
     engine = scripted_engine()
-    tensors = {**dict(markov_model(torch.zeros(11, 11)).named_parameters()), **changes}
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    tensors = {**hf_rows(markov_model(torch.zeros(11, 11))), **changes}
+    given = [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
     with pytest.raises(RequestError, match="policy version 1 is of another model: " + message):
-        engine.pull(PolicyWeights(version=1, tensors=tensors))
-    (done,) = engine.generate([ask(max_tokens=3)])
-    assert (done.tokens, done.policy_version) == ((1, 2, 3), 0)
+        engine.load_policy(1, given)
+    assert engine.policy_version == 0
 
 
 def test_the_meter_adds_steps_up():

@@ -17,9 +17,10 @@ from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.queue import Computed
 from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
-from longtail.types import PolicyWeights, Request
+from longtail.types import Request
 from support.drafters import WRONG, Script, ScriptedDrafter, ragged, silent
 from support.engine_requests import (
     CROWDED,
@@ -170,7 +171,7 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
     if aside:
         engine.speculate(None)
     other = tiny_model(seed=1, dtype=torch.float64)
-    engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
+    engine.load_policy(1, hf_rows(other).items())
     engine.speculate(speculation)
     assert store.num_bytes == 0
     for request, text in zip(requests, texts, strict=True):

@@ -2,13 +2,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from longtail.engine.report import StepReport, Switch, Verified
 from longtail.engine.rollout_log import (
     EVALUATION,
     LoggedRollout,
     RolloutLog,
     RolloutSeries,
 )
+from longtail.generator import StepReport, Switch, Verified
 from longtail.run.metrics import JsonLines
 
 ON = Switch(drafts=True, reason='predicted 1.21x of "plain" decoding at 8 running')

@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import Verified
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import Verified
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.types import PolicyWeights, Request, SamplingParams
+from longtail.types import Request, SamplingParams
 from support.drafters import (
     RIGHT,
     Memory,
@@ -250,13 +251,9 @@ def test_finished_requests_are_forgotten_and_new_weights_are_followed():
         engine.step()
     assert not drafter.memories
     before = drafter.num_refreshes
-    engine.pull(weights_of("llama"))
+    other = tiny_model("llama", seed=1, dtype=torch.float64)
+    engine.load_policy(1, hf_rows(other).items())
     assert drafter.num_refreshes == before + 1
-
-
-def weights_of(family: Family) -> PolicyWeights:
-    tensors = dict(tiny_model(family, seed=1, dtype=torch.float64).named_parameters())
-    return PolicyWeights(version=1, tensors=tensors)
 
 
 def test_a_removed_drafter_keeps_no_finished_request():

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longtail.cluster.records import Progress
-from longtail.engine.report import StepReport, Verified
+from longtail.generator import StepReport, Verified
 from longtail.run.console import Console
 from longtail.run.summary import summarize_run
 

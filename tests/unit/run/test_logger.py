@@ -10,8 +10,9 @@ from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import ShardResult
 from longtail.cluster.rollout import RolloutResult
 from longtail.config.rl import RunConfig, load
-from longtail.engine.report import RolloutReport, Switch
+from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
+from longtail.generator import Switch
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.logger import RunLogger

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import final
 
 from longtail.engine.batch import Scheduled
-from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.step.runner import StepClock, StepTimer
+from longtail.generator import Switch, Verified
 from longtail.speculation.drafter import Drafter, Noise
 from longtail.speculation.tree import Accepted, DraftTree, cut_depth, follow
 from longtail.tuner.cost import CostModel

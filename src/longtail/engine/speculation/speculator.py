@@ -17,15 +17,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import Scheduled
-from longtail.engine.report import Switch, Verified
 from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.runner import StepClock, StepTimer
 from longtail.engine.step.sampler import NoiseSource
+from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
+from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted
 from longtail.tuner.cost import CostModel
@@ -51,6 +52,20 @@ class Speculation:
     """Store of the target's features for drafter training."""
     texts: Statistics | None = None
     """Reads every token that is computed, whether or not anything is drafted."""
+    later: "Speculation | None" = None
+    """Speculation from the first weights on that a fresh drafter is given."""
+
+    @property
+    def learner(self) -> GrowingDrafter | None:
+        """The drafter that learns: the first one with weights."""
+        return next((each for each in self.drafters if isinstance(each, GrowingDrafter)), None)
+
+    def learned(self, tensors: Mapping[str, Tensor]) -> "Speculation":
+        """Give the drafter that learns other weights; return the speculation that uses it."""
+        full = self.later or self
+        assert full.learner is not None, "no drafter has weights"
+        full.learner.load_weights(tensors)
+        return full
 
     @staticmethod
     def fixed(

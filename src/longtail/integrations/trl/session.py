@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly.drafters import Target, drafter_names, open_drafters, open_trainable
 from longtail.assembly.worker import learning, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -125,8 +125,7 @@ class Session:
         if not drafters:
             return
         speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
-        is_fresh = FRESH in names
-        self.policy.speculate(without_fresh(speculation, names) if is_fresh else speculation)
+        self.policy.speculate(without_fresh(speculation, names))
         loaded = open_trainable(names, self.target, self._log)
         self._initial = None if loaded is None else loaded.copied()
         drafting = make_drafting(

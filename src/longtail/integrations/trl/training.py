@@ -195,10 +195,7 @@ class DrafterTraining:
         """Draft with published weights."""
         known = accept_len if accept_len is not None else self._publisher.accept_len
         self._publisher.restore(weights, known)
-        self._drafting.drafter.load_weights(weights.tensors)
-        if not self._drafting.served.has_parameters_of(weights):  # a fresh one has learned
-            self._policy.speculate(self._drafting.speculation)
-        self._policy.reset_estimates()
+        self._policy.load_drafter(weights.tensors)
         self._served = weights
 
     # ---- state

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.errors import ConfigError, NonFiniteError
+from longtail.errors import ConfigError, NonFiniteError, RequestError
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system.files import read_json
 
@@ -132,6 +132,31 @@ def hf_rows(model: Transformer) -> dict[str, Tensor]:
         rows = parameters[name].detach().split_with_sizes([part.shape[0] for part in parts])
         targets |= {part.name: target for part, target in zip(parts, rows, strict=True)}
     return targets
+
+
+def write_hf(model: Transformer, tensors: Iterable[tuple[str, Tensor]], source: str) -> None:
+    """Copy all parameters by Hugging Face's names; each is read before the next is taken.
+
+    Raises RequestError if `source` is of another model, NonFiniteError for NaN or infinity.
+    """
+    targets = hf_rows(model)
+    missing = set(targets)
+    for name, tensor in tensors:
+        rows = targets.get(name)
+        if rows is None and name == _HEAD:
+            continue  # tied to the embedding
+        if rows is None or rows.shape != tensor.shape:
+            expected = "no such parameter" if rows is None else f"{tuple(rows.shape)}"
+            raise RequestError(
+                f"{source} is of another model: {name} has shape {tuple(tensor.shape)} there, and "
+                f"longtail's {model.config.family} model has {expected}"
+            )
+        if not torch.stack(tensor.detach().aminmax()).isfinite().all():
+            raise NonFiniteError(f"{name} is not finite in {source}")
+        rows.copy_(tensor.detach())
+        missing.discard(name)
+    if missing:
+        raise RequestError(f"{source} is of another model: it lacks {min(missing)}")
 
 
 def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) -> None:

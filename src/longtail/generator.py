@@ -1,0 +1,195 @@
+"""The seam between whoever wants texts and the engine that writes them.
+
+    submit --> step, step, step ... --> StepReport: tokens, finished completions, verified drafts
+    load_policy    between two rollouts: a text is of one policy
+    load_drafter   between two steps: a drafter changes the speed, never a text
+
+`engine.RolloutEngine` is longtail's own generator, `integrations.vllm.generator` has vLLM's. Laws 1
+to 6 and 10 hold for each.
+"""
+
+import abc
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longtail.types import Completion, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emitted:
+    """One emitted token."""
+
+    request_id: str
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Result of one verified draft.
+
+    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): two of
+    six nodes were accepted after 40 generated tokens; accept length 3
+    """
+
+    request_id: str
+    position: int
+    """Number of generated tokens before the step."""
+    num_drafted: int
+    depth: int
+    """Depth of the deepest node."""
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A request that ended with an exception; all other requests continue.
+
+    Example: Failed(request_id="a", error=NonFiniteError("logits of request 'a' ..."))
+    """
+
+    request_id: str
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Switch:
+    """A change between drafting and plain decoding, from this step on; by the guard, from the next.
+
+    Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
+    """
+
+    drafts: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One engine step.
+
+    Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035,
+                        sample_s=0.0002, emitted=(...), finished=())
+    """
+
+    num_tokens: int
+    """Number of computed flat tokens, drafts included."""
+    num_running: int
+    step_s: float
+    forward_s: float
+    """Seconds of decoder and LM head."""
+    sample_s: float
+    """Seconds of noise, also for drafts, and of draws."""
+    gap_s: float = 0.0
+    """Seconds of the host before the launch and after the results, without the drafters' forward
+    passes: the time in which a GPU computes at most drafts."""
+    emitted: tuple[Emitted, ...]
+    finished: tuple[Completion, ...]
+    failed: tuple[Failed, ...] = ()
+    draft_s: float = 0.0
+    """Seconds of proposing, accepting and committing drafts and of the drafters' learning, with
+    the drafters' forward passes."""
+    draft_forward_s: float = 0.0
+    """Seconds of the drafters' forward passes."""
+    verified: tuple[Verified, ...] = ()
+    """Results of the verified drafts."""
+    tuner_s: float = 0.0
+    """Seconds of planning, and of learning from the previous step."""
+    speculates: bool = False
+    """Whether the engine has drafters, in a plain step, too."""
+    switch: Switch | None = None
+
+    def raise_failure(self, awaited: Container[str]) -> None:
+        """Raise the error of the first awaited request that failed, if any."""
+        for each in self.failed:
+            if each.request_id in awaited:
+                raise each.error
+
+
+class Generator(abc.ABC):
+    """Writes completions, step by step, under one policy at a time. One thread calls it."""
+
+    @property
+    @abc.abstractmethod
+    def policy_version(self) -> int:
+        """Version of the present weights."""
+
+    @abc.abstractmethod
+    def check(self, request: Request) -> None:
+        """Raise RequestError if this generator can never serve the request; thread-safe."""
+
+    @abc.abstractmethod
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError as `check`."""
+
+    @abc.abstractmethod
+    def abort(self, request_id: str) -> Completion:
+        """Remove an unfinished request and return its completion so far."""
+
+    @abc.abstractmethod
+    def step(self) -> StepReport:
+        """Advance the unfinished requests, of which there is one at least.
+
+        An error of one request ends that request only, see `StepReport.failed`. After any other
+        exception the generator must not be used again.
+        """
+
+    @abc.abstractmethod
+    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
+
+    @abc.abstractmethod
+    def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all weights of a policy, by Hugging Face's names; no request may be in progress.
+
+        Each is read before the next is taken. Raises RequestError if requests are unfinished or
+        the weights are of another model.
+        """
+
+    @abc.abstractmethod
+    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights from the next step on; `tensors` as in `DrafterWeights`."""
+
+    @abc.abstractmethod
+    def sleep(self, *, fully: bool = False) -> None:
+        """Free KV memory while idle; `fully`, even where later requests are slowed."""
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running requests."""
+        return len(self.unfinished())
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether the request waits or runs."""
+        return any(request_id == name for name, _, _ in self.unfinished())
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        on_step: Callable[[StepReport], None] | None = None,
+    ) -> list[Completion]:
+        """Run until the requests are finished; return their completions in the same order.
+
+        Other requests in progress advance as well; `on_step` gets all reports. If anything raises,
+        or one of the requests fails, the requests are aborted.
+        """
+        for request in requests:
+            self.check(request)
+        done: dict[str, Completion] = {}
+        awaited = {request.request_id for request in requests}
+        try:
+            for request in requests:
+                self.submit(request)
+            while awaited:
+                report = self.step()
+                report.raise_failure(awaited)
+                done.update((completion.request_id, completion) for completion in report.finished)
+                awaited.difference_update(completion.request_id for completion in report.finished)
+                if on_step is not None:
+                    on_step(report)
+        finally:
+            for request in requests:
+                if self.is_unfinished(request.request_id):
+                    self.abort(request.request_id)
+        return [done[request.request_id] for request in requests]
