@@ -67,7 +67,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One engine step.
+    """One step of a generator. Seconds of a part that it does not measure are NaN.
 
     Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035,
                         sample_s=0.0002, emitted=(...), finished=())

@@ -103,6 +103,29 @@ class Request:
     group_id: str = ""
     """Requests with the same non-empty group id have one prompt and share its KV."""
 
+    def check(self, vocab_size: int, max_len: int) -> None:
+        """Raise RequestError unless a generator of `max_len` positions can serve the request."""
+        longest = len(self.prompt_tokens) + self.sampling.max_tokens
+        if not self.prompt_tokens:
+            raise RequestError(f"request {self.request_id!r} has an empty prompt")
+        outside = [token for token in self.prompt_tokens if not 0 <= token < vocab_size]
+        if outside:
+            raise RequestError(
+                f"request {self.request_id!r} holds token {outside[0]}, but the model's "
+                f"vocabulary has {vocab_size}; use the model's own tokenizer"
+            )
+        if not -(2**63) <= self.noise_key < 2**63:
+            raise RequestError(
+                f"request {self.request_id!r} has noise_key {self.noise_key}, which is no "
+                "signed 64-bit integer; make it with sampling.noise_key"
+            )
+        if longest > max_len:
+            raise RequestError(
+                f"request {self.request_id!r} may reach {longest} tokens (prompt "
+                f"{len(self.prompt_tokens)} + max_tokens {self.sampling.max_tokens}), over "
+                f"the engine's {max_len}; shorten it or raise the limit"
+            )
+
 
 class FinishReason(StrEnum):
     """Reason why a completion ended."""

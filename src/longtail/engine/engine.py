@@ -276,29 +276,9 @@ class RolloutEngine(Generator):
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this engine can never serve the request; thread-safe."""
-        longest = len(request.prompt_tokens) + request.sampling.max_tokens
-        vocab_size = self._model.config.vocab_size
         if request.request_id in self._active:
             raise RequestError(f"request {request.request_id!r} is already in progress")
-        if not request.prompt_tokens:
-            raise RequestError(f"request {request.request_id!r} has an empty prompt")
-        outside = [token for token in request.prompt_tokens if not 0 <= token < vocab_size]
-        if outside:
-            raise RequestError(
-                f"request {request.request_id!r} holds token {outside[0]}, but the model's "
-                f"vocabulary has {vocab_size}; use the model's own tokenizer"
-            )
-        if not -(2**63) <= request.noise_key < 2**63:
-            raise RequestError(
-                f"request {request.request_id!r} has noise_key {request.noise_key}, which is no "
-                "signed 64-bit integer; make it with sampling.noise_key"
-            )
-        if longest > self._limits.max_len:
-            raise RequestError(
-                f"request {request.request_id!r} may reach {longest} tokens (prompt "
-                f"{len(request.prompt_tokens)} + max_tokens {request.sampling.max_tokens}), over "
-                f"the engine's {self._limits.max_len}; shorten it or raise the limit"
-            )
+        request.check(self._model.config.vocab_size, self._limits.max_len)
 
 
 def _step_report(

@@ -1,5 +1,6 @@
 """Metrics of one training step, under verl's names where verl has them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -88,7 +89,10 @@ class StepRecord:
 def rollout_metrics(
     report: RolloutReport, completions: Sequence[Completion], series: RolloutSeries | None = None
 ) -> dict[str, float]:
-    """Return the metrics of a rollout; a speculating engine has `series`."""
+    """Return the metrics of a rollout, those that its generator measured.
+
+    A speculating generator has `series`.
+    """
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
     lengths = summarize_lengths([len(each.tokens) for each in completions])
     longest, typical = lengths["response_length/max"], lengths["response_length/p50"]
@@ -115,7 +119,7 @@ def rollout_metrics(
             "speculation/switches": float(len(series.switches)),
             "speculation/nodes_per_step": series.mean_nodes,
         }
-    return metrics
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def group_metrics(

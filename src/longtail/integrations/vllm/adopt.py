@@ -11,7 +11,7 @@ keys and values of the old drafter until these have left its window.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,9 @@ from longtail.integrations.vllm.guards import Patch, check, class_of, module_of
 from longtail.integrations.vllm.weights import read_weights
 
 METHOD = "longtail_adopt_drafter"
-"""Method that every worker has, for `collective_rpc`."""
+"""Method that every worker has, for `collective_rpc`; it reads files."""
+LOAD_DRAFTER, LOAD_POLICY = "longtail_load_drafter", "longtail_load_policy"
+"""Methods that take tensors by the names of vLLM's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,12 @@ def patches() -> list[Patch]:
     _reloading()
     worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     check(worker, "get_model", "self")
-    return [Patch(owner=worker, name=METHOD, replacement=adopt_in_worker)]
+    methods = {
+        METHOD: adopt_in_worker,
+        LOAD_DRAFTER: load_drafter_in_worker,
+        LOAD_POLICY: load_policy_in_worker,
+    }
+    return [Patch(owner=worker, name=name, replacement=each) for name, each in methods.items()]
 
 
 def _reloading() -> tuple[Callable[..., None], Callable[..., None]]:
@@ -86,29 +93,44 @@ def adoption(answers: list[Mapping[str, Any]]) -> Adoption:
 def adopt_in_worker(worker: Any, path: str) -> dict[str, Any]:
     """Read, check and load new weights; return an `Adoption` as a dictionary."""
     started = time.perf_counter()
-    speculation = worker.vllm_config.speculative_config
-    model = draft_model(worker.model_runner)
-    if speculation is None or model is None:
-        raise ConfigError(
-            "this vLLM has no drafter whose weights could be replaced: start it with a "
-            "speculative_config that names one"
-        )
-    from vllm.config import set_current_vllm_config
-
+    speculation = _speculative_config(worker)
     found = read_weights(
         Path(path),
         Path(speculation.draft_model_config.model),
         Path(worker.vllm_config.model_config.model),
     )
-    with set_current_vllm_config(worker.vllm_config):
-        load_in_place(
-            model,
-            speculation.draft_model_config,
-            found.tensors,
-            shared=worker.model_runner.get_model(),
-        )
+    load_drafter_in_worker(worker, found.tensors)
     seconds = time.perf_counter() - started
     return {"digest": found.digest, "seconds": seconds, "version": found.version, "source": path}
+
+
+def load_drafter_in_worker(worker: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load new weights of the drafter, whose shapes are the old ones'."""
+    from vllm.config import set_current_vllm_config
+
+    model_config = _speculative_config(worker).draft_model_config
+    model = draft_model(worker.model_runner)
+    with set_current_vllm_config(worker.vllm_config):
+        load_in_place(model, model_config, tensors, shared=worker.model_runner.get_model())
+
+
+def load_policy_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load all weights of the target, in place."""
+    runner = worker.model_runner
+    reload = check(runner, "reload_weights", "weights_iterator weights_path is_checkpoint_format")
+    with torch.no_grad():
+        reload(weights_iterator=tensors)
+
+
+def _speculative_config(worker: Any) -> Any:
+    """Return how the engine drafts; ConfigError if it does not, or without weights."""
+    found = worker.vllm_config.speculative_config
+    if found is None or draft_model(worker.model_runner) is None:
+        raise ConfigError(
+            "this vLLM has no drafter whose weights could be replaced: start it with a "
+            "speculative_config that names one"
+        )
+    return found
 
 
 def draft_model(runner: Any) -> Any:

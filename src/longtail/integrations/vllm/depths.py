@@ -1,0 +1,112 @@
+"""How many tokens vLLM drafts ahead, chosen between its steps from what they took and yielded.
+
+vLLM has a table of depths by the number of running requests. Each choice of the tuner is kept for
+some steps, since a step verifies what the step before it drafted.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from torch import Tensor
+
+from longtail.generator import StepReport, Switch
+from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.tuner import Tuner
+
+MAX_DEPTH = 8
+"""Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
+_HELD_STEPS = 8
+"""Steps in which a depth is kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmDrafter:
+    """What drafts inside vLLM.
+
+    Example: VllmDrafter(method="ngram", tuner=BanditTuner())
+    """
+
+    method: str
+    """vLLM's name: eagle, eagle3 or ngram."""
+    tuner: Tuner
+    """Chooses the depth; it knows vLLM's steps alone, so one without a cost model."""
+    directory: Path | None = None
+    """Files in the layout of `longtail drafter export`; None for ngram."""
+    tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    """Returns published weights by vLLM's names."""
+    is_fresh: bool = False
+    """Whether nothing is drafted before the first `load_drafter`."""
+
+    def config(self, max_running: int) -> dict[str, Any]:
+        """Return vLLM's `speculative_config`, with a table for every number of requests."""
+        found: dict[str, Any] = {
+            "method": self.method,
+            "num_speculative_tokens": MAX_DEPTH,
+            "num_speculative_tokens_per_batch_size": [(1, max_running, MAX_DEPTH)],
+        }
+        if self.directory is not None:
+            return found | {"model": str(self.directory)}
+        return found | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+
+
+@final
+class Depths:
+    """The depth of drafts in vLLM's table, from its own steps."""
+
+    def __init__(self, drafter: VllmDrafter, max_running: int) -> None:
+        self._tuner, self._max_running = drafter.tuner, max_running
+        self._is_on = not drafter.is_fresh
+        self._plan = Plan(strategy=None)
+        self._running = self._left = self._before = 0
+        self.depth = 0
+        """Tokens to draft ahead; 0: plain decoding."""
+        self._tuner.begin(None, 1)
+
+    def begin(self) -> None:
+        """Draft from now on, with a drafter that has changed."""
+        self._is_on, self._left = True, 0
+        self._tuner.reset_estimates()
+
+    def choose(self, running: int) -> Switch | None:
+        """Choose the depth of the next step; return the change between drafting and not."""
+        self._before = self.depth
+        if not self._is_on:
+            return None
+        self._left -= 1
+        if running.bit_length() != self._running or self._left < 0:
+            self._running, self._left = running.bit_length(), _HELD_STEPS
+            self._plan = self._tuner.plan(_batch(running, running))
+            strategy = self._plan.strategy
+            self.depth = 0 if strategy is None else min(strategy.depth, MAX_DEPTH)
+        if bool(self.depth) == bool(self._before):
+            return None
+        reason = self._plan.reason or f"{running} running, measured in vLLM's steps"
+        return Switch(drafts=bool(self.depth), reason=reason)
+
+    def learn(self, report: StepReport) -> None:
+        """Learn from a step that verified and drafted at one depth."""
+        if not self._is_on or self.depth != self._before or not report.num_running:
+            return
+        num_nodes = sum(each.num_drafted for each in report.verified)
+        outcome = Outcome(
+            batch=_batch(report.num_running, report.num_tokens - num_nodes),
+            plan=self._plan,
+            timings=(),
+            num_drafts=len(report.verified),
+            num_nodes=num_nodes,
+            num_accepted=sum(each.num_accepted for each in report.verified),
+            verify_s=report.step_s,
+        )
+        self._tuner.learn(outcome)
+
+
+def _batch(running: int, num_tokens: int) -> Batch:
+    return Batch(
+        num_draftable=running,
+        num_sampled=running,
+        num_tokens=num_tokens,
+        num_pairs=0,
+        room=running * MAX_DEPTH,
+    )

@@ -1,0 +1,360 @@
+"""vLLM behind longtail's seam: an `LLMEngine` in this process, whose steps longtail takes.
+
+    submit          add_request, the noise key as its seed: the plugin draws our very texts
+    step            table of draft depths --> LLMEngine.step --> tokens, verified drafts, seconds
+    load_policy     weights in place, between two rollouts; the prefix cache is dropped
+    load_drafter    weights in place, between two steps
+
+Texts, stop strings and logprobs are kept here. vLLM drafts as many tokens as its table has for the
+number of running requests (`dynamic_sd_lookup`); the tuner's choice is written there between two
+steps, from what vLLM's own steps took and yielded. Never run on a GPU.
+"""
+
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from longtail.drafter.weights import are_finite
+from longtail.engine.batch import append_tokens, complete
+from longtail.engine.request import ActiveRequest, EngineLimits
+from longtail.engine.text import Decode
+from longtail.errors import ConfigError, NonFiniteError, RequestError
+from longtail.generator import Emitted, Failed, Generator, StepReport, Verified
+from longtail.integrations.vllm import plugin
+from longtail.integrations.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
+from longtail.integrations.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
+from longtail.integrations.vllm.guards import KEY, check
+from longtail.types import Completion, FinishReason, Request, SamplingParams
+
+_GPU_SHARE = 0.4
+"""Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is in this process
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@final
+class VllmGenerator(Generator):
+    """Generates with vLLM from the model in `directory`, in `dtype`.
+
+    `options` are further arguments of vLLM's engine. Raises ConfigError if vLLM cannot run them.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        decode: Decode,
+        limits: EngineLimits,
+        *,
+        dtype: torch.dtype,
+        drafter: VllmDrafter | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        os.environ.update(_ENVIRONMENT)
+        for name, value in _DEFAULTS.items():
+            os.environ.setdefault(name, value)
+        plugin.register()
+        self._decode, self._limits = decode, limits
+        self._engine = _start(directory, limits, dtype, drafter, options or {})
+        plugin.require(self._engine)
+        self._vocab_size = int(self._engine.model_config.get_vocab_size())
+        self._depths = None if drafter is None else Depths(drafter, limits.max_running)
+        self._drafter = drafter
+        self._scheduled = self._watch_scheduler()
+        self._policy_version = 0
+        self._active: dict[str, ActiveRequest] = {}
+        self._names: dict[str, str] = {}
+        """Our id of each request by vLLM's, which is longer."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the present weights."""
+        return self._policy_version
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running requests."""
+        return len(self._active)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether the request waits or runs."""
+        return request_id in self._active
+
+    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
+        return [
+            (request_id, tuple(active.tokens), active.prompt_len)
+            for request_id, active in list(self._active.items())
+        ]
+
+    def check(self, request: Request) -> None:
+        """Raise RequestError if vLLM can never serve the request; thread-safe."""
+        if request.request_id in self._active:
+            raise RequestError(f"request {request.request_id!r} is already in progress")
+        request.check(self._vocab_size, self._limits.max_len)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.check(request)
+        prompt = {"prompt_token_ids": list(request.prompt_tokens)}
+        name = self._engine.add_request(request.request_id, prompt, _params(request))
+        self._names[name] = request.request_id
+        self._active[request.request_id] = ActiveRequest(
+            request=request,
+            tokens=list(request.prompt_tokens),
+            policy_version=self._policy_version,
+        )
+
+    def abort(self, request_id: str) -> Completion:
+        """Remove an unfinished request and return its completion so far."""
+        if request_id not in self._active:
+            raise RequestError(f"request {request_id!r} is not in progress")
+        self._engine.abort_request([request_id])
+        return complete(self._forget(request_id), FinishReason.ABORT, self._decode)
+
+    def step(self) -> StepReport:
+        """Take one step of vLLM's scheduler."""
+        began, switch = time.perf_counter(), None
+        if self._depths is not None:
+            switch = self._depths.choose(min(len(self._active), self._limits.max_running))
+            table = self._scheduler.dynamic_sd_lookup
+            table[:] = [self._depths.depth] * len(table)
+        tuner_s = time.perf_counter() - began
+        outputs = self._engine.step()
+        result = _Results()
+        for output in outputs:
+            if output.request_id in self._active:  # else it has ended here already
+                self._append(output, result)
+        report = StepReport(
+            num_tokens=sum(self._scheduled.counts.values()),
+            num_running=len(self._scheduled.counts),
+            step_s=time.perf_counter() - began,
+            forward_s=math.nan,
+            sample_s=math.nan,
+            draft_s=math.nan,
+            draft_forward_s=math.nan,
+            emitted=tuple(result.emitted),
+            finished=tuple(result.finished),
+            failed=tuple(result.failed),
+            verified=tuple(result.verified),
+            tuner_s=tuner_s,
+            speculates=self._depths is not None,
+            switch=switch,
+        )
+        if self._depths is not None:
+            self._depths.learn(report)
+        return report
+
+    def _append(self, output: Any, result: "_Results") -> None:
+        """Append a request's new tokens up to one that ends it."""
+        name, new = output.request_id, output.outputs[0]
+        active, logprobs = self._active[name], _logprobs(new)
+        before = active.num_generated
+        if num_drafted := self._scheduled.drafts.get(name, 0):
+            result.verified.append(
+                Verified(
+                    request_id=name,
+                    position=before,
+                    num_drafted=num_drafted,
+                    depth=num_drafted,
+                    num_accepted=min(max(len(logprobs) - 1, 0), num_drafted),
+                )
+            )
+        try:
+            done = append_tokens(active, new.token_ids, logprobs, self._decode)
+        except Exception as error:  # noqa: BLE001 - it ends this request alone
+            result.failed.append(Failed(request_id=name, error=error))
+            self._end(output)
+            return
+        added = zip(active.generated[before:], logprobs, strict=False)  # a stop string cuts
+        result.emitted.extend(
+            Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
+        )
+        if done is not None:
+            result.finished.append(done)
+            self._end(output)
+
+    def _end(self, output: Any) -> None:
+        """Forget a request; vLLM ends it, too, unless it found the end itself."""
+        self._forget(output.request_id)
+        if not output.finished:
+            self._engine.abort_request([output.request_id])
+
+    def _forget(self, request_id: str) -> ActiveRequest:
+        self._names = {one: name for one, name in self._names.items() if name != request_id}
+        return self._active.pop(request_id)
+
+    def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
+        if self._active:
+            raise RequestError(
+                f"{self.num_unfinished} requests are unfinished: finish or abort them before "
+                f"policy version {version} is loaded"
+            )
+        self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
+        self._engine.reset_prefix_cache()
+        self._policy_version = version
+
+    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Draft with other weights."""
+        assert self._drafter is not None, "no drafter was given"
+        assert self._drafter.tensors is not None, "this drafter has no weights"
+        self._engine.collective_rpc(LOAD_DRAFTER, args=(dict(self._drafter.tensors(tensors)),))
+        assert self._depths is not None, "as there is a drafter"
+        self._depths.begin()
+
+    def sleep(self, *, fully: bool = False) -> None:
+        """Do nothing: vLLM keeps its memory, of which `rollout.vllm` says how much it is."""
+
+    def close(self) -> None:
+        """End vLLM's executor."""
+        self._engine.engine_core.shutdown()
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    def _watch_scheduler(self) -> "_Scheduled":
+        """Note what the scheduler gives each step to compute."""
+        known, scheduler = _Scheduled(self), self._scheduler
+        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
+
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            known.note(scheduler_output)
+            return stock(scheduler_output, model_runner_output)
+
+        scheduler.update_from_output = update_from_output
+        return known
+
+    def name_of(self, internal: str) -> str:
+        """Return our id of a request; an aborted one has vLLM's own."""
+        return self._names.get(internal, internal)
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What a step yields."""
+
+    emitted: list[Emitted] = field(default_factory=list)
+    finished: list[Completion] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    verified: list[Verified] = field(default_factory=list)
+
+
+@final
+class _Scheduled:
+    """What the last step computed."""
+
+    def __init__(self, generator: VllmGenerator) -> None:
+        self._generator = generator
+        self.counts: dict[str, int] = {}
+        """Number of flat tokens of each request."""
+        self.drafts: dict[str, int] = {}
+        """Number of verified drafts of each request that has some."""
+
+    def note(self, scheduler_output: Any) -> None:
+        """Read a scheduler's output."""
+        own = self._generator.name_of
+        self.counts = {own(name): n for name, n in scheduler_output.num_scheduled_tokens.items()}
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.drafts = {own(name): len(tokens) for name, tokens in drafts.items() if tokens}
+
+
+def _start(
+    directory: Path,
+    limits: EngineLimits,
+    dtype: torch.dtype,
+    drafter: VllmDrafter | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Start vLLM's engine in this process."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": limits.max_len,
+        "max_num_seqs": limits.max_running,
+        "max_num_batched_tokens": limits.max_step_tokens,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": on_cpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+        "additional_config": {KEY: {}},
+        "speculative_config": drafter and drafter.config(limits.max_running),
+        **({} if on_cpu else {"gpu_memory_utilization": _GPU_SHARE}),
+        **options,
+    }
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"vLLM cannot run {directory}: {reason}; change rollout.vllm, or use another model"
+        ) from error
+    if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
+    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+
+
+def _kv_bytes(config: Any, limits: EngineLimits, dtype: torch.dtype) -> int:
+    """Return the bytes of KV for the running requests, in whole blocks, and the drafter's layer."""
+    model, parallel = config.model_config, config.parallel_config
+    block = config.cache_config.block_size
+    blocks = -(-(limits.max_len + MAX_DEPTH) // block) + 1
+    tokens = (
+        max(limits.kv_tokens, block) if limits.kv_tokens else limits.max_running * blocks * block
+    )
+    layers = model.get_num_layers(parallel) + 2
+    heads = model.get_num_kv_heads(parallel)
+    return 2 * tokens * layers * heads * model.get_head_size() * dtype.itemsize
+
+
+def _params(request: Request) -> Any:
+    """Return a request's parameters as vLLM's; stop strings are found here."""
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    own: SamplingParams = request.sampling
+    return Params(
+        temperature=own.temperature,
+        top_k=own.top_k,
+        top_p=own.top_p,
+        min_p=own.min_p,
+        max_tokens=own.max_tokens,
+        stop_token_ids=list(own.stop_token_ids),
+        ignore_eos=True,
+        seed=request.noise_key,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+
+def _logprobs(new: Any) -> Sequence[float]:
+    """Return the logprob of each new token."""
+    rows = zip(new.token_ids, new.logprobs, strict=True)
+    return [row[token].logprob for token, row in rows]
+
+
+def _finite(parameters: Iterable[tuple[str, Tensor]], version: int) -> Iterable[tuple[str, Tensor]]:
+    """Yield the weights; NonFiniteError names one that is not finite."""
+    for name, tensor in parameters:
+        if not are_finite({name: tensor.detach()}):
+            raise NonFiniteError(f"{name} is not finite in policy version {version}")
+        yield name, tensor.detach()
