@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import support.interpreted  # noqa: F401  (Triton's interpreter, or a skip)
-from longtail.integrations.vllm import v2
-from longtail.integrations.vllm.guards import VllmSettings
+from longtail.vllm import v2
+from longtail.vllm.guards import VllmSettings
 from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Recall, Requests, Rows, rows
 

@@ -25,7 +25,7 @@ def main(job: dict[str, Any]) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     sys.path.append(job["packages"])
-    from longtail.integrations.vllm import plugin
+    from longtail.vllm import plugin
 
     plugin.register()
     scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -48,7 +48,7 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
     """Start vLLM with coupled drafts, or none."""
     import vllm
 
-    from longtail.integrations.vllm.plugin import require
+    from longtail.vllm.plugin import require
 
     if drafter is not None:
         method = {"eagle1": "eagle", "ridge": "eagle", "target": "draft_model"}.get(
@@ -161,7 +161,7 @@ def cramped(job: dict[str, Any]) -> Any:
 
 def live(job: dict[str, Any]) -> Any:
     """Adopt an exported drafter, then the newest of a run; refuse what does not fit."""
-    from longtail.integrations.vllm.adopt import adopt_drafter
+    from longtail.vllm.adopt import adopt_drafter
 
     found: dict[str, Any] = {}
     with engine(job, "worse") as llm:

@@ -114,7 +114,7 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
 def drafting(spec: dict[str, Any]) -> dict[str, Any]:
     """Register longtail's plugin; return vLLM's options for a rule."""
     sys.path.append(spec["packages"])  # behind the packages of this environment
-    from longtail.integrations.vllm import guards, plugin, v1_cpu
+    from longtail.vllm import guards, plugin, v1_cpu
 
     plugin.register()
     rule = spec["rule"]

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from longtail.integrations.vllm import v2
-from longtail.integrations.vllm.guards import VllmSettings
+from longtail.vllm import v2
+from longtail.vllm.guards import VllmSettings
 from support.vllm_releases import PARAMETERS, draw, release
 
 VOCAB, STEPS = 11, 3

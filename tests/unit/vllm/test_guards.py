@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import v2
-from longtail.integrations.vllm.guards import VllmSettings, admit, check, module_of
+from longtail.vllm import v2
+from longtail.vllm.guards import VllmSettings, admit, check, module_of
 from support.vllm_releases import PARAMETERS, function, module, release
 
 

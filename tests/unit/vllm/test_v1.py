@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import v1, v1_cpu
-from longtail.integrations.vllm.guards import VllmSettings
-from longtail.integrations.vllm.v1 import draw, draw_drafts, request_key
 from longtail.sampling import gumbel_noise
+from longtail.vllm import v1, v1_cpu
+from longtail.vllm.guards import VllmSettings
+from longtail.vllm.v1 import draw, draw_drafts, request_key
 from support import vllm_v1
 from support.vllm_v1 import VOCAB
 

@@ -13,10 +13,10 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, TargetIdentity, T
 from longtail.drafter.formats.layouts import SECTION, layer_tensors
 from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import adopt
-from longtail.integrations.vllm.weights import read_weights
 from longtail.model.hf.weights import write_tensors
 from longtail.run.drafter_store import DrafterStore
+from longtail.vllm import adopt
+from longtail.vllm.weights import read_weights
 from support.tiny_models import tiny_config
 
 IDS = torch.tensor([1, 3, 4, 9])

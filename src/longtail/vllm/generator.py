@@ -27,11 +27,11 @@ from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.text import Decode
 from longtail.errors import ConfigError, NonFiniteError, RequestError
 from longtail.generator import Emitted, Failed, Generator, StepReport, Verified
-from longtail.integrations.vllm import plugin
-from longtail.integrations.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
-from longtail.integrations.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
-from longtail.integrations.vllm.guards import KEY, check
 from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.vllm import plugin
+from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
+from longtail.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
+from longtail.vllm.guards import KEY, check
 
 _GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""

@@ -18,8 +18,8 @@ from importlib import import_module
 from typing import Any
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import guards
-from longtail.integrations.vllm.guards import KEY, VARIABLE, VllmSettings, requested
+from longtail.vllm import guards
+from longtail.vllm.guards import KEY, VARIABLE, VllmSettings, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -89,7 +89,7 @@ def install(config: Any) -> Installed | None:
 
 def _replace(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
-    from longtail.integrations.vllm import adopt, v1, v2  # they need torch
+    from longtail.vllm import adopt, v1, v2  # they need torch
 
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)

@@ -23,8 +23,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import v1_cpu
-from longtail.integrations.vllm.guards import (
+from longtail.sampling import gumbel_noise
+from longtail.vllm import v1_cpu
+from longtail.vllm.guards import (
     TESTED,
     Patch,
     VllmSettings,
@@ -32,7 +33,6 @@ from longtail.integrations.vllm.guards import (
     class_of,
     module_of,
 )
-from longtail.sampling import gumbel_noise
 
 _READ = ("positions", "query_start_loc", "input_batch", "requests", "sampler", "device")
 """Attributes of a model runner that are read in every step."""

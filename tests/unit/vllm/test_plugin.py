@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm import adopt, plugin
-from longtail.integrations.vllm.guards import VllmSettings
+from longtail.vllm import adopt, plugin
+from longtail.vllm.guards import VllmSettings
 from support.vllm_releases import module, release
 
 
@@ -141,7 +141,7 @@ def test_a_front_end_imports_nothing_of_the_worker_until_an_engine_asks(process,
 
 def test_importing_the_plugin_loads_neither_torch_nor_vllm():
     code = (
-        "import sys; import longtail.integrations.vllm.plugin; "
+        "import sys; import longtail.vllm.plugin; "
         "print([m for m in ('torch', 'numpy', 'vllm', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, VllmSettings, check, module_of
+from longtail.vllm.guards import Patch, VllmSettings, check, module_of
 
 _GPU = "vllm.v1.worker.gpu"
 

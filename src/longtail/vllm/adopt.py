@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.guards import Patch, check, class_of, module_of
-from longtail.integrations.vllm.weights import read_weights
+from longtail.vllm.guards import Patch, check, class_of, module_of
+from longtail.vllm.weights import read_weights
 
 METHOD = "longtail_adopt_drafter"
 """Method that every worker has, for `collective_rpc`; it reads files."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.integrations.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
 
 logger = logging.getLogger("vllm.plugins.longtail")
 

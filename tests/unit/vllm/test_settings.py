@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.vllm.guards import (
+from longtail.vllm.guards import (
     VllmSettings,
     parse_settings,
     requested,
