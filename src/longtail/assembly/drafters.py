@@ -19,12 +19,13 @@ from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.history import HistoryDrafter
+from longtail.engine.speculation.features import FeatureStore
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import Drafter, Statistics
 from longtail.system.files import meant
 
 _FRESH_VOCAB = 64
@@ -42,6 +43,20 @@ class Target:
     directory: Path
     name: str
     """Name of the model in the configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedDrafter:
+    """The drafter of a generator that has weights, and what it learns from."""
+
+    loaded: LoadedDrafter
+    """Its initial weights."""
+    target: Target
+    """The model whose states it reads when it is trained by gradient."""
+    texts: Statistics | None = None
+    """Adds up what the generator writes."""
+    features: FeatureStore | None = None
+    """States that the generator kept."""
 
 
 def open_drafter(

@@ -60,12 +60,18 @@ def decided(config: Config) -> Config:
             continue
         value = files.lookup(begun, f"{section}.{field}")
         if field == "dtype":
-            value = value if value in list(DTYPES) else fastest_dtype(device)
+            value = value if value in list(DTYPES) else _dtype(config, section, device)
         elif not isinstance(value, bool):
             value = not _is_reference(config) and multiplies_bfloat16(device)
         changed = getattr(config, section).model_copy(update={field: value})
         config = config.model_copy(update={section: changed})
     return config
+
+
+def _dtype(config: AnyConfig, section: str, device: torch.device) -> str:
+    """Return the fastest dtype; vLLM's products on a CPU are batch-invariant in float32 alone."""
+    is_vllm = _value(config, section, "engine") == "vllm"
+    return "float32" if is_vllm and device.type == "cpu" else fastest_dtype(device)
 
 
 def _begun(run_dir: Path) -> str:

@@ -5,17 +5,23 @@ This runs in the worker's own process if there are several.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from longtail.assembly import memory
-from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly.drafters import (
+    FRESH,
+    LearnedDrafter,
+    Target,
+    drafter_names,
+    open_drafters,
+    open_trainable,
+)
+from longtail.assembly.vllm import open_vllm, uses_vllm
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
@@ -25,6 +31,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import Generator
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.learner import Learner
@@ -67,53 +74,57 @@ def build_components(
     device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = load_model(directory, DTYPES[config.learner.dtype], home)
-    rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
-    rollout_model.batch_invariant = config.rollout.batch_invariant
-    target = Target(
-        model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
-    )
-    if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.made_later(config, policy.config)
-        limits = replace(limits, reserved_bytes=made_later)
     learns = config.spot.train != "never"
-    names = drafter_names(config.speculation.drafter, target.name, learns=learns)
-    speculation = _speculation(config, open_drafters(names, target, log))
-    trainable = partial(open_trainable, names, target, log)
-    first = speculation and without_fresh(speculation, names)
-    engine = RolloutEngine(rollout_model, tokenizer.decode, limits, speculation=first)
+    names = drafter_names(config.speculation.drafter, config.model.path, learns=learns)
+    open_generator = open_vllm if uses_vllm(config, directory) else _open_own
+    target = Target(model=policy, tokenizer=tokenizer, directory=directory, name=config.model.path)
+    generator, learned = open_generator(config, limits, names, target, log)
     return WorkerComponents(
-        generator=engine,
+        generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
         tokenizer=tokenizer,
         # Each worker has its own seed, or all would train the same replica.
-        drafting=make_drafting(
-            config.spot,
-            target,
-            speculation,
-            trainable,
-            seed=config.run.seed + number,
-        ),
-        read_drafter=trainable,
+        drafting=None
+        if learned is None
+        else make_drafting(config.spot, learned, seed=config.run.seed + number),
+        drafter=None if learned is None else learned.loaded,
         rollout_threads=rollout_threads(policy.config.hidden_size),
     )
 
 
-def make_drafting(
-    own: SpotSection,
-    target: Target,
-    speculation: Speculation | None,
-    trainable: Callable[[], LoadedDrafter | None],
-    *,
-    seed: int,
-) -> Drafting | None:
-    """Build the trainer of the first drafter that can be trained; None without one."""
-    if speculation is None or own.train == "never":
+def _open_own(
+    config: RunConfig,
+    limits: EngineLimits,
+    names: Sequence[str],
+    policy: Target,
+    log: Callable[[str], None],
+) -> tuple[Generator, LearnedDrafter | None]:
+    """Open longtail's engine, with a model of its own in the precision of rollouts."""
+    device = choose_device(config.run.device)
+    model = load_model(policy.directory, DTYPES[config.rollout.dtype], device)
+    model.batch_invariant = config.rollout.batch_invariant
+    target = replace(policy, model=model)
+    if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
+        made_later = memory.made_later(config, model.config)
+        limits = replace(limits, reserved_bytes=made_later)
+    speculation = _speculation(config, open_drafters(names, target, log))
+    first = speculation and without_fresh(speculation, names)
+    engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)
+    loaded = open_trainable(names, target, log)
+    if speculation is None or loaded is None:
+        return engine, None
+    return engine, LearnedDrafter(
+        loaded=loaded, target=target, texts=speculation.texts, features=speculation.features
+    )
+
+
+def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Drafting | None:
+    """Build the trainer of a drafter; None if it does not learn."""
+    if own.train == "never":
         return None
-    loaded = trainable()
-    if loaded is None:
-        return None
+    loaded, target = learned.loaded, learned.target
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     drafting = Drafting(
         served=DrafterWeights(
@@ -123,10 +134,10 @@ def make_drafting(
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
-    if speculation.texts is not None:
-        sums = speculation.texts.take()
+    if learned.texts is not None:
+        sums = learned.texts.take()
         sums = sums.restored(loaded.sums) if loaded.sums else sums
-        return replace(drafting, texts=speculation.texts, sums=sums)
+        return replace(drafting, texts=learned.texts, sums=sums)
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=loaded.training.unroll_steps,
@@ -141,12 +152,12 @@ def make_drafting(
     return replace(
         drafting,
         trainer=SpotTrainer(
-            loaded.eagle,
+            loaded.copied().eagle,
             target.model,
             settings,
             draft_ids=loaded.draft_ids,
             head=loaded.head,
-            store=speculation.features,
+            store=learned.features,
         ),
     )
 

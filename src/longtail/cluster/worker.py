@@ -78,8 +78,8 @@ class WorkerComponents:
     tokenizer: Tokenizer
     drafting: Drafting | None
     """None if no drafter can be trained."""
-    read_drafter: Callable[[], LoadedDrafter | None]
-    """Reads the configured drafter; None without one that can be trained."""
+    drafter: LoadedDrafter | None
+    """The drafter with weights as the run began with it, if there is one."""
     rollout_threads: int
 
 
@@ -245,8 +245,8 @@ class Worker:
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, if it has weights."""
-        if (configured := self._components.read_drafter()) is not None:
-            configured.save(path)
+        if self._components.drafter is not None:
+            self._components.drafter.save(path)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
         """Train the drafter until it is stopped, `limit_s` have passed, or it gains no more."""

@@ -97,6 +97,11 @@ _GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo"
 class RolloutSection(Section):
     """Generation of completions."""
 
+    engine: Literal["auto", "own", "vllm"] = "auto"
+    """`own`: longtail's engine, on CPUs, for the families of its decoder. `vllm`: vLLM in each
+    worker's process, for any architecture. `auto` is `own` where that can be."""
+    vllm: Table | None = None
+    """Arguments of vLLM's engine, as {gpu_memory_utilization = 0.5, tensor_parallel_size = 2}."""
     prompts_per_step: Count = 16
     """Number of prompts per step, each with `group_size` completions."""
     group_size: Count = 8

@@ -51,7 +51,7 @@ def patches() -> list[Patch]:
     _reloading()
     worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     check(worker, "get_model", "self")
-    methods = {
+    methods: dict[str, Callable[..., Any]] = {
         METHOD: adopt_in_worker,
         LOAD_DRAFTER: load_drafter_in_worker,
         LOAD_POLICY: load_policy_in_worker,

@@ -12,6 +12,7 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.generator import StepReport, Switch
+from longtail.speculation.drafter import Statistics
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
 
@@ -36,6 +37,8 @@ class VllmDrafter:
     """Files in the layout of `longtail drafter export`; None for ngram."""
     tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """Returns published weights by vLLM's names."""
+    texts: Statistics | None = None
+    """Reads the target's states at all that is written, if the weights follow from them."""
     is_fresh: bool = False
     """Whether nothing is drafted before the first `load_drafter`."""
 

