@@ -63,6 +63,8 @@ class VllmGenerator(Generator):
         os.environ.update(_ENVIRONMENT)
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
+        import vllm.engine.arg_utils  # noqa: F401 - hooks need it
+
         plugin.register()
         self._decode, self._limits = decode, limits
         self._engine = _start(directory, limits, dtype, drafter, options or {})
