@@ -76,7 +76,7 @@ def build_components(
     policy = load_model(directory, DTYPES[config.learner.dtype], home)
     learns = config.spot.train != "never"
     names = drafter_names(config.speculation.drafter, config.model.path, learns=learns)
-    open_generator = open_vllm if uses_vllm(config, directory) else _open_own
+    open_generator = open_vllm if uses_vllm(config, directory) else open_own
     target = Target(model=policy, tokenizer=tokenizer, directory=directory, name=config.model.path)
     generator, learned = open_generator(config, limits, names, target, log)
     return WorkerComponents(
@@ -94,7 +94,7 @@ def build_components(
     )
 
 
-def _open_own(
+def open_own(
     config: RunConfig,
     limits: EngineLimits,
     names: Sequence[str],

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
+from longtail.vllm import v1_cpu
 from longtail.vllm.guards import Patch, check, class_of, module_of
 from longtail.vllm.weights import read_weights
 
@@ -120,6 +121,8 @@ def load_policy_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) ->
     reload = check(runner, "reload_weights", "weights_iterator weights_path is_checkpoint_format")
     with torch.no_grad():
         reload(weights_iterator=tensors)
+        if v1_cpu.is_cpu():
+            v1_cpu.repack_heads(runner.get_model())
 
 
 def _speculative_config(worker: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Two defects of vLLM's CPU speculation, and linear layers in blocks of equal height.
+"""Three defects of vLLM on CPUs, and linear layers in blocks of equal height.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
+reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
 
 vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
 pass does. Where each linear layer multiplies blocks of a fixed number of rows, a row depends on no
@@ -65,6 +66,14 @@ def expand_batch_to_tokens(
 def is_cpu() -> bool:
     """Return whether vLLM runs on the CPU here."""
     return bool(module_of("vllm.platforms").current_platform.is_cpu())
+
+
+def repack_heads(model: torch.nn.Module) -> None:
+    """Pack heads anew after a reload: vLLM leaves that of a tied head as it was."""
+    head = class_of("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
+    for module in model.modules():
+        if isinstance(module, head):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def _loading_blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:

@@ -1,0 +1,228 @@
+"""Laws that hold for every `Generator`, as functions of one; no test framework is needed.
+
+`tests/laws/test_generators.py` calls them with longtail's engine, `tests/vllm_wheel` with vLLM.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from longtail.assembly.drafters import FRESH, LearnedDrafter, Target
+from longtail.config.rl import RunConfig
+from longtail.drafter.weights import DRAFT_IDS
+from longtail.engine.request import EngineLimits
+from longtail.errors import RequestError
+from longtail.generator import Generator, StepReport
+from longtail.model.hf.model import load_model
+from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.weights import hf_rows
+from longtail.rl.logprobs import score
+from longtail.rl.packing import lay_out
+from longtail.sampling import noise_key
+from longtail.types import Completion, FinishReason, Request, SamplingParams
+from support import toy
+
+LIMITS = EngineLimits(max_running=4, max_step_tokens=48, max_len=112)
+NUM_REQUESTS = 12
+DRAFTERS = (str(toy.DRAFTERS["eagle1"]), str(toy.DRAFTERS["eagle3"]), "history")
+"""Drafters that draft from the first step on. After `history`, whose numba its start cannot bear,
+vLLM 0.32 starts no further engine in a process."""
+_KINDS: Sequence[dict[str, object]] = (
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.2, "top_k": 12},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "stop": ("and",)},
+)
+
+Opened = tuple[Generator, LearnedDrafter | None]
+Open = Callable[[str], AbstractContextManager[Opened]]
+"""Opens a generator of the toy model with a drafter by its name."""
+
+
+def toy_target(seed: int | None = None) -> Target:
+    """Return the toy model, or with `seed` one with other weights, in float32."""
+    model = load_model(toy.REASONER, torch.float32, "cpu")
+    if seed is not None:
+        random = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + 0.2 * torch.randn(parameter.shape, generator=random))
+    return Target(
+        model=model,
+        tokenizer=load_tokenizer(toy.REASONER),
+        directory=toy.REASONER,
+        name=str(toy.REASONER),
+    )
+
+
+def config(drafter: str) -> RunConfig:
+    """Return the configuration of a run with the toy model."""
+    return RunConfig.model_validate(
+        {
+            "model": {"path": str(toy.REASONER)},
+            "rollout": {"dtype": "float32"},
+            "speculation": {"drafter": drafter},
+        }
+    )
+
+
+def requests(num: int = NUM_REQUESTS, max_tokens: int = 40) -> list[Request]:
+    """Return requests of all kinds, two for each prompt."""
+    target, made = toy_target(), []
+    for index in range(num):
+        text = f"{index // 2} : {index // 2 + 13} {index % 3} "
+        kind = {"max_tokens": max_tokens, **_KINDS[index % len(_KINDS)]}
+        made.append(
+            Request(
+                request_id=f"r{index}",
+                prompt_tokens=tuple(target.tokenizer.encode(text)),
+                noise_key=noise_key(3, "contract", index),
+                sampling=SamplingParams(stop_token_ids=target.tokenizer.eos_ids, **kind),
+                group_id=f"g{index // 2}",
+            )
+        )
+    return made
+
+
+def texts(done: Sequence[Completion]) -> list[tuple[object, ...]]:
+    """Return all of the completions but their logprobs, which are rounded."""
+    return [(each.tokens, each.text, each.finish_reason, each.policy_version) for each in done]
+
+
+def law_1_drafts_change_no_text(opening: Open) -> None:
+    """Drafts, accepted or not, change no text."""
+    with opening("none") as (generator, _):
+        plain = texts(generator.generate(requests()))
+    assert len({reason for _, _, reason, _ in plain}) == 2, "ends of both kinds"
+    for name in DRAFTERS:
+        reports: list[StepReport] = []
+        with opening(name) as (generator, _):
+            drafted = texts(generator.generate(requests(), reports.append))
+            again = texts(generator.generate(requests(), reports.append))
+        verified = [each for report in reports for each in report.verified]
+        assert drafted == again == plain, name
+        assert name == "history" or sum(each.num_accepted for each in verified) > 0, name
+        assert all(each.num_accepted <= each.num_drafted for each in verified), name
+
+
+def law_3_logprobs_are_the_learners(opening: Open) -> None:
+    """The logprob of each token is that of the learner."""
+    target = toy_target()
+    with opening(DRAFTERS[0]) as (generator, _):
+        asked = requests()
+        done = generator.generate(asked)
+    for request, each in zip(asked, done, strict=True):
+        if request.sampling.temperature == 0:
+            continue
+        tokens = (*request.prompt_tokens, *each.tokens)
+        packed = lay_out([tokens], prompt_lens=[len(request.prompt_tokens)])
+        with torch.no_grad():
+            own = score(target.model, packed, request.sampling).logprobs
+        gap = (own - torch.tensor(each.logprobs)).abs().max()
+        assert gap < 1e-4, f"{request}: {gap}"
+
+
+def law_4_no_request_depends_on_its_neighbours(opening: Open) -> None:
+    """Order and company change no text."""
+    asked = requests()
+    with opening(DRAFTERS[0]) as (generator, _):
+        together = texts(generator.generate(asked))
+        backwards = texts(generator.generate(asked[::-1]))[::-1]
+        alone = [texts(generator.generate([request]))[0] for request in asked[:4]]
+    assert backwards == together
+    assert alone == together[:4]
+
+
+def law_6_no_text_begins_under_old_weights(opening: Open) -> None:
+    """All texts after a pull are the new policy's, whatever was under way before it."""
+    asked, new = requests(), toy_target(seed=1)
+    with opening("none") as (generator, _):
+        before = texts(generator.generate(asked))
+        generator.submit(asked[0])
+        generator.step()
+        try:
+            generator.load_policy(7, hf_rows(new.model).items())
+        except RequestError as error:
+            assert "1 requests are unfinished" in str(error)
+        else:
+            raise AssertionError("weights were taken in mid-text")
+        aborted = generator.abort(asked[0].request_id)
+        assert aborted.finish_reason is FinishReason.ABORT
+        assert aborted.tokens == before[0][0][: len(aborted.tokens)]  # type: ignore[index]
+        generator.load_policy(7, hf_rows(new.model).items())
+        after = generator.generate(asked)
+        again = generator.generate(asked)
+    assert {each.policy_version for each in after} == {7} == {generator.policy_version}
+    assert texts(after) == texts(again)
+    assert sum(old[0] != each.tokens for old, each in zip(before, after, strict=True)) > 8
+    for request, each in zip(asked, after, strict=True):
+        packed = lay_out(
+            [(*request.prompt_tokens, *each.tokens)], prompt_lens=[len(request.prompt_tokens)]
+        )
+        if request.sampling.temperature > 0:
+            with torch.no_grad():
+                own = score(new.model, packed, request.sampling).logprobs
+            gap = (own - torch.tensor(each.logprobs)).abs().max()
+            assert gap < 1e-4, f"{request}: {gap}"
+
+
+def law_7_a_drafter_is_adopted_in_mid_text(opening: Open) -> None:
+    """Weights that come between two steps change no text, and speed it up from then on."""
+    with opening("none") as (generator, _):
+        plain = texts(generator.generate(requests()))
+    reports: list[StepReport] = []
+    with opening(FRESH) as (generator, learned):
+        assert learned is not None
+        assert learned.texts is not None
+        learned.texts.take()
+        first = generator.generate(requests(), reports.append)
+        assert not any(report.verified for report in reports)
+        sums = learned.texts.take()
+        written = sum(max(len(each.tokens) - 1, 0) for each in first)
+        assert sums.num_tokens == written  # type: ignore[attr-defined]
+        drafter: Mapping[str, torch.Tensor] = sums.weights(learned.target.tokenizer.eos_ids)
+        assert DRAFT_IDS in drafter
+        for request in requests():
+            generator.submit(request)
+        done: dict[str, Completion] = {}
+        while generator.num_unfinished:
+            if len(reports) % 20 == 5:
+                generator.load_drafter(drafter)
+            report = generator.step()
+            reports.append(report)
+            done |= {each.request_id: each for each in report.finished}
+    verified = [each for report in reports for each in report.verified]
+    assert texts([done[each.request_id] for each in requests()]) == plain == texts(first)
+    assert sum(each.num_accepted for each in verified) > len(verified) / 4
+
+
+def a_request_that_cannot_be_served_is_refused(opening: Open) -> None:
+    """Nothing is begun for it."""
+    (good,) = requests(1)
+    with opening("none") as (generator, _):
+        for bad, message in (
+            ({"prompt_tokens": ()}, "empty prompt"),
+            ({"prompt_tokens": (10**6,)}, "vocabulary"),
+            ({"prompt_tokens": (1,) * 100}, "over the engine's 112"),
+        ):
+            values = {name: getattr(good, name) for name in ("request_id", "noise_key", "sampling")}
+            try:
+                generator.submit(Request(**values, **bad))  # type: ignore[arg-type]
+            except RequestError as error:
+                assert message in str(error), error
+            else:
+                raise AssertionError(message)
+        assert generator.num_unfinished == 0
+        assert generator.generate([good])[0].request_id == good.request_id
+
+
+LAWS = (
+    law_3_logprobs_are_the_learners,
+    law_4_no_request_depends_on_its_neighbours,
+    law_6_no_text_begins_under_old_weights,
+    law_7_a_drafter_is_adopted_in_mid_text,
+    a_request_that_cannot_be_served_is_refused,
+    law_1_drafts_change_no_text,
+)
