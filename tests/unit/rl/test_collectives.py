@@ -107,15 +107,36 @@ def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
         assert all(each.is_loopback for each in set(found) - known)
 
 
-def test_parts_are_gathered_and_sums_are_scattered_by_rank():
-    def run(group: ProcessGroup) -> tuple[list[float], list[float], list[float]]:
-        whole, part = torch.zeros(3, 2), torch.zeros(1, 2)
-        group.all_gather(whole, torch.full((1, 2), float(group.rank)))
-        group.reduce_scatter(whole + 10 * group.rank, part)
-        return all_gather_scalar(group, group.rank + 0.5), whole[:, 1].tolist(), part[0].tolist()
+def test_numbers_are_gathered_by_rank():
+    assert (
+        together(3, lambda group: all_gather_scalar(group, group.rank + 0.5))
+        == [[0.5, 1.5, 2.5]] * 3
+    )
 
-    for rank, found in enumerate(together(3, run)):
-        assert found == ([0.5, 1.5, 2.5], [0.0, 1.0, 2.0], [3.0 * rank + 30.0] * 2)
+
+def test_a_mesh_is_the_default_group_until_the_group_is_closed_and_opens_no_port(tmp_path):
+    for path in (tmp_path / "first", tmp_path / "second"):
+        group = TorchProcessGroup(0, 1, f"file://{path}", backend="gloo", timeout_s=PATIENCE_S)
+        known = listening([os.getpid()])
+        mesh = group.mesh()
+        assert (mesh.size(), mesh.get_local_rank(), dist.get_world_size()) == (1, 0, 1)
+        assert set(listening([os.getpid()])) <= set(known)
+        group.close()
+        assert not dist.is_initialized()
+
+
+def test_only_errors_of_collectives_end_the_group():
+    group = TorchProcessGroup(0, 1, free_address(), backend="gloo", timeout_s=PATIENCE_S)
+    group.mesh()
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), group.guarded():
+        torch.ones(2, 2) @ torch.ones(3, 3)
+    group.all_reduce([torch.ones(3)])
+    why = "a collective of the shards failed"
+    with pytest.raises(ProcessGroupError, match=why), group.guarded():
+        dist.all_gather_single(torch.zeros(3), torch.zeros(2))
+    assert not dist.is_initialized()
+    with pytest.raises(ProcessGroupError, match="is closed"):
+        group.all_reduce([torch.ones(3)])
 
 
 @pytest.mark.slow

@@ -213,17 +213,22 @@ def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(ranks):
 
 
 @pytest.mark.slow
-def test_a_lost_shard_ends_the_run_with_a_remedy(ranks):
-    fresh, doomed, survivors = RankProcess(), ranks[1], [ranks[0], ranks[2]]
-    begin(ranks, SHARDED)
+@pytest.mark.parametrize("kind", ["dies", "late"])
+def test_a_lost_shard_ends_the_run_with_a_remedy(ranks, kind):
+    lost, survivors = ranks[1], [ranks[0], ranks[2]]
+    assert call_all(ranks, "begin", SHARDED) == [None] * 3
+    connect(ranks, timeout_s=10.0 if kind == "late" else PATIENCE_S)
     learn(ranks, STEPS[:1])
-    assert call_all([doomed], "die_after_passes", 1) == [None]
-    for each in ranks:
-        each.send("step", STEPS[1])
-    results = [each.receive() for each in survivors]
-    assert all(isinstance(error, ProcessGroupError) for error in results), results
-    doomed.end()
-    ranks[1] = fresh
+    if kind == "dies":
+        ranks[1] = RankProcess()
+        assert call_all([lost], "die_after_passes", 0) == [None]
+        lost.send("step", STEPS[1])
+    results = call_all(survivors, "step", STEPS[1])
+    for error in results:
+        assert isinstance(error, ProcessGroupError), results
+        assert re.search("a collective of the shards failed: ", str(error))
+    if kind == "dies":
+        lost.end()
     address = free_address()
     for rank, each in enumerate(survivors):
         each.send("connect", rank, 2, address, PATIENCE_S)
