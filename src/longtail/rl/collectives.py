@@ -171,19 +171,20 @@ class TorchProcessGroup(ProcessGroup):
         dist.Backend.register_backend("longtail", lambda *_: self._connected, devices=[device])
         dist.init_process_group(
             "longtail",
-            store=dist.HashStore(),  # type: ignore[attr-defined]  # nobody is left to be found
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # all are connected
             rank=self.rank,
             world_size=self.size,
             timeout=self._timeout,
         )
         self._is_default = True
+        assert dist.group.WORLD is not None
         return DeviceMesh.from_group(dist.group.WORLD, device)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
         """Close the group and raise ProcessGroupError if a collective over `mesh` fails.
 
-        They raise RuntimeError, as computations do, so the traceback tells them apart.
+        Computations raise RuntimeError, too; the traceback shows where it comes from.
         """
         try:
             yield

@@ -77,8 +77,9 @@ class Shards:
 
     def gather(self) -> None:
         """Assemble the whole policy from the shards of all ranks."""
-        for name, parameter in self._whole.named_parameters():
-            parameter.detach().copy_(self._parameters[name].detach().full_tensor())
+        with torch.no_grad():
+            for name, parameter in self._whole.named_parameters():
+                parameter.copy_(self._parameters[name].full_tensor())
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows; of a scalar, all."""

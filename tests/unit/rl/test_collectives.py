@@ -97,7 +97,7 @@ def test_a_sum_has_the_same_bits_on_all_ranks(size, numbers, monkeypatch):
 
 def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
     def run(group: ProcessGroup) -> list[Listening]:
-        group.all_reduce([torch.ones(3)])
+        assert all_gather_scalar(group, group.rank + 0.5) == [0.5, 1.5, 2.5]
         return listening([os.getpid()])
 
     known = set(listening([os.getpid()]))
@@ -107,36 +107,18 @@ def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
         assert all(each.is_loopback for each in set(found) - known)
 
 
-def test_numbers_are_gathered_by_rank():
-    assert (
-        together(3, lambda group: all_gather_scalar(group, group.rank + 0.5))
-        == [[0.5, 1.5, 2.5]] * 3
-    )
-
-
-def test_a_mesh_is_the_default_group_until_the_group_is_closed_and_opens_no_port(tmp_path):
-    for path in (tmp_path / "first", tmp_path / "second"):
-        group = TorchProcessGroup(0, 1, f"file://{path}", backend="gloo", timeout_s=PATIENCE_S)
-        known = listening([os.getpid()])
-        mesh = group.mesh()
-        assert (mesh.size(), mesh.get_local_rank(), dist.get_world_size()) == (1, 0, 1)
-        assert set(listening([os.getpid()])) <= set(known)
-        group.close()
-        assert not dist.is_initialized()
-
-
-def test_only_errors_of_collectives_end_the_group():
-    group = TorchProcessGroup(0, 1, free_address(), backend="gloo", timeout_s=PATIENCE_S)
-    group.mesh()
+@pytest.mark.parametrize("repeat", range(2))
+def test_a_mesh_is_the_default_group_until_a_collective_fails_and_opens_no_port(tmp_path, repeat):
+    group = TorchProcessGroup(0, 1, f"file://{tmp_path}/a", backend="gloo", timeout_s=PATIENCE_S)
+    known = set(listening([os.getpid()]))
+    assert group.mesh().size() == dist.get_world_size() == 1
+    assert set(listening([os.getpid()])) <= known
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), group.guarded():
         torch.ones(2, 2) @ torch.ones(3, 3)
-    group.all_reduce([torch.ones(3)])
-    why = "a collective of the shards failed"
-    with pytest.raises(ProcessGroupError, match=why), group.guarded():
+    assert all_gather_scalar(group, 0.5) == [0.5]
+    with pytest.raises(ProcessGroupError, match="of the shards failed"), group.guarded():
         dist.all_gather_single(torch.zeros(3), torch.zeros(2))
     assert not dist.is_initialized()
-    with pytest.raises(ProcessGroupError, match="is closed"):
-        group.all_reduce([torch.ones(3)])
 
 
 @pytest.mark.slow
