@@ -23,7 +23,7 @@ BUDGETS = {
     "integrations": 3070,
     "model": 5265,
     "programs": 1145,
-    "rl": 3945,
+    "rl": 3890,
     "run": 1410,
     "serve": 900,
     "speculation": 1185,

@@ -28,7 +28,7 @@ from longtail.system.device import choose_device, set_threads, threads_each, to_
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
-"""First version of PyTorch whose FSDP2 accepts custom collectives, as `rl.parallel` needs."""
+"""First version of PyTorch with `FSDPModule.reset_iter_state`, for models without gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import os
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, final
 from urllib.parse import urlsplit
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from longtail.errors import ConfigError, ProcessGroupError
 
@@ -52,13 +53,11 @@ class ProcessGroup:
     tensors it was to fill then hold anything.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, device: str = "cpu") -> None:
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         """Number of this process in the group, from 0."""
         self.size = size
         """Number of processes."""
-        self.device = torch.device(device)
-        """Device of the tensors that `all_gather` and `reduce_scatter` take."""
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, the same bits on every rank."""
@@ -66,13 +65,9 @@ class ProcessGroup:
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole` with the parts of all ranks, in order; `own` may be a view into it."""
-        whole.copy_(own)
-
-    def reduce_scatter(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `own` with this rank's part of the sum of `whole` over all ranks."""
-        own.copy_(whole)
+    def guarded(self) -> AbstractContextManager[None]:
+        """Raise ProcessGroupError for an error of torch.distributed over a mesh, too."""
+        return nullcontext()
 
 
 SINGLE_PROCESS = ProcessGroup()
@@ -133,10 +128,13 @@ class TorchProcessGroup(ProcessGroup):
         """
         if backend == "nccl" and not dist.is_nccl_available():
             raise ConfigError("backend 'nccl': this PyTorch is built without it; use 'gloo'")
-        super().__init__(rank, size, "cpu" if backend == "gloo" else "cuda")
+        super().__init__(rank, size)
+        self._device = torch.device("cpu" if backend == "gloo" else "cuda")
         self._name = f"rank {rank} of {size} at {address}"
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
+        self._connected: Any = None
+        self._is_default = False
         with self._failing("connecting to the other ranks"):
             self._group = self._connect(address, backend)
 
@@ -145,7 +143,7 @@ class TorchProcessGroup(ProcessGroup):
         for bucket in _buckets([tensor.detach() for tensor in tensors]):
             is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
             flat = torch.cat([each.flatten() for each in bucket]) if is_copied else bucket[0]
-            flat = flat.to(self.device)
+            flat = flat.to(self._device)
             with self._failing(f"the sum of {flat.numel():,} numbers"):
                 # NOTE: a local variable for the work would keep it alive in the traceback, and
                 # with it the connections: other ranks would wait for a rank that has left.
@@ -158,26 +156,56 @@ class TorchProcessGroup(ProcessGroup):
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""
         for tensor in tensors:
-            flat = tensor.detach().contiguous().to(self.device)
+            flat = tensor.detach().contiguous().to(self._device)
             with self._failing(f"the broadcast of {flat.numel():,} numbers from rank {source}"):
                 self._open_group().broadcast(flat, source).wait(self._timeout)
             if self.rank != source:
                 tensor.detach().copy_(flat)
 
-    def all_gather(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `whole` with the parts of all ranks, in order."""
-        with self._failing(f"the gathering of {whole.numel():,} numbers"):
-            self._open_group()._allgather_base(whole, own).wait(self._timeout)
+    def mesh(self) -> DeviceMesh:
+        """Make these ranks, by the same connections, torch.distributed's global default group.
 
-    def reduce_scatter(self, whole: Tensor, own: Tensor) -> None:
-        """Fill `own` with this rank's part of the sum."""
-        with self._failing(f"the scattered sum of {whole.numel():,} numbers"):
-            options = dist.ReduceScatterOptions()
-            self._open_group()._reduce_scatter_base(own, whole, options).wait(self._timeout)
+        FSDP2 takes no other. It ends when this group is closed.
+        """
+        device = self._device.type
+        dist.Backend.register_backend("longtail", lambda *_: self._connected, devices=[device])
+        dist.init_process_group(
+            "longtail",
+            store=dist.HashStore(),  # type: ignore[attr-defined]  # all are connected
+            rank=self.rank,
+            world_size=self.size,
+            timeout=self._timeout,
+        )
+        self._is_default = True
+        assert dist.group.WORLD is not None
+        return DeviceMesh.from_group(dist.group.WORLD, device)
+
+    @contextmanager
+    def guarded(self) -> Iterator[None]:
+        """Close the group and raise ProcessGroupError if a collective over `mesh` fails.
+
+        Computations raise RuntimeError, too; the traceback shows where it comes from.
+        """
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            if not any(f.f_globals.get("__name__", "").startswith(dist.__name__) for f in frames):
+                raise
+            with self._failing("a collective of the shards"):
+                raise
 
     def close(self) -> None:
-        """Disconnect; ranks that wait for this one raise ProcessGroupError."""
-        self._group = None
+        """Disconnect; ranks that wait for this one raise ProcessGroupError.
+
+        What was sharded over `mesh` keeps the connections, so they raise it after their timeout.
+        """
+        self._group = self._connected = None
+        if self._is_default:
+            self._is_default = False
+            dist.destroy_process_group()
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
@@ -203,7 +231,7 @@ class TorchProcessGroup(ProcessGroup):
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._timeout = self._timeout
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
-            connected: Any = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+            self._connected = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
             kind = dist.ProcessGroup.BackendType.GLOO
         else:
             # Otherwise a watchdog ends the whole process instead of raising an error.
@@ -212,10 +240,10 @@ class TorchProcessGroup(ProcessGroup):
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = self._timeout
-            connected = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
+            self._connected = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
             kind = dist.ProcessGroup.BackendType.NCCL
         group._set_default_backend(kind)
-        group._register_backend(self.device, kind, connected)
+        group._register_backend(self._device, kind, self._connected)
         return group
 
     def _store(self, address: str) -> tuple[Any, str]:

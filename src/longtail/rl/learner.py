@@ -113,7 +113,7 @@ class Learner:
         can_undo = several and self._group.size > 1 and self._shards is None
         undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
         try:
-            with optim.undone_on_loss(undo):
+            with optim.undone_on_loss(undo), self._group.guarded():
                 self._hold_casts()
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):

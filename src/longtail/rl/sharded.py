@@ -6,31 +6,25 @@
     rank 2   row  4     --'              '--> all rows -->'                  '--> row  4
 
 `torch.distributed.fsdp.fully_shard` (FSDP2; Rajbhandari et al. 2020, stage 3) shards every decoder
-layer, and the rest together. All communication uses our process group, whose waits are bounded; the
-device mesh only names the ranks. Every pass needs the rows of all ranks, so all ranks make equally
-many passes, in the same order. `Shards.gather` assembles the whole policy in main memory.
+layer, and the rest together. It uses the connections of our process group, whose waits are bounded.
+Every pass needs the rows of all ranks, so all ranks make equally many passes, in the same order.
+`Shards.gather` assembles the whole policy in main memory.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, final
+from collections.abc import Mapping
+from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from longtail.config.sections import OptimizerSection
 from longtail.model.transformer import Transformer
-from longtail.rl.collectives import ProcessGroup, all_gather_scalar
+from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, all_gather_scalar
 from longtail.rl.optim import Optimizer
-
-_MESH = GroupName("longtail-shards")
 
 
 @final
@@ -51,11 +45,12 @@ class Shards:
 
         All ranks pass equal values. The reference is sharded in place.
         """
-        self._group, self._whole = group, whole
+        assert isinstance(group, TorchProcessGroup), "several ranks are connected"
+        self._group, self._whole, mesh = group, whole, group.mesh()
         borrowed = {id(p): nn.Parameter(p.detach()) for p in whole.parameters()}
-        self.model = _shard(copy.deepcopy(whole, borrowed), group)  # copies only this rank's rows
+        self.model = _shard(copy.deepcopy(whole, borrowed), mesh)  # copies only this rank's rows
         """Sharded model, for forward and backward passes."""
-        self._reference = None if reference is None else _shard(reference, group)
+        self._reference = None if reference is None else _shard(reference, mesh)
         self._parameters = {name: _dtensor(p) for name, p in self.model.named_parameters()}
         rows = {name: nn.Parameter(p.to_local()) for name, p in self._parameters.items()}
         self._rows = rows
@@ -82,14 +77,9 @@ class Shards:
 
     def gather(self) -> None:
         """Assemble the whole policy from the shards of all ranks."""
-        for name, parameter in self._whole.named_parameters():
-            rows = self._rows[name].detach()
-            most = -(-len(parameter) // self._group.size)
-            padded = rows.new_zeros(most, *rows.shape[1:])
-            padded[: len(rows)] = rows
-            gathered = rows.new_empty(self._group.size * most, *rows.shape[1:])
-            self._group.all_gather(gathered, padded)
-            parameter.detach().copy_(gathered[: len(parameter)])
+        with torch.no_grad():
+            for name, parameter in self._whole.named_parameters():
+                parameter.copy_(self._parameters[name].full_tensor())
 
     def _own(self, tensor: Tensor) -> Tensor:
         """Return this rank's rows; of a scalar, all."""
@@ -99,67 +89,13 @@ class Shards:
         return tensor[self._group.rank * most :][:most]
 
 
-@final
-class _AllGather(AllGather):
-    """All-gather of FSDP2 by our process group."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the gathered tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: object, async_op: bool = False
-    ) -> None:
-        """Gather before returning; `async_op` is ignored."""
-        self._group.all_gather(output_tensor, input_tensor)
-
-
-@final
-class _ReduceScatter(ReduceScatter):
-    """Reduce-scatter of FSDP2 by our process group."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate the summed tensor."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: object,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
-    ) -> None:
-        """Sum before returning; `async_op` is ignored."""
-        assert op == dist.ReduceOp.SUM, f"gradients are summed, not reduced by {op}"
-        self._group.reduce_scatter(input_tensor, output_tensor)
-
-
-def _shard(model: Transformer, group: ProcessGroup) -> Transformer:
+def _shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
     """Keep only this rank's rows of a model; its gradients become sums over the ranks."""
-    # FSDP2 reads rank and size from this group, which has no connections.
-    named = dist.ProcessGroup(group.rank, group.size)  # type: ignore[call-arg]
-    named._set_group_name(_MESH)
-    mesh = DeviceMesh(
-        group.device.type, torch.arange(group.size), _init_backend=False, _rank=group.rank
-    )
-    mesh._dim_group_names = [_MESH]
-    _register_process_group(_MESH, named)
-    try:
-        for module in (*model.layers, model):
-            sharded = fully_shard(module, mesh=mesh)
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
-            sharded.set_custom_all_gather(_AllGather(group))
-            sharded.set_custom_reduce_scatter(_ReduceScatter(group))
-    finally:
-        _unregister_process_group(_MESH)
+    layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
+    for module in (*layers, model):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
     model.fuse()  # it may have changed its device
     return model
 

@@ -97,7 +97,7 @@ def test_a_sum_has_the_same_bits_on_all_ranks(size, numbers, monkeypatch):
 
 def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
     def run(group: ProcessGroup) -> list[Listening]:
-        group.all_reduce([torch.ones(3)])
+        assert all_gather_scalar(group, group.rank + 0.5) == [0.5, 1.5, 2.5]
         return listening([os.getpid()])
 
     known = set(listening([os.getpid()]))
@@ -107,15 +107,18 @@ def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
         assert all(each.is_loopback for each in set(found) - known)
 
 
-def test_parts_are_gathered_and_sums_are_scattered_by_rank():
-    def run(group: ProcessGroup) -> tuple[list[float], list[float], list[float]]:
-        whole, part = torch.zeros(3, 2), torch.zeros(1, 2)
-        group.all_gather(whole, torch.full((1, 2), float(group.rank)))
-        group.reduce_scatter(whole + 10 * group.rank, part)
-        return all_gather_scalar(group, group.rank + 0.5), whole[:, 1].tolist(), part[0].tolist()
-
-    for rank, found in enumerate(together(3, run)):
-        assert found == ([0.5, 1.5, 2.5], [0.0, 1.0, 2.0], [3.0 * rank + 30.0] * 2)
+@pytest.mark.parametrize("repeat", range(2))
+def test_a_mesh_is_the_default_group_until_a_collective_fails_and_opens_no_port(tmp_path, repeat):
+    group = TorchProcessGroup(0, 1, f"file://{tmp_path}/a", backend="gloo", timeout_s=PATIENCE_S)
+    known = set(listening([os.getpid()]))
+    assert group.mesh().size() == dist.get_world_size() == 1
+    assert set(listening([os.getpid()])) <= known
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), group.guarded():
+        torch.ones(2, 2) @ torch.ones(3, 3)
+    assert all_gather_scalar(group, 0.5) == [0.5]
+    with pytest.raises(ProcessGroupError, match="of the shards failed"), group.guarded():
+        dist.all_gather_single(torch.zeros(3), torch.zeros(2))
+    assert not dist.is_initialized()
 
 
 @pytest.mark.slow

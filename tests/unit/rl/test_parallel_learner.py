@@ -213,17 +213,19 @@ def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(ranks):
 
 
 @pytest.mark.slow
-def test_a_lost_shard_ends_the_run_with_a_remedy(ranks):
-    fresh, doomed, survivors = RankProcess(), ranks[1], [ranks[0], ranks[2]]
-    begin(ranks, SHARDED)
+@pytest.mark.parametrize(("dies", "timeout_s"), [(True, PATIENCE_S), (False, 10.0)])
+def test_a_lost_or_late_shard_ends_the_run_with_a_remedy(ranks, dies, timeout_s):
+    lost, survivors = ranks[1], [ranks[0], ranks[2]]
+    assert call_all(ranks, "begin", SHARDED) == [None] * 3
+    connect(ranks, timeout_s=timeout_s)
     learn(ranks, STEPS[:1])
-    assert call_all([doomed], "die_after_passes", 1) == [None]
-    for each in ranks:
-        each.send("step", STEPS[1])
-    results = [each.receive() for each in survivors]
-    assert all(isinstance(error, ProcessGroupError) for error in results), results
-    doomed.end()
-    ranks[1] = fresh
+    if dies:
+        ranks[1] = RankProcess()
+        assert call_all([lost], "die_after_passes", 0) == [None]
+        lost.send("step", STEPS[1])
+    for error in call_all(survivors, "step", STEPS[1]):
+        assert isinstance(error, ProcessGroupError)
+        assert "a collective of the shards failed: " in str(error)
     address = free_address()
     for rank, each in enumerate(survivors):
         each.send("connect", rank, 2, address, PATIENCE_S)
