@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import memory, precision
+from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
@@ -24,7 +25,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
 from longtail.system import machine
-from longtail.system.device import choose_device, set_threads, threads_each, to_stderr
+from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
@@ -80,7 +81,7 @@ def assemble(
     """
     _check_sharding(config)
     shape, tokenizer = load_config(directory), load_tokenizer(directory)
-    if choose_device(config.run.device).type == "cpu":
+    if run_device(config).type == "cpu":
         memory.check(config, shape)
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
@@ -161,7 +162,7 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    gpus = float(choose_device(config.run.device).type == "cuda")
+    gpus = float(run_device(config).type == "cuda")
     return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly import memory
+from longtail.assembly.device import run_device
 from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
@@ -33,7 +33,6 @@ from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
-    choose_device,
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
@@ -65,17 +64,13 @@ def build_components(
     number: int = 0,
 ) -> WorkerComponents:
     """Build the components of a worker."""
-    device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
+    device, tokenizer = run_device(config), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = load_model(directory, DTYPES[config.learner.dtype], home)
     rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
-    rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
-    if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.made_later(config, policy.config)
-        limits = replace(limits, reserved_bytes=made_later)
     learns = config.spot.train != "never"
     names = drafter_names(config.speculation.drafter, target.name, learns=learns)
     speculation = _speculation(config, open_drafters(names, target, log))

@@ -84,9 +84,6 @@ class StepReport:
     """Seconds of decoder and LM head."""
     sample_s: float
     """Seconds of noise, also for drafts, and of draws."""
-    gap_s: float = 0.0
-    """Seconds of the host before the launch and after the results, without the drafters' forward
-    passes: the time in which a GPU computes at most drafts."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     failed: tuple[Failed, ...] = ()
@@ -110,7 +107,7 @@ class StepReport:
                 raise each.error
 
 
-_PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
+_PARTS_S = ("engine_s", "forward_s", "sample_s", "draft_s", "draft_forward_s", "tuner_s")
 """Fields that are means over engines in `merge_reports`."""
 
 
@@ -123,8 +120,6 @@ class RolloutReport:
     """Seconds of engine steps; the mean of several engines."""
     forward_s: float
     sample_s: float
-    gap_s: float = 0.0
-    """Seconds of the host alone, as in a step."""
     num_steps: int
     num_generated: int
     num_computed: int
@@ -203,7 +198,6 @@ _ZERO: dict[str, Any] = {
     "seconds": 0.0,
     "forward_s": 0.0,
     "sample_s": 0.0,
-    "gap_s": 0.0,
     "draft_s": 0.0,
     "draft_forward_s": 0.0,
     "tuner_s": 0.0,
@@ -230,7 +224,6 @@ class RolloutMeter:
         sums["seconds"] += step.step_s
         sums["forward_s"] += step.forward_s
         sums["sample_s"] += step.sample_s
-        sums["gap_s"] += step.gap_s
         sums["draft_s"] += step.draft_s
         sums["draft_forward_s"] += step.draft_forward_s
         sums["tuner_s"] += step.tuner_s

@@ -44,7 +44,6 @@ class ServeOptions:
     ] = "auto"
     device: Annotated[str, Option("auto, cpu, cuda or cuda:N")] = "auto"
     threads: Annotated[int, Option("compute threads; 0: every core", low=0)] = 0
-    batch_invariant: Annotated[bool, Option("as rollout.batch_invariant of train")] = False
 
     @property
     def served_name(self) -> str:
