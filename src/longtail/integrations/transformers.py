@@ -207,7 +207,7 @@ class _Mirror:
     def __init__(self, model: PreTrainedModel) -> None:
         config = parse(Fields(model.config.to_dict(), f"the config of {type(model).__name__}"))
         first = next(model.parameters())
-        device = own_engine_device(str(first.device), "model.device")
+        device = own_engine_device(first.device.type, "model.device")
         self.lock = threading.Lock()
         """Held while the engine is used."""
         self._source = str(model.config.name_or_path)

@@ -196,7 +196,7 @@ class Rollouts:
 def _open_target(settings: Any, dtype: str | None) -> Target:
     """Return an empty copy of the trainer's model, with its tokenizer."""
     model, accelerator = settings.model, settings.accelerator
-    device = own_engine_device(str(accelerator.device), "accelerator.device")
+    device = own_engine_device(torch.device(accelerator.device).type, "accelerator.device")
     name, inner = str(model.name_or_path or "the policy"), settings.tokenizer
     tokenizer = Tokenizer(inner, end_tokens(model, inner))
     config = parse(Fields(model.config.to_dict(), f"the trainer's model {name}"))
