@@ -32,15 +32,6 @@ WHOLE_RUNS = ("chaos", "end_to_end", "laws")
 _CONNECT = socket.socket.connect
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none."""
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs an accelerator")
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(skip)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check the shapes and types of every call, except in whole runs that are not marked `shapes`.

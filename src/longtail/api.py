@@ -17,6 +17,7 @@ from typing import Any, final
 
 import torch
 
+from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import (
     GrowingEngine,
@@ -32,7 +33,7 @@ from longtail.generator import StepReport
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
-from longtail.system.device import choose_device, to_stderr
+from longtail.system.device import to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 PromptInput = str | Sequence[Mapping[str, Any]]
@@ -62,11 +63,9 @@ class Engine:
         dtype: str = "auto",
         device: str = "auto",
         max_running: int = 64,
-        batch_invariant: bool = False,
     ) -> None:
         self._name, self._dtype, self._device = model, dtype, device
-        self._batch_invariant = batch_invariant
-        choose_device(device)
+        own_engine_device(device, "device")
         check_names(drafter, field="drafter")
         self._path = model_directory(model, field="model")
         self.tokenizer = read_tokenizer(self._path)
@@ -143,14 +142,7 @@ class Engine:
         )
 
     def _open(self) -> Target:
-        return open_model(
-            self._name,
-            self._path,
-            self.tokenizer,
-            self._dtype,
-            self._device,
-            batch_invariant=self._batch_invariant,
-        )
+        return open_model(self._name, self._path, self.tokenizer, self._dtype, self._device)
 
 
 @final

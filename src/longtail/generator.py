@@ -1,4 +1,4 @@
-"""The seam between whoever wants texts and the engine that writes them.
+"""The interface of engines: requests in, completions out, step by step.
 
     submit --> step, step, step ... --> StepReport: tokens, finished completions, verified drafts
     load_policy    between two rollouts: a text is of one policy
@@ -81,9 +81,6 @@ class StepReport:
     """Seconds of decoder and LM head."""
     sample_s: float
     """Seconds of noise, also for drafts, and of draws."""
-    gap_s: float = 0.0
-    """Seconds of the host before the launch and after the results, without the drafters' forward
-    passes: the time in which a GPU computes at most drafts."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     failed: tuple[Failed, ...] = ()

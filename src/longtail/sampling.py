@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.system.device import to_device
 from longtail.types import SamplingParams
 
 _WORD = 2**64 - 1
@@ -189,7 +188,7 @@ def draw_rows(
     working = torch.float64 if logits.dtype == torch.float64 else torch.float32
     logprobs = torch.empty(len(params), dtype=working, device=logits.device)
     for listed in members.values():
-        rows = to_device(listed, logits.device)
+        rows = torch.tensor(listed, device=logits.device)
         drawn = draw(logits[rows], noise[rows], params[listed[0]])
         tokens[rows], logprobs[rows] = drawn.tokens, drawn.logprobs
     return Drawn(tokens=tokens, logprobs=logprobs)

@@ -19,12 +19,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.engine import engine as engine_module
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import StepReport
-from longtail.model.graphs import GraphPool
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
@@ -41,9 +39,7 @@ from support.drafters import (
     ragged,
     silent,
 )
-from support.fake_graphs import FakeGraphs
 from support.fakes import decode_pieces, scripted_model
-from support.paged import use_pages
 from support.tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -219,60 +215,6 @@ def test_tight_limits_change_no_text(family, limits, name):
         assert (counts.num_preemptions > 0) == (limits == "little memory")
     assert drafter.num_restarts <= counts.num_preemptions
     assert counts.num_shared_tokens > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["silent", "all right", "ragged"])
-@pytest.mark.parametrize("limits", ["roomy", *LIMITS])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_pages_change_no_text(family, limits, name, monkeypatch):
-    """The KV layout of a GPU: blocks shared by a group, copied before they are written, taken
-
-    away by preemption, accepted nodes moved between them; short steps are replayed from graphs.
-    """
-    given = task(family)  # written by the contiguous cache
-    use_pages(monkeypatch)
-    tight = {**LIMITS, "little memory": dataclasses.replace(LIMITS["little memory"], kv_tokens=88)}
-    model, graphs = tiny_model(family, dtype=torch.float64, head_dim=16), FakeGraphs()
-    model.graphs = GraphPool(graphs)
-    engine = RolloutEngine(model, decode, {"roomy": ROOMY, **tight}[limits])
-    drafter = ScriptedDrafter(given.texts, DRAFTERS[name])
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    written, steps = write(engine, given.requests)
-    assert_same_texts(written, given.plain)
-    assert 0 < graphs.num_captures <= graphs.num_replays < len(steps)
-    counts = engine.scheduler_counts()
-    assert counts.num_shared_tokens > 0
-    if name != "all right":
-        assert (counts.num_preemptions > 0) == (limits == "little memory")
-
-
-@pytest.mark.slow
-def test_memory_lent_between_rollouts_changes_no_text(monkeypatch):
-    """Graphs serve on where it comes back to its place, and are made anew where it does not."""
-    given, caches = task("qwen3"), []
-    use_pages(monkeypatch)
-    make = engine_module.make_kv
-    monkeypatch.setattr(
-        engine_module, "make_kv", lambda *of: caches.append(make(*of)) or caches[-1]
-    )
-    model, graphs = tiny_model("qwen3", dtype=torch.float64), FakeGraphs()
-    model.graphs = GraphPool(graphs)
-    engine = RolloutEngine(model, decode, ROOMY)
-    engine.speculate(Speculation.fixed(ScriptedDrafter(given.texts, DRAFTERS["ragged"]), TREE))
-    written, _ = write(engine, given.requests)
-    squatters, moved = [], []
-    for _ in range(3):
-        (cache,), before, captured = caches, caches[0].address, graphs.num_captures
-        engine.sleep()
-        assert cache.address == 0, "nothing is held while it is lent"
-        squatters.append(torch.empty(cache.num_bytes, dtype=torch.uint8))
-        again, _ = write(engine, given.requests)
-        assert again == written
-        moved.append(cache.address != before)
-        assert (graphs.num_captures > captured) == moved[-1]
-    assert_same_texts(written, given.plain)
-    assert any(moved), "a sequence in its place evicts it"
 
 
 def test_what_lies_behind_the_end_of_a_text_is_not_written():

@@ -1,7 +1,7 @@
 """Law 1 for tuners: no token depends on the tuner or on the clock that it reads.
 
-Drafters are scripted and say how likely their nodes are, rightly or not, or foresee how deep to
-draft, as on a GPU; the clock makes up what steps take, so that tuners change their minds often.
+Drafters are scripted and say how likely their nodes are, rightly or not, or are an EAGLE layer; the
+clock makes up what steps take, so that tuners change their minds often.
 """
 
 import dataclasses
@@ -22,9 +22,8 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.step.runner import StepClock
 from longtail.generator import StepReport
 from longtail.sampling import noise_key
-from longtail.speculation import grow
 from longtail.speculation.drafter import Draftable
-from longtail.speculation.strategy import PredictedDepth, Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
@@ -39,7 +38,7 @@ from support.tiny_models import tiny_model
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
 TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
 SCRIPTS: dict[str, Script] = {"right": RIGHT, "wrong": WRONG, "ragged": ragged(5)}
-FORESEEING = "foreseeing"
+EAGLE = "eagle"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,12 +95,9 @@ class SureDrafter(ScriptedDrafter):
         return prune(tree, strategy.num_nodes)
 
 
-def make_foreseeing() -> EagleDrafter:
-    """A drafter that looks at nothing while it drafts."""
+def make_eagle() -> EagleDrafter:
     model = tiny_model(dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grow, "select_depth_policy", lambda _: PredictedDepth())
-        return EagleDrafter(make_layer(model, "eagle1"), model)
+    return EagleDrafter(make_layer(model, "eagle1"), model)
 
 
 @final
@@ -187,9 +183,7 @@ def speculation(
     tuner: Tuner, texts: dict[str, tuple[int, ...]], names: Sequence[str], clock: StepClock
 ) -> Speculation:
     drafters = tuple(
-        make_foreseeing()
-        if name == FORESEEING
-        else SureDrafter(texts, SCRIPTS[name], informed=False)
+        make_eagle() if name == EAGLE else SureDrafter(texts, SCRIPTS[name], informed=False)
         for name in names
     )
     return Speculation(drafters=drafters, tuner=tuner, clock=clock)
@@ -199,7 +193,7 @@ def speculation(
 @pytest.mark.parametrize("limits", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize(
     "names",
-    [("right",), ("wrong",), ("ragged", "right"), ("wrong", "ragged"), (FORESEEING,)],
+    [("right",), ("wrong",), ("ragged", "right"), ("wrong", "ragged"), (EAGLE,)],
 )
 @pytest.mark.parametrize("name", TUNERS)
 def test_no_tuner_changes_a_text(name, names, limits):
@@ -269,7 +263,7 @@ def test_switching_computes_no_token_twice_and_frees_no_kv():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("ragged", "right"), (FORESEEING,)])
+@pytest.mark.parametrize("names", [("ragged", "right"), (EAGLE,)])
 @pytest.mark.parametrize("name", ["budget", "beg-mab"])
 def test_the_same_times_lead_to_the_same_decisions(name, names):
     """The same plans and the same drafts, step by step."""

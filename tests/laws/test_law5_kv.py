@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv.cache import KeptPath
+from longtail.engine.kv_cache import KeptPath
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import Speculation
@@ -31,7 +31,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     """The scheduler over a real cache; every step's arithmetic is played by writing down tokens."""
 
     MAX_LEN = 40
-    PAGED = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,9 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def start(self, max_running, spare, num_tokens):
         self.budget, self.max_running = max_running + spare, max_running
-        self.kv = LedgerKV(
-            make_cache(num_tokens * BLOCK, max_running + 1, self.MAX_LEN, paged=self.PAGED)
-        )
+        self.kv = LedgerKV(make_cache(num_tokens * BLOCK, max_running + 1, self.MAX_LEN))
         self.scheduler = Scheduler(self.kv, max_running=max_running, max_step_tokens=self.budget)
 
     @rule(
@@ -137,8 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name, active in self.scheduler.running.items():
             assert self.kv.held[name] == active.tokens[: active.num_computed]
         usage = self.kv.usage()
-        promised = BLOCK * sum(map(blocks, self.kv.room.values()))
-        assert usage.owned <= promised if self.PAGED else usage.owned == promised
+        assert usage.owned == BLOCK * sum(map(blocks, self.kv.room.values()))
         assert usage.free + usage.owned == usage.total
 
     def teardown(self):
@@ -151,34 +147,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.kv.usage().free == self.kv.usage().total
 
 
-class PagedCacheMachine(CacheMachine):
-    """Full blocks of a prefix have several owners; no request reads the writes of another."""
-
-    PAGED = True
-
-    @invariant()
-    def the_same_blocks_are_shared(self):
-        """Names of the model and blocks of the cache stand for each other, one to one."""
-        pairs = {
-            pair
-            for name, named in self.blocks.items()
-            for pair in zip(named, self.kv._pool.blocks(name), strict=True)
-        }
-        assert len(pairs) == len({name for name, _ in pairs}) == len({block for _, block in pairs})
-
-
-class PagedSchedulerMachine(SchedulerMachine):
-    PAGED = True
-
-
-test_paged_kv_is_conserved_and_read_by_its_owners = PagedCacheMachine.TestCase
-test_paged_kv_is_conserved_and_read_by_its_owners.settings = settings(
-    max_examples=40, stateful_step_count=30, deadline=None
-)
-test_the_scheduler_keeps_its_invariants_over_pages = PagedSchedulerMachine.TestCase
-test_the_scheduler_keeps_its_invariants_over_pages.settings = settings(
-    max_examples=30, stateful_step_count=30, deadline=None
-)
 test_kv_is_conserved_and_read_by_its_owner = CacheMachine.TestCase
 test_kv_is_conserved_and_read_by_its_owner.settings = settings(
     max_examples=40, stateful_step_count=30, deadline=None

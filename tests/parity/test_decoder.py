@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.kv.cache import ContiguousKVCache
+from longtail.engine.kv_cache import KVCache
 from longtail.engine.request import ActiveRequest
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import NO_TAPS, Taps
@@ -45,10 +45,7 @@ def steps() -> list[list[Scheduled]]:
 @torch.inference_mode()
 def outputs(model: Transformer, taps: Taps) -> list[torch.Tensor]:
     """Hidden states and features of all steps, and the cache."""
-    device = torch.device("cpu")
-    kv = ContiguousKVCache(
-        model.config, num_tokens=512, max_rows=3, max_len=128, dtype=model.dtype, device=device
-    )
+    kv = KVCache(model.config, num_tokens=512, max_rows=3, max_len=128, dtype=model.dtype)
     found = []
     for number, scheduled in enumerate(steps()):
         for each in scheduled:
@@ -56,7 +53,7 @@ def outputs(model: Transformer, taps: Taps) -> list[torch.Tensor]:
             if number == 2:
                 each.active.tokens.append(9)
                 each.active.num_computed = len(each.active.tokens) - 1
-        batch = flatten(scheduled, device)
+        batch = flatten(scheduled)
         out = model.forward_with_features(batch.tokens, batch.positions, kv.attention(batch), taps)
         found += [out.hidden] + ([] if out.features is None else [out.features])
         for each in scheduled:

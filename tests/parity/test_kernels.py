@@ -28,7 +28,7 @@ dtypes, seeds = st.sampled_from(DTYPES), st.integers(0, 2**31)
 
 
 def native_kernels(dtype: torch.dtype) -> Kernels:
-    kernels = select_kernels(dtype, CPU, 64)
+    kernels = select_kernels(dtype, 64)
     assert isinstance(kernels, NativeKernels)
     return kernels
 
@@ -295,19 +295,18 @@ def test_threads_share_the_work_and_not_their_scratch_space(dtype):
 
 
 def test_native_kernels_are_chosen_where_they_exist(monkeypatch):
-    assert isinstance(select_kernels(torch.float64, CPU, 64), TorchKernels)
-    assert isinstance(select_kernels(torch.float32, CPU, 48), TorchKernels)
-    assert isinstance(select_kernels(torch.float32, torch.device("meta"), 64), TorchKernels)
+    assert isinstance(select_kernels(torch.float64, 64), TorchKernels)
+    assert isinstance(select_kernels(torch.float32, 48), TorchKernels)
     monkeypatch.setenv("LONGTAIL_NATIVE", "0")
     native.functions.cache_clear()
-    assert isinstance(select_kernels(torch.float32, CPU, 64), TorchKernels)
+    assert isinstance(select_kernels(torch.float32, 64), TorchKernels)
     assert native.unavailable_because() == "LONGTAIL_NATIVE=0 is set"
     monkeypatch.undo()
     native.functions.cache_clear()
     if native.unavailable_because() is None:
         for dtype in DTYPES:
             for head_dim in HEAD_DIMS:
-                assert isinstance(select_kernels(dtype, CPU, head_dim), NativeKernels)
+                assert isinstance(select_kernels(dtype, head_dim), NativeKernels)
 
 
 @needs_compiler

@@ -11,7 +11,7 @@ from jaxtyping import Float, config
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
-from longtail.engine.kv.cache import KeptPath, KVCache, KVUsage
+from longtail.engine.kv_cache import KeptPath, KVCache, KVUsage
 from longtail.engine.text import Decode
 from longtail.model.attention import Attention, PackedAttention
 from longtail.model.transformer import ModelConfig, Transformer
@@ -169,15 +169,6 @@ class LedgerKV(KVCache):
         """Release the request: nothing of it is left."""
         self._kv.release(request_id)
         del self.room[request_id], self.held[request_id]
-
-    def sleep(self, *, fully: bool = False) -> None:
-        """Refuse while a request holds anything."""
-        assert not self.held, "what requests hold would be gone"
-        self._kv.sleep(fully=fully)
-
-    def wake(self) -> None:
-        """Nothing to note."""
-        self._kv.wake()
 
     def usage(self) -> KVUsage:
         """Ask the real one."""

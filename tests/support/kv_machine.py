@@ -8,13 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from longtail.engine.batch import FlatBatch, Segment
-from longtail.engine.kv.cache import ContiguousKVCache, KeptPath
-from longtail.engine.kv.paged_cache import PagedKVCache
-from longtail.model.kernels.pages import TorchPageKernels
+from longtail.engine.kv_cache import KeptPath, KVCache
 from longtail.speculation.tree import EMPTY, DraftTree, depths
 from support.tiny_models import tiny_config
 
-CPU = torch.device("cpu")
 CONFIG = tiny_config("llama")
 BLOCK = 4
 LAYERS, HEADS, KV_HEADS, DIM = 2, CONFIG.num_heads, CONFIG.num_kv_heads, CONFIG.head_dim
@@ -29,14 +26,15 @@ LOOKS = torch.randn(
 )
 
 
-def make_cache(
-    num_tokens: int, max_rows: int, max_len: int, *, paged: bool
-) -> ContiguousKVCache | PagedKVCache:
-    place = {"dtype": torch.float64, "device": CPU, "block_size": BLOCK}
-    sizes = {"num_tokens": num_tokens, "max_rows": max_rows, "max_len": max_len}
-    if paged:
-        return PagedKVCache(CONFIG, **sizes, **place, kernels=TorchPageKernels())
-    return ContiguousKVCache(CONFIG, **sizes, **place)
+def make_cache(num_tokens: int, max_rows: int, max_len: int) -> KVCache:
+    return KVCache(
+        CONFIG,
+        num_tokens=num_tokens,
+        max_rows=max_rows,
+        max_len=max_len,
+        dtype=torch.float64,
+        block_size=BLOCK,
+    )
 
 
 def blocks(num_tokens: int) -> int:
@@ -56,44 +54,30 @@ def seen_by_last(tokens: list[int], layer: int, window: int) -> torch.Tensor:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A cache against a dict of token lists and one of lists of blocks."""
+    """A cache against a dict of token lists and one of numbers of blocks."""
 
     TOTAL, ROWS, MAX_LEN = 80, 4, 60
-    PAGED = False
 
     def __init__(self) -> None:
         super().__init__()
-        self.kv = make_cache(self.TOTAL, self.ROWS, self.MAX_LEN, paged=self.PAGED)
-        self.blocks: dict[str, list[int]] = {}
-        """Names of blocks; two requests that share one have the same name there."""
-        self.begun: dict[str, int] = {}
-        """Index of the block in which a new owner of KV continues."""
+        self.kv = make_cache(self.TOTAL, self.ROWS, self.MAX_LEN)
+        self.blocks: dict[str, int] = {}
         self.held: dict[str, list[int]] = {}
         self.names = (f"r{i}" for i in itertools.count())
-        self.fresh, self.block = itertools.count(), itertools.count()
-
-    def num_users(self, block: int) -> int:
-        return sum(block in each for each in self.blocks.values())
+        self.fresh = itertools.count()
 
     def num_free(self) -> int:
-        return self.TOTAL // BLOCK - len(set(itertools.chain(*self.blocks.values())))
+        return self.TOTAL // BLOCK - sum(self.blocks.values())
 
     def grow(self, name: str, num_tokens: int) -> bool:
         """Ask for room; the model knows what the answer must be."""
-        held = self.blocks.get(name, [])
-        place = self.begun.get(name)
-        copied = place is not None and self.num_users(held[place]) > 1
-        missing = max(0, blocks(num_tokens) - len(held))
-        fits = missing + copied <= self.num_free() and (
-            name in self.blocks or len(self.blocks) < self.ROWS
-        )
+        held = self.blocks.get(name, 0)
+        missing = max(0, blocks(num_tokens) - held)
+        is_known = name in self.blocks
+        fits = missing <= self.num_free() and (is_known or len(self.blocks) < self.ROWS)
         assert self.kv.try_grow(name, num_tokens) == fits
         if fits:
-            own = [next(self.block) for _ in range(missing + copied)]
-            if copied:
-                held[place] = own.pop()
-            self.begun.pop(name, None)
-            self.blocks[name] = held + own
+            self.blocks[name] = held + missing
             self.held.setdefault(name, [])
         return fits
 
@@ -181,7 +165,7 @@ class CacheMachine(RuleBasedStateMachine):
             text = self.held[name]
             paths.append(KeptPath(request_id=name, num_tokens=len(text), path=tuple(path)))
             text += [draft.tokens[node - 1] for node in path]
-            del self.blocks[name][blocks(len(text)) :]
+            self.blocks[name] = blocks(len(text))
         self.kv.keep(paths)
 
     @precondition(lambda self: any(self.held.values()))
@@ -191,12 +175,10 @@ class CacheMachine(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(1, len(self.held[source])))
         target = next(self.names)
         wanted = num_tokens + data.draw(st.integers(0, 5))
-        shared = self.blocks[source][: num_tokens // BLOCK] if self.PAGED else []
-        missing = blocks(wanted) - len(shared)
-        fits = missing <= self.num_free() and len(self.blocks) < self.ROWS
+        fits = blocks(wanted) <= self.num_free() and len(self.blocks) < self.ROWS
         assert fits == self.kv.try_share(source, target, num_shared=num_tokens, num_tokens=wanted)
         if fits:
-            self.blocks[target] = shared + [next(self.block) for _ in range(missing)]
+            self.blocks[target] = blocks(wanted)
             self.held[target] = self.held[source][:num_tokens]
 
     @precondition(lambda self: any(self.held.values()))
@@ -206,10 +188,8 @@ class CacheMachine(RuleBasedStateMachine):
         num_tokens = data.draw(st.integers(1, len(self.held[source])))
         target = next(self.names)
         self.kv.hand_over(source, target, num_tokens)
-        self.blocks[target] = self.blocks.pop(source)[: blocks(num_tokens)]
-        self.begun.pop(source, None)
-        if num_tokens % BLOCK:
-            self.begun[target] = num_tokens // BLOCK
+        del self.blocks[source]
+        self.blocks[target] = blocks(num_tokens)
         self.held[target] = self.held.pop(source)[:num_tokens]
 
     @precondition(lambda self: self.blocks)
@@ -218,13 +198,11 @@ class CacheMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.blocks)))
         self.kv.release(name)
         del self.blocks[name], self.held[name]
-        self.begun.pop(name, None)
 
     @precondition(lambda self: not self.blocks)
     @rule()
-    def sleep(self):
-        self.kv.sleep(fully=True)
-        self.kv.wake()
+    def free_memory(self):
+        self.kv.free_memory()
 
     @invariant()
     def free_and_owned_are_the_total(self):

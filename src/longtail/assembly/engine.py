@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 
+from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.assembly.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
@@ -19,7 +20,7 @@ from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.model.sources.hub import resolve
 from longtail.run.checkpoint import policy_directory
 from longtail.sampling import noise_key
-from longtail.system.device import DTYPES, choose_device, to_stderr
+from longtail.system.device import DTYPES, to_stderr
 from longtail.system.machine import MAX_INT32
 from longtail.tuner.budget import BudgetTuner
 from longtail.types import Request
@@ -29,19 +30,10 @@ _STEP_TOKENS = 512
 
 
 def open_model(
-    name: str,
-    path: Path,
-    tokenizer: Tokenizer,
-    dtype: str = "auto",
-    device: str = "cpu",
-    *,
-    batch_invariant: bool = False,
+    name: str, path: Path, tokenizer: Tokenizer, dtype: str = "auto", device: str = "cpu"
 ) -> Target:
-    """Read the weights in `path`; `auto` is the stored dtype, or float32 where that is emulated.
-
-    `batch_invariant` keeps a text's bits from depending on its batch on a GPU, too.
-    """
-    chosen = choose_device(device)
+    """Read the weights in `path`; `auto` is the stored dtype, or float32 where that is emulated."""
+    chosen = own_engine_device(device, "device")
     if dtype == "auto":
         stored = stored_dtype(path)
         precision = stored if is_fast(stored, chosen) else torch.float32
@@ -50,7 +42,6 @@ def open_model(
         if not is_fast(precision, chosen):
             _log.warning("%s", emulated("dtype", dtype))
     model = load_model(path, precision, chosen)
-    model.batch_invariant = batch_invariant
     check_vocabulary(tokenizer, model.config)
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
 
@@ -91,11 +82,10 @@ class GrowingEngine:
         max_running: int,
         length_step: int = 1,
         max_positions: int = MAX_INT32,
-        reserved_bytes: int = 0,
     ) -> None:
         self._make, self._decode = make, decode
-        self._max_running, self._reserved_bytes = max_running, reserved_bytes
-        self._length_step, self._max_positions = length_step, max_positions
+        self._max_running, self._length_step = max_running, length_step
+        self._max_positions = max_positions
         self._running = self._length = 0
         self.present: RolloutEngine | None = None
         """The engine in use; None before the first `ready`."""
@@ -116,7 +106,6 @@ class GrowingEngine:
             max_running=self._running,
             max_step_tokens=max(_STEP_TOKENS, self._max_running),
             max_len=self._length,
-            reserved_bytes=self._reserved_bytes,
         )
         if engine is None:
             self.present = self._make(limits)

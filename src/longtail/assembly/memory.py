@@ -6,6 +6,7 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 
 import torch
 
+from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
@@ -13,11 +14,9 @@ from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
-from longtail.system.device import choose_device
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
-_MOMENTS, _REFERENCE = "optimizer moments", "reference model"
 _REMEDIES = {
     _KV: "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
@@ -51,10 +50,10 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
         * (2 if on_cpu and rollout.dtype == "bfloat16" else 1),
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small),
         "weights, their copy and gradients": 3 * shard,
-        _MOMENTS: 2 * shard,
+        "optimizer moments": 2 * shard,
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
-        _REFERENCE: shard if learner.kl_coef > 0 else 0,
+        "reference model": shard if learner.kl_coef > 0 else 0,
         "gathered weights": 2 * weights if config.is_sharded and on_cpu else 0,
         "undo of a step": 3 * weights
         if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded
@@ -65,12 +64,6 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
         else 0,
     }
     return {name: size for name, size in found.items() if size}
-
-
-def made_later(config: RunConfig, shape: ModelConfig) -> int:
-    """Return the bytes that stay allocated after the first learner step, which KV leaves free."""
-    found = estimate(config, shape)
-    return found[_MOMENTS] + found.get(_REFERENCE, 0)
 
 
 def check(config: RunConfig, shape: ModelConfig) -> None:
@@ -88,7 +81,7 @@ def check(config: RunConfig, shape: ModelConfig) -> None:
 
 def report(config: RunConfig) -> str:
     """Return the parts and the free memory as lines."""
-    device, shape = choose_device(config.run.device), model_shape(config.model.path)
+    device, shape = run_device(config), model_shape(config.model.path)
     found = estimate(config, shape, on_cpu=device.type == "cpu")
     available = available_bytes(device)
     rows = {**found, "total": sum(found.values()), f"available on {device}": available}

@@ -12,15 +12,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from longtail.assembly.device import AnyConfig, run_device
 from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
 from longtail.model.kernels import native
 from longtail.run.checkpoint import CONFIG_FILE, steps_in
-from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16
+from longtail.system.device import DTYPES, multiplies_bfloat16
 
-AnyConfig = RunConfig | SftConfig | DrafterTrainConfig
 Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
 
 _EMULATED = "bfloat16 is emulated on this processor"
@@ -31,7 +31,7 @@ _AUTOCAST_FIELDS = (("learner", "autocast"), ("train", "autocast"))
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether inference in a dtype is not emulated on a device."""
     if dtype == torch.float16:
-        return device.type == "cuda"
+        return False
     is_native = device.type == "cpu" and native.layout(dtype) is not None
     return dtype != torch.bfloat16 or is_native or multiplies_bfloat16(device)
 
@@ -41,10 +41,8 @@ def fastest_dtype(device: torch.device) -> str:
     return "bfloat16" if is_fast(torch.bfloat16, device) else "float32"
 
 
-def is_exact(dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> bool:
+def is_exact(dtype: torch.dtype) -> bool:
     """Return whether a text does not depend on its batch, hence not on drafting."""
-    if device.type == "cuda":
-        return batch_invariant or dtype == torch.float64
     return dtype == torch.float64 or native.layout(dtype) is not None
 
 
@@ -54,7 +52,7 @@ def decided(config: Config) -> Config:
     A run that is resumed keeps the values that it was begun with.
     """
     begun = _begun(Path(config.run.dir)) if config.run.resume else ""
-    device = choose_device(config.run.device)
+    device = run_device(config)
     for section, field in (*_DTYPE_FIELDS, *_AUTOCAST_FIELDS):  # autocast depends on a dtype
         if _value(config, section, field) != "auto":
             continue
@@ -97,7 +95,7 @@ def _is_reference(config: AnyConfig) -> bool:
 
 def costs(config: AnyConfig) -> list[str]:
     """Return a line for each setting of a decided configuration that is emulated here."""
-    device, lines = choose_device(config.run.device), []
+    device, lines = run_device(config), []
     for section, field in _DTYPE_FIELDS:
         dtype = _value(config, section, field)
         if dtype is not None and not is_fast(DTYPES[dtype], device):
@@ -118,15 +116,10 @@ def emulated(name: str, dtype: str) -> str:
 
 def inexactness(config: RunConfig) -> list[str]:
     """Return a line if texts of the run can depend on their batch; else none."""
-    own, device = config.rollout, choose_device(config.run.device)
-    if is_exact(DTYPES[own.dtype], device, batch_invariant=own.batch_invariant):
+    if is_exact(DTYPES[config.rollout.dtype]):
         return []
-    remedy = (
-        "set rollout.batch_invariant = true to exclude that"
-        if device.type == "cuda"
-        else f"no native kernels: {native.unavailable_because() or 'they cannot be built'}"
-    )
     return [
-        f"rollout.dtype = {own.dtype}: at near-ties a text can depend on its batch, hence on "
-        f"drafting ({remedy})"
+        f"rollout.dtype = {config.rollout.dtype}: at near-ties a text can depend on its batch, "
+        "hence on drafting (no native kernels: "
+        f"{native.unavailable_because() or 'they cannot be built'})"
     ]

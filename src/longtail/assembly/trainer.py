@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import memory, precision
+from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
 from longtail.assembly.prompts import load_prompts
+from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.pool import LocalWorkerPool, WorkerPool
@@ -24,7 +26,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
 from longtail.system import machine
-from longtail.system.device import choose_device, set_threads, threads_each, to_stderr
+from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
 
 _SHARDING_SINCE = "2.13"
@@ -78,9 +80,9 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    _check_sharding(config)
+    _check(config, directory)
     shape, tokenizer = load_config(directory), load_tokenizer(directory)
-    if choose_device(config.run.device).type == "cpu":
+    if run_device(config).type == "cpu":
         memory.check(config, shape)
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
@@ -110,9 +112,9 @@ def open_workers(
     model cannot be used.
     """
     config = precision.decided(config)
-    _check_sharding(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
     directory = model_directory(config.model.path, log)
+    _check(config, directory)
     limits = _limits(config, max_prompt_len, load_config(directory))
     return _started(config, directory, limits, log, lambda progress: None)
 
@@ -136,7 +138,9 @@ def _started(
     return workers
 
 
-def _check_sharding(config: RunConfig) -> None:
+def _check(config: RunConfig, directory: Path) -> None:
+    """Raise ConfigError if this machine lacks what the run needs."""
+    uses_vllm(config, directory)
     if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
         raise ConfigError(
             f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
@@ -161,7 +165,7 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    gpus = float(choose_device(config.run.device).type == "cuda")
+    gpus = float(run_device(config).type == "cuda")
     return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 

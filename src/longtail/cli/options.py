@@ -89,9 +89,8 @@ class GenerateOptions:
     ] = ()
     seed: Annotated[int, Option("seed of the sampling noise")] = 0
     dtype: Annotated[Dtype, Option(f"dtype of weights and KV cache; auto: {_AUTO}")] = "auto"
-    device: Annotated[str, Option("device: auto, cpu, cuda or cuda:N")] = "auto"
+    device: Annotated[str, Option("device: auto or cpu; the engine generates on CPUs")] = "auto"
     threads: Annotated[int, Option("number of compute threads; 0: all cores")] = 0
-    batch_invariant: Annotated[bool, Option("same bits in any batch, on a GPU, too")] = False
     chat: Annotated[bool, Option("apply the chat template; fail without one")] = False
     raw: Annotated[
         bool, Option("do not apply the chat template (default: apply it if there is one)")

@@ -41,7 +41,7 @@ _ONE_OF: Any = Literal
 class Option:
     """Help and limits of one option.
 
-    Example: Option("requests running at a time", low=1, high=256, quick=(1, 8))
+    Example: Option("requests running at a time", low=1, high=256)
     """
 
     help: str
@@ -50,8 +50,6 @@ class Option:
     choices: tuple[str, ...] = ()
     low: int | None = None
     high: int | None = None
-    quick: Any = None
-    """Default with `--quick`; None keeps the usual one."""
     positional: bool = False
     """Whether the value is a word without a flag."""
 
@@ -200,21 +198,15 @@ def arguments_of(command: str, summary: str, kind: type) -> Arguments:
     """Return the arguments of a command whose options are a dataclass."""
     declared: dict[str, Any] = {}
     metavars: dict[str, str] = {}
-    quick: list[str] = []
     hints = get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         hint, option = get_args(hints[each.name])
-        text = option.help
         if each.name == OVERRIDES:
-            summary = f"{summary}\n{text}"
+            summary = f"{summary}\n{option.help}"
             continue
-        if option.quick is not None:
-            quick.append(f"--{each.name.replace('_', '-')} {shown(option.quick)}")
-        if each.name == "quick":
-            text = " ".join([text, *quick])
         hint = _limited(hint, option)
         default = ... if each.default is MISSING else each.default
-        info = Field(default, description=text)
+        info = Field(default, description=option.help)
         if option.metavar:
             metavars[each.name.replace("_", "-")] = option.metavar
         declared[each.name] = (_POSITIONAL[hint] if option.positional else hint, info)
@@ -248,10 +240,6 @@ def read(kind: type[T], arguments: Arguments, words: Sequence[str]) -> T:
         ]
         raise ConfigError("\n  ".join(problems)) from None
     values |= {name: getattr(checked, name) for name in checked.model_fields_set}
-    if values.get("quick"):
-        hints = get_type_hints(kind, include_extras=True)
-        quick = {name: get_args(hint)[1].quick for name, hint in hints.items()}
-        values = {name: value for name, value in quick.items() if value is not None} | values
     return kind(**values)
 
 
@@ -289,10 +277,3 @@ def describe(name: str, detail: ErrorDetails) -> str:
 def place_of(parts: Sequence[str | int]) -> str:
     """Return the name of an element: ("data", "tasks", 0, "name") -> "data.tasks[0].name"."""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts)[1:]
-
-
-def shown(value: Any) -> str:
-    """Render a value as it is given. Example: shown((1, 8)) == "1,8"."""
-    if isinstance(value, tuple):
-        return ",".join(map(shown, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -126,10 +126,7 @@ class RolloutSection(Section):
     """Capacity of the KV cache in tokens; 0 fits `max_running` longest requests."""
     dtype: Dtype = "auto"
     """Type of the weights and the KV cache during generation; `auto` is bfloat16 where it is fast
-    (a GPU, native CPU kernels, a CPU that multiplies it), else float32."""
-    batch_invariant: bool = False
-    """Whether, on a GPU, the batch (hence drafting) changes no bit; slower. Native CPU kernels
-    always are batch-invariant; `longtail doctor` says where they run."""
+    (native kernels, a processor that multiplies it), else float32."""
 
 
 class SpeculationSection(Section):

@@ -90,7 +90,7 @@ class CommonRunSection(Section):
     seed: Seed = 0
     """Seed for prompt order, generated data, sampling noise and fresh weights."""
     device: Device = "auto"
-    """`auto`, `cpu`, `cuda` or `cuda:1`."""
+    """`auto`, `cpu`, `cuda` or `cuda:1`; longtail's own engine generates on CPUs only."""
     threads: Threads = 0
     """Compute threads of this process; 0 uses every core."""
     checkpoint_every: Count = 10

@@ -20,7 +20,6 @@ from longtail.engine.text import Decode, ends_in_stop, final_text
 from longtail.errors import NonFiniteError
 from longtail.generator import Emitted, Failed
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, accept, depths
-from longtail.system.device import to_device
 from longtail.types import Completion, FinishReason
 
 
@@ -67,7 +66,7 @@ class FlatBatch:
     """Indices of the tokens whose successor is drawn; None: all tokens."""
 
 
-def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
+def flatten(scheduled: Sequence[Scheduled]) -> FlatBatch:
     """Concatenate the scheduled tokens and drafts in the given order."""
     tokens: list[int] = []
     positions: list[int] = []
@@ -92,12 +91,11 @@ def flatten(scheduled: Sequence[Scheduled], device: torch.device) -> FlatBatch:
             )
         )
     every = len(drawing) == len(tokens)
-    flat = to_device([tokens, positions], device)
     return FlatBatch(
-        tokens=flat[0],
-        positions=flat[1],
+        tokens=torch.tensor(tokens),
+        positions=torch.tensor(positions),
         segments=tuple(segments),
-        drawing=None if every else to_device(drawing, device, torch.int64),
+        drawing=None if every else torch.tensor(drawing, dtype=torch.int64),
     )
 
 

@@ -1,8 +1,8 @@
 """The rollout engine: requests in, completions out, one flat batch a step.
 
-    submit --> schedule --> draft --> flatten --> launch ------------> wait --> accept, commit
-                  ^                               (apply the previous               |
-                  |                                step's feedback)               append
+    submit --> schedule --> draft --> flatten --> run --> apply the previous --> accept, commit
+                  ^                                       step's feedback           |
+                  |                                                                 append
                   +--- finished: KV freed <-----------------------------------------+--> StepReport
 
 The engine owns the weights that generate and the KV of the requests in progress. It does not know
@@ -22,8 +22,7 @@ from longtail.engine.batch import (
     complete,
     flatten,
 )
-from longtail.engine.kv.cache import KeptPath, KVUsage
-from longtail.engine.kv.choice import make_kv
+from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
@@ -157,14 +156,14 @@ class RolloutEngine(Generator):
             self.speculate(full)
 
     def sleep(self, *, fully: bool = False) -> None:
-        """Free the KV memory of an idle engine; `fully`, even where later requests are slowed."""
+        """Return the KV memory of an idle engine if `fully`; without, later requests use it."""
         assert not self._active, "requests in progress need their keys and values"
-        self._kv.sleep(fully=fully)
+        if fully:
+            self._kv.free_memory()
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
         self.check(request)
-        self._kv.wake()
         active = ActiveRequest(
             request=request,
             tokens=list(request.prompt_tokens),
@@ -196,14 +195,11 @@ class RolloutEngine(Generator):
             spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
             noise = self._runner.sampler.noise
             scheduled = speculator.draft(scheduled, noise, spare, self._kv.try_grow)
-        batch = flatten(scheduled, self._model.device)
+        batch = flatten(scheduled)
         sampled = [each for each in scheduled if each.draws]
-        with timer.compute:
-            launched = self._runner.launch(batch, sampled, speculator.taps)
-            with timer.draft:
-                speculator.apply_feedback(hidden=launched.is_running)
-            out = launched.wait()
+        out = self._runner.run(batch, sampled, speculator.taps)
         with timer.draft:
+            speculator.apply_feedback()
             accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
             self._commit(scheduled, accepted)
         outputs = self._append(sampled, accepted, logprobs)

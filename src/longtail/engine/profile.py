@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from longtail.engine.batch import Scheduled, flatten
-from longtail.engine.kv.choice import make_kv
+from longtail.engine.kv_cache import make_kv
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.step.runner import ModelRunner
 from longtail.engine.step.sampler import make_sampler
@@ -169,8 +169,8 @@ class SyntheticSteps:
             assert self._kv.try_grow(active.request_id, context + 1 + size), "the cache fits"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
-        batch = flatten(scheduled, self._model.device)
-        self._runner.launch(batch, scheduled, NO_TAPS).wait()
+        batch = flatten(scheduled)
+        self._runner.run(batch, scheduled, NO_TAPS)
         return time.perf_counter() - started
 
 
@@ -192,7 +192,7 @@ def extend_texts(
     """Append `count` tokens to each request; the drafter observes all but the last."""
     taps = drafter.taps
     size = (len(taps.layers) + taps.final) * model.config.hidden_size
-    features = torch.zeros(len(actives) * count, size, dtype=model.dtype, device=model.device)
+    features = torch.zeros(len(actives) * count, size, dtype=model.dtype)
     seen = [
         Observed(
             request_id=active.request_id,

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from longtail.generator import StepReport, Verified
 
-_PARTS_S = ("engine_s", "forward_s", "sample_s", "gap_s", "draft_s", "draft_forward_s", "tuner_s")
+_PARTS_S = ("engine_s", "forward_s", "sample_s", "draft_s", "draft_forward_s", "tuner_s")
 """Fields that are means over engines in `merge_reports`."""
 
 
@@ -20,8 +20,6 @@ class RolloutReport:
     """Seconds of engine steps; the mean of several engines."""
     forward_s: float
     sample_s: float
-    gap_s: float = 0.0
-    """Seconds of the host alone, as in a step."""
     num_steps: int
     num_generated: int
     num_computed: int
@@ -100,7 +98,6 @@ _ZERO: dict[str, Any] = {
     "seconds": 0.0,
     "forward_s": 0.0,
     "sample_s": 0.0,
-    "gap_s": 0.0,
     "draft_s": 0.0,
     "draft_forward_s": 0.0,
     "tuner_s": 0.0,
@@ -127,7 +124,6 @@ class RolloutMeter:
         sums["seconds"] += step.step_s
         sums["forward_s"] += step.forward_s
         sums["sample_s"] += step.sample_s
-        sums["gap_s"] += step.gap_s
         sums["draft_s"] += step.draft_s
         sums["draft_forward_s"] += step.draft_forward_s
         sums["tuner_s"] += step.tuner_s

@@ -93,9 +93,7 @@ class EngineLimits:
     max_len: int
     """Maximum number of tokens of prompt plus completion."""
     kv_tokens: int = 0
-    """Tokens of KV memory; 0: enough for `max_running` requests of `max_len`, or all that fits."""
-    reserved_bytes: int = 0
-    """Bytes of GPU memory that stay free for other uses in this process."""
+    """Tokens of KV memory; 0: enough for `max_running` requests of `max_len`."""
 
     def __post_init__(self) -> None:
         """Refuse limits with which the engine could stall."""

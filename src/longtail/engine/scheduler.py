@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import final
 
 from longtail.engine.batch import Scheduled
-from longtail.engine.kv.cache import KVCache
+from longtail.engine.kv_cache import KVCache
 from longtail.engine.request import ActiveRequest
 
 

@@ -3,8 +3,7 @@
     its model --parameters by Hugging Face's names--> rows of this copy --pack--> engine
                  (at each change)
 
-The copy is written in place. The engine grows with the longest request so far; its KV is freed
-between two rollouts, so that learner and engine use the same device.
+The copy is written in place. The engine grows with the longest request so far.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,7 +40,6 @@ class MirroredPolicy:
         *,
         max_running: int,
         max_len: int,
-        reserved_bytes: int = 0,
     ) -> None:
         self.model = model
         self.max_len = min(max_len, model.config.max_positions)
@@ -56,7 +54,6 @@ class MirroredPolicy:
             max_running=max_running,
             length_step=_LENGTH_STEP,
             max_positions=self.max_len,
-            reserved_bytes=reserved_bytes,
         )
         self._rows = hf_rows(model)
         self._speculation: Speculation | None = None
@@ -108,8 +105,3 @@ class MirroredPolicy:
     ) -> list[Completion]:
         """Return the completions, in the order of the requests."""
         return self.ready(requests).generate(requests, on_step)
-
-    def sleep(self) -> None:
-        """Free the KV until the next request."""
-        if self.engine is not None:
-            self.engine.sleep()

@@ -21,6 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import (
     HISTORY,
     NONE,
@@ -157,7 +158,6 @@ class _Writer:
             for request in self._requests:
                 if engine.is_unfinished(request.request_id):
                     engine.abort(request.request_id)
-            engine.sleep()
 
     def _step(self, engine: RolloutEngine) -> None:
         report = engine.step()
@@ -207,11 +207,12 @@ class _Mirror:
     def __init__(self, model: PreTrainedModel) -> None:
         config = parse(Fields(model.config.to_dict(), f"the config of {type(model).__name__}"))
         first = next(model.parameters())
+        device = own_engine_device(first.device.type, "model.device")
         self.lock = threading.Lock()
         """Held while the engine is used."""
         self._source = str(model.config.name_or_path)
         self._policy = MirroredPolicy(
-            empty_model(config, first.dtype, first.device),
+            empty_model(config, first.dtype, device),
             lambda tokens: "",  # transformers decodes them itself
             max_running=_MAX_RUNNING,
             max_len=config.max_positions,

@@ -2,7 +2,7 @@
 
 A forward pass computes a flat list of tokens. An `Attention` decides which keys each token attends
 to: the learner's attends within packed sequences (`PackedAttention`), the rollout engine's to a KV
-cache (`engine.kv.cache`). The decoder is the same code with both.
+cache (`engine.kv_cache`). The decoder is the same code with both.
 """
 
 import abc

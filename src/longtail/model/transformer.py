@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.graphs import GraphPool, pool_of
 from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear, pack_layers
@@ -176,11 +175,6 @@ class Transformer(nn.Module):
         self._kernels: Kernels = TorchKernels()
         self._decoder: NativeDecoder | None = None
         """All layers in one call, for attention over rows of a cache; None where there is none."""
-        self.graphs: GraphPool | None = None
-        """Captured passes of this model and its drafters; None: passes run without graphs."""
-        self.batch_invariant = False
-        """Whether a row's bits are independent of its batch on a GPU, too; set it before `pack`. On
-        a CPU with product.c they always are."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -222,10 +216,8 @@ class Transformer(nn.Module):
 
     def pack(self) -> None:
         """Prepare for inference: pack weights, select kernels. Repeat it after weights change."""
-        self._kernels = select_kernels(self.dtype, self.device, self.config.head_dim)
-        if self.device.type == "cuda" and self.graphs is None:
-            self.graphs = pool_of(self.device)
-        pack_layers(self, batch_invariant=self.batch_invariant)
+        self._kernels = select_kernels(self.dtype, self.config.head_dim)
+        pack_layers(self)
         self._decoder = _native_decoder(self) if isinstance(self._kernels, NativeKernels) else None
 
     def forward(

@@ -8,11 +8,13 @@ its checkpoints are those of `longtail train`; a checkpoint's `policy` is the dr
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
 import torch
 
+from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
@@ -44,7 +46,7 @@ from longtail.programs import steps
 from longtail.programs.drafter_data import TEXTS_FILE, Corpus, generated_texts, given_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.system.device import DTYPES, choose_device
+from longtail.system.device import DTYPES
 from longtail.system.interrupt import Interruption
 
 _MEASURED_DEPTHS = 6
@@ -204,15 +206,15 @@ def assemble(
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
     check_vocabulary(tokenizer, shape)
-    drafter = _drafter(config, shape)
+    drafter, device = _drafter(config, shape), run_device(config)
 
-    def load_target() -> Transformer:
-        return load_model(path, DTYPES[config.target.dtype], choose_device(config.run.device))
+    def load_target(device: torch.device) -> Transformer:
+        return load_model(path, DTYPES[config.target.dtype], device)
 
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # checked before the target generates texts
         name = config.target.path
-        source = Target(model=load_target(), tokenizer=tokenizer, directory=path, name=name)
+        source = Target(model=load_target(device), tokenizer=tokenizer, directory=path, name=name)
         given = _given_drafter(init, source, console)
         del source
 
@@ -228,8 +230,9 @@ def assemble(
         corpus = given_texts(config, tokenizer)
     else:
         kept = run_dir / TEXTS_FILE
-        corpus = generated_texts(config, tokenizer, load_target, kept, on_step, on_start)
-    target = load_target()
+        writer = partial(load_target, own_engine_device(config.run.device, "run.device"))
+        corpus = generated_texts(config, tokenizer, writer, kept, on_step, on_start)
+    target = load_target(device)
     target.fuse()
     if checkpoint is not None:
         given = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)

@@ -13,6 +13,7 @@ from typing import final
 
 import torch
 
+from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.rl import RUNNING_SUMS
@@ -29,7 +30,6 @@ from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.system.device import choose_device
 
 _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 """One example in 20, and at most 64, are held out."""
@@ -150,7 +150,7 @@ def assemble(config: SftConfig) -> Components:
 
 
 def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
-    device, path = choose_device(config.run.device), model_directory(config.model.path)
+    device, path = run_device(config), model_directory(config.model.path)
     return load_model(path, torch.float32, device), load_tokenizer(path)
 
 

@@ -42,9 +42,8 @@ class ServeOptions:
         Literal["auto", "float32", "bfloat16", "float64"],
         Option("auto: as stored, or float32 where that is emulated"),
     ] = "auto"
-    device: Annotated[str, Option("auto, cpu, cuda or cuda:N")] = "auto"
+    device: Annotated[str, Option("auto or cpu; the engine generates on CPUs")] = "auto"
     threads: Annotated[int, Option("compute threads; 0: every core", low=0)] = 0
-    batch_invariant: Annotated[bool, Option("as rollout.batch_invariant of train")] = False
 
     @property
     def served_name(self) -> str:

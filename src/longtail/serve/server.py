@@ -262,8 +262,7 @@ def _load(options: ServeOptions, api_key: str | None) -> Routes:
     check_names(options.drafter, field="--drafter")
     path = model_directory(options.model, field="MODEL")
     tokenizer = load_tokenizer(path)
-    invariant, dtype, device = options.batch_invariant, options.dtype, options.device
-    target = open_model(options.model, path, tokenizer, dtype, device, batch_invariant=invariant)
+    target = open_model(options.model, path, tokenizer, options.dtype, options.device)
     options = replace(options, max_len=min(options.max_len, target.model.config.max_positions))
     limits = EngineLimits(
         max_running=options.max_running,

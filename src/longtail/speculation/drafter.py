@@ -110,9 +110,9 @@ class Noise(abc.ABC):
     ) -> Float[Tensor, "requests entries"]:
         """Return the noise of each request's nodes of `depth` (from 1); None: of all entries."""
 
-    def rows(self, rows: Sequence[int], device: torch.device) -> "Noise":
+    def rows(self, rows: Sequence[int]) -> "Noise":
         """Return the noise of some of the requests."""
-        return _NoiseRows(self, rows, device)
+        return _NoiseRows(self, rows)
 
     def of(self, request: int, depth: int) -> Callable[[int], float]:
         """Return the noise of single entries, for a drafter that proposes few."""
@@ -123,9 +123,9 @@ class Noise(abc.ABC):
 class _NoiseRows(Noise):
     """Noise of some of the requests."""
 
-    def __init__(self, noise: Noise, rows: Sequence[int], device: torch.device) -> None:
+    def __init__(self, noise: Noise, rows: Sequence[int]) -> None:
         super().__init__([noise.keys[row] for row in rows], [noise.positions[row] for row in rows])
-        self._noise, self._rows = noise, torch.tensor(rows, device=device)
+        self._noise, self._rows = noise, torch.tensor(rows)
 
     def at_depth(
         self, depth: int, entries: Int[Tensor, "entries"] | None = None

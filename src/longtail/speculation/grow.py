@@ -6,11 +6,8 @@ a node are the tokens that a target which agrees with the drafter would draw the
     children = top-W_v ( log q(v) + g[r, t, v] )        greedy, or not coupled: top-W_v log q(v)
 
 log q need not be normalised: neither order nor margins depend on it. In each level the likeliest
-nodes are expanded (`Strategy.beam`) if they reach their threshold (`DraftThresholds`); all
-candidates compete for the draft's size.
-
-Inputs go to the device before the first pass, and drafts come back in one transfer at the end.
-Between the two nothing waits for the device, unless the depth policy reads a gain.
+nodes are expanded (`Strategy.beam`) if they reach their threshold (`DraftThresholds`), and a level
+is drafted while its expected gain is not negative; all candidates compete for the draft's size.
 """
 
 import abc
@@ -21,17 +18,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise
-from longtail.speculation.strategy import (
-    DepthPolicy,
-    DraftThresholds,
-    Strategy,
-    select_depth_policy,
-)
+from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, keep_reached, prune, ranked
 
 _MIN_REACH = sys.float_info.min
@@ -41,11 +33,9 @@ _MIN_REACH = sys.float_info.min
 class GrowingDrafter(Drafter):
     """A drafter that scores a vocabulary: its confidences, its seconds, and whom it drafts for."""
 
-    def __init__(
-        self, device: torch.device, draft_ids: Int[Tensor, "draft_vocab"] | None = None
-    ) -> None:
-        self._device, self._draft_ids, self._forward_s = device, draft_ids, 0.0
-        self._curve, self._depth_policy = ConfidenceCurve(), select_depth_policy(device)
+    def __init__(self, draft_ids: Int[Tensor, "draft_vocab"] | None = None) -> None:
+        self._draft_ids, self._forward_s = draft_ids, 0.0
+        self._curve = ConfidenceCurve()
 
     @property
     def forward_s(self) -> float:
@@ -72,7 +62,7 @@ class GrowingDrafter(Drafter):
         if not ready:
             return trees
         if noise is not None and len(ready) < len(requests):
-            noise = noise.rows(ready, self._device)
+            noise = noise.rows(ready)
         asked, drafts = [requests[at] for at in ready], None
         if strategy.num_expanded == 1 and strategy.width <= 2:
             started = time.perf_counter()
@@ -88,12 +78,10 @@ class GrowingDrafter(Drafter):
     def grow(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
-        """Draft level by level for observed requests: any tree shape, any device."""
-        walker = self._walker(requests, deepest(requests, strategy))
-        scoring = Scoring(
-            requests=requests, noise=noise, device=self._device, draft_ids=self._draft_ids
-        )
-        trees = grow(walker, scoring, strategy, self._curve, self._depth_policy)
+        """Draft level by level for observed requests: any tree shape."""
+        walker = self._walker(requests)
+        scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
+        trees = grow(walker, scoring, strategy, self._curve)
         self._forward_s += walker.seconds
         return trees
 
@@ -118,7 +106,7 @@ class GrowingDrafter(Drafter):
         """
 
     @abc.abstractmethod
-    def _walker(self, requests: Sequence[Draftable], depth: int) -> "Walker":
+    def _walker(self, requests: Sequence[Draftable]) -> "Walker":
         """Return the model of a round for observed requests."""
 
 
@@ -170,11 +158,9 @@ class _ConfidenceTable:
     edges: Float[Tensor, "edges"]
 
     @staticmethod
-    def of(curve: ConfidenceCurve, device: torch.device) -> "_ConfidenceTable":
-        """Copy the table, in float64, so that products are the same on all devices."""
-        table, edges = (
-            torch.tensor(of, dtype=torch.float64, device=device) for of in (curve.table(), EDGES)
-        )
+    def of(curve: ConfidenceCurve) -> "_ConfidenceTable":
+        """Copy the table, in float64."""
+        table, edges = (torch.tensor(of, dtype=torch.float64) for of in (curve.table(), EDGES))
         return _ConfidenceTable(table=table, edges=edges)
 
     def at(
@@ -196,17 +182,16 @@ class Scoring:
         *,
         requests: Sequence[Draftable],
         noise: Noise | None,
-        device: torch.device,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
-        self.requests, self.device, self._draft_ids = requests, device, draft_ids
+        self.requests, self._draft_ids = requests, draft_ids
         temperatures = [each.sampling.temperature for each in requests]
         self._noise = noise if any(temperatures) else None
         self._uneven: Float[Tensor, "2 requests 1"] | None = None
         """Divisor of the logits and factor of the noise, 0 for greedy requests."""
         if any(temperature != 1.0 for temperature in temperatures):
             uneven = [[t or 1.0 for t in temperatures], [float(t > 0) for t in temperatures]]
-            self._uneven = torch.tensor(uneven, dtype=torch.float64, device=device)[:, :, None]
+            self._uneven = torch.tensor(uneven, dtype=torch.float64)[:, :, None]
 
     def scores(
         self, logits: Float[Tensor, "nodes vocab"], depth: int, per_request: int
@@ -232,25 +217,19 @@ def deepest(requests: Sequence[Draftable], strategy: Strategy) -> int:
 
 
 def grow(
-    walker: Walker,
-    scoring: Scoring,
-    strategy: Strategy,
-    curve: ConfidenceCurve,
-    policy: DepthPolicy,
+    walker: Walker, scoring: Scoring, strategy: Strategy, curve: ConfidenceCurve
 ) -> list[DraftTree]:
-    """Draft for every request with one pass of the walker per level, as deep as the policy allows.
+    """Draft for every request with one pass of the walker per level, as deep as that pays.
 
     Requests that end early stay in the passes, without further proposals.
     """
     requests, thresholds = scoring.requests, strategy.thresholds
-    last, device = deepest(requests, strategy), scoring.device
-    confidences = _ConfidenceTable.of(curve, device)
-    limits = torch.tensor([[each.max_depth] for each in requests], device=device)
+    last, confidences = deepest(requests, strategy), _ConfidenceTable.of(curve)
+    limits = torch.tensor([[each.max_depth] for each in requests])
     logits = walker.root()
     numbers = torch.zeros_like(limits)
-    reach = torch.ones(limits.shape, dtype=torch.float64, device=device)
+    reach = torch.ones(limits.shape, dtype=torch.float64)
     levels: list[_Level] = []
-    gains: list[Tensor] = []
     total = 0
     for depth in range(1, last + 1):
         level = _children(scoring, logits, depth, (numbers, reach), strategy.width, confidences)
@@ -261,10 +240,8 @@ def grow(
         reach, best = reach[:, : strategy.num_expanded], best[:, : strategy.num_expanded]
         floor = max(thresholds.expand, thresholds.verify, _MIN_REACH)
         follows = (reach >= floor) & (limits > depth)
-        if thresholds.level or thresholds.expand:
-            gains.append(_gain(reach, follows, thresholds))
-            if not policy.should_extend(gains):
-                break
+        if (thresholds.level or thresholds.expand) and _gain(reach, follows, thresholds) < 0:
+            break
         reach = reach * follows
         numbers = total + 1 + best
         total += level.tokens.shape[1]
@@ -276,11 +253,7 @@ def grow(
                 parents=(best // strategy.width).reshape(-1),
             )
         )
-    candidates = [torch.cat(parts, 1) for parts in zip(*levels, strict=True)]
-    tokens, margins, parents, reach, *known = _read(*candidates, *gains)
-    if known:
-        policy.learn([each.item() for each in known])
-    found = _Level(tokens.long(), margins, parents.long(), reach)
+    found = _Level(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
     return _trees(found, strategy)
 
 
@@ -318,13 +291,6 @@ def _children(
         parents=numbers.repeat_interleave(width, 1),
         reach=reach.repeat_interleave(width, 1) * confidences.at(margins),
     )
-
-
-def _read(*tensors: Shaped[Tensor, "..."]) -> list[Float[Tensor, "..."]]:
-    """Copy all tensors to the host in one transfer; float64 holds tokens and float32 exactly."""
-    flat = torch.cat([each.double().flatten() for each in tensors]).cpu()
-    parts = torch.split(flat, [each.numel() for each in tensors])
-    return [part.view(each.shape) for part, each in zip(parts, tensors, strict=True)]
 
 
 def _trees(found: _Level, strategy: Strategy) -> list[DraftTree]:

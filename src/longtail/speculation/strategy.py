@@ -13,15 +13,7 @@ A beam of 1 costs one row of the drafter per level for any width: the second-bes
 anyway, and costs only its verification.
 """
 
-import abc
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
-
-import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from longtail.errors import ConfigError
 from longtail.speculation.tree import MAX_NODES
@@ -87,56 +79,3 @@ class Strategy:
     def num_expanded(self) -> int:
         """Maximum number of nodes of a level that are expanded."""
         return self.beam or self.width
-
-
-REMEMBERED = 8
-"""Number of rounds in a prediction, and of rounds until it follows a change of the gains."""
-
-
-class DepthPolicy(abc.ABC):
-    """Decides after each level whether a round of drafts goes deeper."""
-
-    @abc.abstractmethod
-    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Return whether to draft below the last level, given the gains of each level so far."""
-
-    @abc.abstractmethod
-    def learn(self, gains: Sequence[float]) -> None:
-        """Record the gains of a round, including that of its last level."""
-
-
-@final
-class ExactDepth(DepthPolicy):
-    """Reads the gain of each level."""
-
-    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Return whether the last gain is not negative."""
-        return bool(gains[-1] >= 0)
-
-    def learn(self, gains: Sequence[float]) -> None:
-        """Do nothing: gains are read, not predicted."""
-
-
-@final
-class PredictedDepth(DepthPolicy):
-    """Predicts gains by their sum over the last rounds that got as deep; the first has no limit."""
-
-    def __init__(self) -> None:
-        self._rounds: deque[Sequence[float]] = deque(maxlen=REMEMBERED)
-
-    def should_extend(self, gains: Sequence[Float[Tensor, ""]]) -> bool:
-        """Return whether the level paid in the last rounds."""
-        if not self._rounds:
-            return True
-        level = len(gains) - 1
-        known = [each[level] for each in self._rounds if len(each) > level]
-        return bool(known) and sum(known) >= 0
-
-    def learn(self, gains: Sequence[float]) -> None:
-        """Keep the gains of the round."""
-        self._rounds.append(gains)
-
-
-def select_depth_policy(device: torch.device) -> DepthPolicy:
-    """Return the exact policy where reading a gain is free."""
-    return ExactDepth() if device.type == "cpu" else PredictedDepth()

@@ -1,4 +1,4 @@
-"""How many tokens vLLM drafts ahead, chosen between its steps from what they took and yielded.
+"""The depth of drafts in vLLM, chosen between its steps from what they took and yielded.
 
 vLLM has a table of depths by the number of running requests. Each choice of the tuner is kept for
 some steps, since a step verifies what the step before it drafted.
@@ -24,7 +24,7 @@ _HELD_STEPS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmDrafter:
-    """What drafts inside vLLM.
+    """A drafter that vLLM runs.
 
     Example: VllmDrafter(method="ngram", tuner=BanditTuner())
     """

@@ -246,7 +246,7 @@ class VllmGenerator(Generator):
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What a step yields."""
+    """Results of a step."""
 
     emitted: list[Emitted] = field(default_factory=list)
     finished: list[Completion] = field(default_factory=list)

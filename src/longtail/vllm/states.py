@@ -19,7 +19,7 @@ from longtail.vllm.guards import TESTED, check
 
 @dataclass(slots=True)
 class Scheduled:
-    """What a step computes, by our request ids."""
+    """Tokens that a step computes, by our request ids."""
 
     counts: dict[str, int] = field(default_factory=dict)
     """Number of flat tokens of each request."""

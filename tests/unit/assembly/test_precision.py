@@ -110,4 +110,3 @@ def test_half_precision_of_a_stored_model_is_kept_where_it_is_fast(be) -> None:
     be("neither")
     assert not precision.is_fast(torch.bfloat16, CPU)
     assert precision.is_fast(torch.float32, CPU)
-    assert precision.is_fast(torch.float16, torch.device("cuda"))

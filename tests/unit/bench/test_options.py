@@ -23,10 +23,6 @@ from support.benches import parse
         ("e2e --arms off", "--arms = 'off': off comes first, and others"),
         ("e2e --arms off,spot,spot", "each arm is given once"),
         ("e2e --steps 0", "--steps = 0: it must be greater"),
-        ("gpu --parts steps,walks", r"--parts\[1\] = walks: it must be 'checks', 'attention'"),
-        ("gpu --repeats 0", "--repeats = 0: it must be greater"),
-        ("gpu --device cpu", "--device cpu: .* add --quick"),
-        ("gpu --device tpu", "--device = 'tpu': it must be cuda"),
     ],
 )
 def test_each_benchmark_refuses_an_impossible_option_by_name(words: str, message: str) -> None:
@@ -34,7 +30,7 @@ def test_each_benchmark_refuses_an_impossible_option_by_name(words: str, message
         parse(*words.split())
 
 
-@pytest.mark.parametrize("name", sorted({*BENCHES} - {"vllm", "gpu"}))
+@pytest.mark.parametrize("name", sorted({*BENCHES} - {"vllm"}))
 def test_every_benchmark_runs_on_a_real_model_without_options(name: str) -> None:
     options = parse(name)
     assert "smollm2" in (getattr(options, "model", None), getattr(options, "run", None))

@@ -7,18 +7,14 @@ import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 import longtail
-from longtail import api
-from longtail.assembly.drafters import Target
 from longtail.cli import generate
 from longtail.cli import main as cli
 from longtail.cli.commands import COMMANDS
 from longtail.config.rl import RunConfig
-from longtail.engine.engine import RolloutEngine
 from longtail.engine.text import Piece
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model, tiny_tokenizer
@@ -165,24 +161,6 @@ def test_generate_writes_the_same_text_streamed_and_at_once(
     assert first["text"] != second["text"]
     assert first["num_tokens"] <= 24
     assert first["logprob"] < 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("invariant", [False, True])
-def test_generate_computes_batch_invariantly_if_asked(
-    monkeypatch: pytest.MonkeyPatch, model_path: Path, invariant: bool
-) -> None:
-    opened: list[Target] = []
-    open_engine = api.open_engine
-
-    def recorded(target: Target, *rest: Any) -> RolloutEngine:
-        opened.append(target)
-        return open_engine(target, *rest)
-
-    monkeypatch.setattr(api, "open_engine", recorded)
-    words = ["generate", str(model_path), "--prompt=1", "--max-tokens=1", "--threads=1"]
-    assert cli.main([*words, *(["--batch-invariant"] * invariant)]) == 0
-    assert opened[0].model.batch_invariant is invariant
 
 
 @pytest.mark.slow

@@ -15,12 +15,11 @@ class Example:
 
     place: Annotated[str, Option("required")]
     names: Annotated[tuple[str, ...], Option("names", choices=("a", "b"))] = ("a", "b")
-    sizes: Annotated[tuple[int, ...], Option("sizes", low=1, high=9, quick=(1,))] = (1, 8)
+    sizes: Annotated[tuple[int, ...], Option("sizes", low=1, high=9)] = (1, 8)
     share: Annotated[float, Option("share", low=0)] = 0.5
     kind: Annotated[Literal["x", "y"] | None, Option("kind")] = None
     clean: Annotated[bool, Option("leave out the cleaning")] = True
     tags: Annotated[tuple[str, ...], Option("tags")] = ()
-    quick: Annotated[bool, Option("smaller defaults:")] = False
     json: Json = False
 
 
@@ -41,11 +40,6 @@ def test_options_are_read_by_their_types_and_have_defaults() -> None:
     )
 
 
-def test_quick_changes_defaults_and_a_given_option_wins() -> None:
-    assert example("--quick").sizes == (1,)
-    assert example("--quick", "--sizes", "3").sizes == (3,)
-
-
 def test_the_help_shows_choices_and_defaults() -> None:
     text = " ".join(_arguments().parser.format_help().split())
     for line in (
@@ -54,7 +48,6 @@ def test_the_help_shows_choices_and_defaults() -> None:
         "--sizes int,... sizes (default: 1,8)",
         "--share float share (default: 0.5)",
         "--kind {x,y} kind --no-clean leave out the cleaning",
-        "--quick smaller defaults: --sizes 1 --json",
     ):
         assert line in text
 

@@ -1,11 +1,11 @@
-"""Feedback of a step is applied while the next one is computed."""
+"""Feedback of a step is applied in the next one."""
 
 import pytest
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.engine.step.runner import Launched, ModelRunner
+from longtail.engine.step.runner import ModelRunner
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
@@ -30,13 +30,11 @@ class Turns(Tuner):
         self.outcomes.append(outcome)
 
 
-def test_feedback_is_applied_while_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch):
+def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch):
     """The last feedback is applied when no request is left."""
     log: list[str] = []
-    for owner, name in ((ModelRunner, "launch"), (Launched, "wait")):
-        true = getattr(owner, name)
-        noted = lambda *args, true=true, name=name: log.append(name) or true(*args)  # noqa: E731
-        monkeypatch.setattr(owner, name, noted)
+    true = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: log.append("run") or true(*args))
     limits = EngineLimits(max_running=4, max_step_tokens=60, max_len=64)
     engine = RolloutEngine(scripted_model(60), lambda tokens: "", limits)
     drafter = ScriptedDrafter(
@@ -53,8 +51,7 @@ def test_feedback_is_applied_while_the_next_step_is_computed(monkeypatch: pytest
     with unchecked_shapes():
         while engine.num_unfinished:
             steps.append(engine.step())
-    assert log[:2] == ["launch", "wait"]
-    assert log[2:] == ["launch", "learn", "wait"] * (len(steps) - 1) + ["learn"]
+    assert log == ["run", *["run", "learn"] * (len(steps) - 1), "learn"]
     for outcome, step in zip(tuner.outcomes, steps, strict=True):
         assert outcome.num_nodes == sum(each.num_drafted for each in step.verified)
         assert outcome.num_emitted == len(step.emitted) or step is steps[-1]

@@ -53,7 +53,7 @@ def assert_rows_are_true(
     )
 )
 def test_each_request_reads_the_noise_of_its_position(max_entries, events):
-    noise = NoiseTable(VOCAB, CPU, max_entries=max_entries)
+    noise = NoiseTable(VOCAB, max_entries=max_entries)
     actives = [request(number) for number in range(5)]
     for chosen, depth, drafts, grown, turned in events:
         some = [actives[number] for number in sorted(chosen, reverse=turned)]
@@ -69,7 +69,7 @@ def test_each_request_reads_the_noise_of_its_position(max_entries, events):
 
 
 def test_a_draft_reads_on_while_the_table_is_made_anew():
-    noise = NoiseTable(VOCAB, CPU, max_entries=1)
+    noise = NoiseTable(VOCAB, max_entries=1)
     first, second = request(0), request(1)
     ahead = noise.for_drafts([first], 2)
     noise.prepare([second], 5)

@@ -3,7 +3,7 @@
 import torch
 
 from longtail.engine.batch import Scheduled
-from longtail.engine.kv.cache import ContiguousKVCache
+from longtail.engine.kv_cache import KVCache
 from longtail.engine.request import ActiveRequest
 from longtail.engine.scheduler import Scheduler
 from longtail.types import Request
@@ -16,13 +16,12 @@ Chosen = list[tuple[str, int]]
 def make_scheduler(
     *, num_tokens: int = 400, max_running: int = 4, max_step_tokens: int = 16
 ) -> Scheduler:
-    kv = ContiguousKVCache(
+    kv = KVCache(
         tiny_config(),
         num_tokens=num_tokens,
         max_rows=max_running + 2,  # more rows than places: the limit is the scheduler's
         max_len=num_tokens,
         dtype=torch.float32,
-        device=torch.device("cpu"),
         block_size=4,
     )
     return Scheduler(LedgerKV(kv), max_running=max_running, max_step_tokens=max_step_tokens)

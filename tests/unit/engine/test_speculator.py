@@ -231,7 +231,6 @@ def test_a_step_reports_the_result_of_each_draft():
         assert step.num_tokens == 5
         assert step.num_running == 1
         assert step.draft_s > 0
-        assert 0 < step.gap_s < step.step_s - step.forward_s
 
 
 def test_finished_requests_are_forgotten_and_new_weights_are_followed():

@@ -14,13 +14,7 @@ from torch import Tensor
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
-from longtail.speculation.strategy import (
-    DepthPolicy,
-    DraftThresholds,
-    ExactDepth,
-    PredictedDepth,
-    Strategy,
-)
+from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import (
     MAX_NODES,
     Accepted,
@@ -80,15 +74,12 @@ def asked(max_depths: Sequence[int]) -> list[Draftable]:
 
 
 def grown(
-    max_depths: Sequence[int],
-    strategy: Strategy,
-    curve: ConfidenceCurve,
-    policy: DepthPolicy | None = None,
+    max_depths: Sequence[int], strategy: Strategy, curve: ConfidenceCurve
 ) -> tuple[list[DraftTree], list[int]]:
     """The drafts, and how many nodes of a request each pass but the first was over."""
     walker = PathWalker(len(max_depths))
-    scoring = Scoring(requests=asked(max_depths), noise=None, device=torch.device("cpu"))
-    trees = grow(walker, scoring, strategy, curve, policy or ExactDepth())
+    scoring = Scoring(requests=asked(max_depths), noise=None)
+    trees = grow(walker, scoring, strategy, curve)
     return trees, walker.passes
 
 
@@ -166,16 +157,3 @@ def test_no_pass_is_made_where_none_is_worth_it():
     assert grown([9, 1], strategy, curve)[1] == []  # the second could not use it
     extend = DraftThresholds(expand=max(promises) * 1.001)
     assert grown([9, 9], Strategy(depth=2, thresholds=extend), curve)[1] == []
-
-
-@pytest.mark.slow
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), STRATEGIES, OUTCOMES)
-def test_predicted_depth_equals_exact_depth_for_equal_rounds(max_depths, strategy, outcomes):
-    """And the first round, of which nothing is foreseen, drafts no less."""
-    curve, policy = taught(outcomes), PredictedDepth()
-    looked, passes = grown(max_depths, strategy, curve)
-    first = grown(max_depths, strategy, curve, policy)[1]
-    assert first[: len(passes)] == passes
-    for _ in range(3):
-        assert grown(max_depths, strategy, curve, policy) == (looked, passes)

@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 from longtail.assembly import memory
+from longtail.assembly.device import run_device
 from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card
 from longtail.bench.e2e.arms import COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
 from longtail.bench.options import E2eBenchOptions
-from longtail.system.device import choose_device
 from longtail.view import timeline_plot
 
 
@@ -47,7 +47,7 @@ def run(options: E2eBenchOptions) -> int:
 def must_park(plan: Plan) -> bool:
     """Return whether all arms together may need more memory than is free."""
     own = plan.arms[OFF]
-    device, shape = choose_device(own.run.device), memory.model_shape(own.model.path)
+    device, shape = run_device(own), memory.model_shape(own.model.path)
     available = memory.available_bytes(device)
     needed = sum(
         each.cluster.workers

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import DraftModules, EaglePasses, EagleWalker
+from longtail.drafter.eagle.walker import DraftModules, EagleWalker
 from longtail.drafter.eagle.windows import Windows
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.model.kernels.draft import EagleChains, EagleWeights
@@ -48,15 +48,13 @@ class EagleDrafter(GrowingDrafter):
         head: Float[Tensor, "draft_vocab hidden"] | None = None,
         window: int | None = None,
     ) -> None:
-        super().__init__(target.device, draft_ids)
+        super().__init__(draft_ids)
         self._config = config = layer.config
         self._target, self._own_head = target, head
         self._window = config.window if window is None else window
-        self.windows = Windows(config, self._window, target.dtype, target.device)
+        self.windows = Windows(config, self._window, target.dtype)
         self._layer = self._packed(layer)
         self._head = target.head
-        self._passes: EaglePasses | None = None
-        """Passes of the layer and the head; valid while the target's weights change in place."""
         self.refresh()
 
     @property
@@ -84,7 +82,6 @@ class EagleDrafter(GrowingDrafter):
             head.weight.data = rows.to(self._target.device, self._target.dtype)
             head.pack()
             self._head = head
-            self._passes = None
         self._drop_kernel()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -98,7 +95,6 @@ class EagleDrafter(GrowingDrafter):
         load_parameters(layer, weights)
         self._layer = self._packed(layer)
         self.windows.restart()
-        self._passes = None
         ids = weights.get(DRAFT_IDS)
         if ids is None or (
             self._draft_ids is not None and ids.equal(self._draft_ids.to(ids.device))
@@ -156,17 +152,14 @@ class EagleDrafter(GrowingDrafter):
         """Free the request's window."""
         self.windows.forget(request_id)
 
-    def _walker(self, requests: Sequence[Draftable], depth: int) -> EagleWalker:
-        if self._passes is None:
-            modules = DraftModules(
-                layer=self._layer,
-                embedding=self._target.embedding,
-                head=self._head,
-                window=self._window,
-                graphs=self._target.graphs,
-            )
-            self._passes = EaglePasses(modules, self.windows)
-        return EagleWalker(self._passes, self.windows, requests, depth)
+    def _walker(self, requests: Sequence[Draftable]) -> EagleWalker:
+        modules = DraftModules(
+            layer=self._layer,
+            embedding=self._target.embedding,
+            head=self._head,
+            window=self._window,
+        )
+        return EagleWalker(modules, self.windows, requests)
 
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None

@@ -182,8 +182,7 @@ class EagleLayer(nn.Module):
 
     def pack(self) -> None:
         """Pack the weights for drafting; call again after the weights change."""
-        device = self.fc.weight.device
-        self._kernels = select_kernels(self.dtype, device, self.config.shape.head_dim)
+        self._kernels = select_kernels(self.dtype, self.config.shape.head_dim)
         pack_layers(self)
 
     def fold(self) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.windows import Windows
-from longtail.model.graphs import GraphedPass, GraphPool
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import Places
 from longtail.model.rope import Rotation
@@ -25,7 +24,7 @@ class NodePlaces:
 
     def __init__(self, rows: Int[Tensor, "requests"], ends: Int[Tensor, "requests"]) -> None:
         self._rows, self._ends = rows, ends
-        self._visible = torch.zeros(len(rows), 1, dtype=torch.int64, device=rows.device)
+        self._visible = torch.zeros(len(rows), 1, dtype=torch.int64)
         self._num_placed = 0
 
     def roots(self) -> Places:
@@ -38,7 +37,7 @@ class NodePlaces:
         num, many = len(self._rows), frontier.per_request
         first = self._num_placed
         self._num_placed += many
-        own = torch.arange(first, first + many, device=self._rows.device)
+        own = torch.arange(first, first + many)
         above = self._visible.gather(1, frontier.parents.view(num, many))
         self._visible = above | (1 << own)
         ends = self._ends.repeat_interleave(many)
@@ -59,8 +58,6 @@ class DraftModules:
     embedding: nn.Embedding
     head: Linear
     window: int
-    graphs: GraphPool | None
-    """CUDA graphs in which passes are captured; None: passes run eagerly."""
 
 
 class LayerQueries(NamedTuple):
@@ -71,143 +68,69 @@ class LayerQueries(NamedTuple):
     queries: Float[Tensor, "pairs heads head_dim"]
 
 
-class Scored(NamedTuple):
-    """Output of the layer and the head for nodes."""
-
-    logits: Float[Tensor, "nodes vocab"]
-    feature: Float[Tensor, "nodes hidden"]
-
-
-@final
-class EaglePasses:
-    """The layer and the head as passes over pairs, roots and nodes; captured on a GPU.
-
-    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
-    each request, its root. A level of nodes does both in one pass. Padding writes its keys to the
-    spare slot.
-    """
-
-    def __init__(self, modules: DraftModules, windows: Windows) -> None:
-        self.modules, self._windows = modules, windows
-        config, like, spare = modules.layer.config, windows.features, windows.spare_slot
-        pair, place, node = (
-            torch.tensor(numbers, device=like.device)
-            for numbers in ([0, spare, 0, 0], [0, spare, 0, 0, 0], [0, 0, spare, 0, 0, 0])
-        )
-        stream = like.new_zeros(config.target.hidden_size)
-        queries = like.new_zeros(config.shape.num_heads, config.shape.head_dim)
-        angles = modules.layer.rotation(pair[:1])
-        graphs = modules.graphs
-        self._pairs = GraphedPass(graphs, self._prefill, [pair])
-        self._roots = GraphedPass(graphs, self._score, [place, stream, queries])
-        self._nodes = GraphedPass(
-            graphs, self._store_and_score, [node, stream, angles.cos[0], angles.sin[0]]
-        )
-
-    def prefill(self, pairs: Int[Tensor, "4 pairs"]) -> LayerQueries:
-        """Store keys and values of pairs (as `Pending.pairs`) and return their queries."""
-        return LayerQueries(*self._pairs(pairs.T, key=self._storage))
-
-    def score_roots(self, roots: LayerQueries, places: Places) -> Scored:
-        """Attend from the roots, finish the layer and score their successors."""
-        return Scored(*self._roots(torch.stack(places, 1), *roots, key=self._storage))
-
-    def score_nodes(
-        self,
-        tokens: Int[Tensor, "nodes"],
-        places: Places,
-        features: Float[Tensor, "nodes hidden"],
-        rotation: Rotation,
-    ) -> Scored:
-        """Pair each node's token with its parent's predicted feature; store, attend, score."""
-        numbers = torch.stack((tokens, *places), 1)
-        angles = rotation.cos, rotation.sin
-        return Scored(*self._nodes(numbers, features, *angles, key=self._storage))
-
-    @property
-    def _storage(self) -> int:
-        """Key of the present window tensors, which are replaced when rows are added."""
-        return len(self._windows.keys)
-
-    def _prefill(self, numbers: Int[Tensor, "pairs 4"]) -> LayerQueries:
-        rows, slots, tokens, positions = numbers.T.contiguous()
-        layer = self.modules.layer
-        features = layer.fuse_features(self._windows.gather(rows, slots))
-        return self._store(features, tokens, layer.rotation(positions), rows, slots)
-
-    def _store_and_score(
-        self, numbers: Int[Tensor, "nodes 6"], features: Tensor, cos: Tensor, sin: Tensor
-    ) -> Scored:
-        tokens, rows, slots = numbers.T[:3].contiguous()
-        stored = self._store(features, tokens, Rotation(cos=cos, sin=sin), rows, slots)
-        return self._score(numbers[:, 1:], *stored)
-
-    def _store(
-        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
-    ) -> LayerQueries:
-        layer, kept = self.modules.layer, self._windows
-        inputs = layer.make_input(features, self.modules.embedding(tokens))
-        heads = layer.heads(inputs.attended, rotation)
-        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-        return LayerQueries(inputs.stream, heads.queries)
-
-    def _score(self, numbers: Int[Tensor, "nodes 5"], stream: Tensor, queries: Tensor) -> Scored:
-        layer, kept = self.modules.layer, self._windows
-        places = Places(*numbers.T.contiguous())
-        attended = layer.kernels.attend_rows(
-            queries, kept.keys, kept.values, places, self.modules.window
-        )
-        output = layer.finish(stream, attended)
-        return Scored(self.modules.head(output.scored), output.feature)
-
-
 @final
 class EagleWalker(Walker):
     """One draft round for requests whose windows reach up to their roots.
 
-    Keys and values of nodes follow the window's slots in the order of expansion; the next round
-    overwrites them.
+    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
+    each request, its root. A level of nodes does both in one pass. Keys and values of nodes follow
+    the window's slots in the order of expansion; the next round overwrites them.
     """
 
     def __init__(
-        self, passes: EaglePasses, windows: Windows, requests: Sequence[Draftable], depth: int
+        self, modules: DraftModules, windows: Windows, requests: Sequence[Draftable]
     ) -> None:
-        self._passes, self._windows, self._requests = passes, windows, requests
+        self._modules, self._windows, self._requests = modules, windows, requests
         states = [windows.of(each.request_id) for each in requests]
         rows, ends = [state.row for state in states], [state.end for state in states]
-        roots = [[state.next_token - 1 + d for state in states] for d in range(depth)]
-        device = windows.features.device
-        self._nodes = NodePlaces(*torch.tensor([rows, ends], device=device))
-        positions = torch.tensor(roots, device=device).flatten()
-        rotation = passes.modules.layer.rotation(positions)
-        shape = (depth, len(requests), 1, -1)
-        self._cos, self._sin = rotation.cos.view(shape), rotation.sin.view(shape)
+        self._nodes = NodePlaces(torch.tensor(rows), torch.tensor(ends))
+        self._positions = torch.tensor([state.next_token - 1 for state in states])
         self._feature = windows.features[:0, 0]
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Prefill the pairs that lack keys and values, and score the successors of the roots."""
         started = time.perf_counter()
         pending = self._windows.catch_up(self._requests)
-        stored = self._passes.prefill(pending.pairs)
+        rows, slots, tokens, positions = pending.pairs
+        layer = self._modules.layer
+        features = layer.fuse_features(self._windows.features[rows, slots])
+        stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
         roots = LayerQueries(*(each[pending.lasts] for each in stored))
-        logits, self._feature = self._passes.score_roots(roots, self._nodes.roots())
+        logits = self._score(roots, self._nodes.roots())
         self.seconds += time.perf_counter() - started
         return logits
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
-        """Score the successors of the next level's nodes."""
+        """Score the successors of the next level's nodes: pair each with its parent's feature."""
         started = time.perf_counter()
-        depth, many = frontier.depth, frontier.per_request
-        features = self._feature
-        cos, sin = self._cos[depth], self._sin[depth]
+        features, many = self._feature, frontier.per_request
+        positions = (self._positions + frontier.depth).repeat_interleave(many)
         if many > 1:
-            first = torch.arange(len(self._requests), device=features.device)
-            above = len(features) // len(self._requests)
-            features = features[first.repeat_interleave(many) * above + frontier.parents]
-            cos, sin = cos.repeat_interleave(many, 0), sin.repeat_interleave(many, 0)
+            first = torch.arange(len(self._requests)).repeat_interleave(many)
+            features = features[first * (len(features) // len(self._requests)) + frontier.parents]
         places = self._nodes.place(frontier)
-        rotation = Rotation(cos=cos, sin=sin)
-        scored = self._passes.score_nodes(frontier.tokens, places, features, rotation)
-        logits, self._feature = scored
+        rotation = self._modules.layer.rotation(positions)
+        stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
+        logits = self._score(stored, places)
         self.seconds += time.perf_counter() - started
         return logits
+
+    def _store(
+        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
+    ) -> LayerQueries:
+        """Store keys and values of pairs, and return their queries."""
+        layer, kept = self._modules.layer, self._windows
+        inputs = layer.make_input(features, self._modules.embedding(tokens))
+        heads = layer.heads(inputs.attended, rotation)
+        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
+        return LayerQueries(inputs.stream, heads.queries)
+
+    def _score(self, stored: LayerQueries, places: Places) -> Float[Tensor, "pairs vocab"]:
+        """Attend, finish the layer, keep its features and score the successors."""
+        layer, kept = self._modules.layer, self._windows
+        attended = layer.kernels.attend_rows(
+            stored.queries, kept.keys, kept.values, places, self._modules.window
+        )
+        output = layer.finish(stored.stream, attended)
+        self._feature = output.feature
+        return self._modules.head(output.scored)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig
@@ -54,32 +54,19 @@ class Window:
 class Windows:
     """Rows of all requests. A request whose tokens are observed out of order starts over."""
 
-    def __init__(
-        self, config: EagleConfig, window: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: EagleConfig, window: int, dtype: torch.dtype) -> None:
         self._window, self._config = window, config
         longest = config.target.max_positions
         self._room = 2 * window + MAX_NODES if window else longest
-        self._dtype, self._device = dtype, device
+        self._dtype = dtype
         self._of: dict[str, Window] = {}
         self._free: list[int] = []
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         prompt_bytes = (window or longest) * config.feature_size * dtype.itemsize
         self._max_prompts = max(_MIN_PROMPTS, _PROMPT_BYTES // prompt_bytes)
-        self.features = torch.empty(0, self._room, config.feature_size, dtype=dtype, device=device)
-        self.keys = self.values = torch.empty(0, dtype=dtype, device=device)
+        self.features = torch.empty(0, self._room, config.feature_size, dtype=dtype)
+        self.keys = self.values = torch.empty(0, dtype=dtype)
         self._grow_rows(8)
-
-    @property
-    def spare_slot(self) -> int:
-        """Slot of keys and values after those of any draft, to which padding writes."""
-        return self._room + MAX_NODES
-
-    def gather(
-        self, rows: Int[Tensor, "pairs"], slots: Int[Tensor, "pairs"]
-    ) -> Float[Tensor, "pairs features"]:
-        """Return the features in these slots; arbitrary ones for the spare slot, which has none."""
-        return self.features[rows, slots.clamp(max=self._room - 1)]
 
     def get(self, request_id: str) -> Window | None:
         """Return the request's window, or None if none of its tokens was observed."""
@@ -129,8 +116,8 @@ class Windows:
                 ends_prompt.append((window, each))
         flat = self.features.view(-1, self._config.feature_size)
         if len(sources) < first:
-            features = features[torch.tensor(sources, device=self._device)]
-        flat.index_copy_(0, torch.tensor(targets, device=self._device), features.to(self._dtype))
+            features = features[torch.tensor(sources)]
+        flat.index_copy_(0, torch.tensor(targets), features.to(self._dtype))
         for window, each in ends_prompt:
             self._keep_prompt(window, each)
 
@@ -151,10 +138,10 @@ class Windows:
             positions += range(window.base + start, window.base + window.end)
             lasts.append(len(rows) - 1)
             window.done = window.end
-        pairs = torch.tensor([rows, slots, tokens, positions], device=self._device)
+        pairs = torch.tensor([rows, slots, tokens, positions])
         return Pending(
             pairs=pairs,
-            lasts=torch.tensor(lasts, device=self._device),
+            lasts=torch.tensor(lasts),
             furthest=max(len(request.tokens) for request in requests) - 2,
         )
 
@@ -213,11 +200,11 @@ class Windows:
     def _grow_rows(self, more: int) -> None:
         old = self.features.shape[0]
         own = self._config.shape
-        heads = (self.spare_slot + 1, own.num_kv_heads, own.head_dim)
+        heads = (self._room + MAX_NODES, own.num_kv_heads, own.head_dim)
         shapes = ((self._room, self._config.feature_size), heads, heads)
         grown = []
         for kept, shape in zip((self.features, self.keys, self.values), shapes, strict=True):
-            larger = torch.zeros(old + more, *shape, dtype=self._dtype, device=self._device)
+            larger = torch.zeros(old + more, *shape, dtype=self._dtype)
             if old:
                 larger[:old] = kept
             grown.append(larger)

@@ -39,7 +39,7 @@ class RidgeDrafter(GrowingDrafter):
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
     ) -> None:
-        super().__init__(target.device, draft_ids)
+        super().__init__(draft_ids)
         self._target = target
         self._layer = layer.to(target.dtype).eval()
         self._layer.pack()
@@ -112,8 +112,8 @@ class RidgeDrafter(GrowingDrafter):
             strategy = replace(strategy, depth=slots, size=strategy.num_nodes)
         return super().propose(requests, strategy, noise)
 
-    def _walker(self, requests: Sequence[Draftable], depth: int) -> Walker:
-        roots = torch.tensor([each.tokens[-1] for each in requests], device=self._device)
+    def _walker(self, requests: Sequence[Draftable]) -> Walker:
+        roots = torch.tensor([each.tokens[-1] for each in requests])
         inputs = torch.cat((self._inputs(requests), self._target.embedding(roots)), 1)
         return _RidgeWalker(self._layer, self._target, self._head, inputs)
 

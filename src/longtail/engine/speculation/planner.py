@@ -218,11 +218,7 @@ class StepFeedback:
 class FeedbackLoop:
     """Passes the feedback of each step to drafters, cost model, tuner and guard, one step late.
 
-        host    draft, launch n | apply n - 1 | wait, accept n, draft, launch n + 1 | apply n
-        device                  +- computes n -+ (gap)                              +- n + 1
-
-    The next step needs none of it, so the device never waits for it. Feedback is one step late on
-    a CPU, too: decisions do not depend on the device.
+    draft, run n | apply n - 1 | accept n, draft, run n + 1 | apply n
     """
 
     def __init__(
@@ -260,9 +256,9 @@ class FeedbackLoop:
     def apply(self, *, hidden: bool = True) -> None:
         """Pass the previous step, if planned, to drafters, cost model, tuner and guard.
 
-        `hidden`: no step waits for it, because a pass is in progress or no step is. On a CPU it is
-        not hidden: the drafters' seconds count towards the step that they learn from, since they
-        are a cost of its drafts, and no seconds of it count towards the present step.
+        `hidden`: no step is in progress that waits for it. Otherwise the drafters' seconds count
+        towards the step that they learn from, since they are a cost of its drafts, and none
+        towards the present step.
         """
         feedback, self._pending, self._exposed_s = self._pending, None, 0.0
         if feedback is None:

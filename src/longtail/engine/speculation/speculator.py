@@ -115,7 +115,7 @@ class NoSpeculation:
         """Return an empty record."""
         return _EMPTY_RECORD
 
-    def apply_feedback(self, *, hidden: bool = True) -> None:
+    def apply_feedback(self) -> None:
         """Do nothing: no drafter learns, and none remembers a request."""
 
     def forget(self, active: ActiveRequest) -> None:
@@ -208,9 +208,9 @@ class Speculator:
             for each in scheduled
         ]
 
-    def apply_feedback(self, *, hidden: bool = True) -> None:
-        """Learn from the previous step; `hidden` if no step waits for it."""
-        self._feedback.apply(hidden=hidden)
+    def apply_feedback(self) -> None:
+        """Learn from the previous step; the present one waits for it."""
+        self._feedback.apply(hidden=False)
 
     def record(
         self,

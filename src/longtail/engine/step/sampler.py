@@ -1,7 +1,7 @@
 """Samplers: from logits to tokens, with keyed noise.
 
-Noise is hashed where it is added, by a native kernel or on a GPU. Elsewhere, and in float64, it is
-computed for several positions at once and kept in a table (`NoiseTable`).
+Noise is hashed where it is added, by a native kernel. Without one, and in float64, it is computed
+for several positions at once and kept in a table (`NoiseTable`).
 """
 
 import abc
@@ -15,12 +15,11 @@ from torch import Tensor
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.model.kernels.choice import select_draws
-from longtail.model.kernels.draws import Draws
+from longtail.model.kernels.draws import NativeDraws
 from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows, gumbel_noise
 from longtail.speculation.drafter import Noise
 from longtail.speculation.tree import depths
-from longtail.system.device import to_device
 
 
 class NoiseSource(abc.ABC):
@@ -50,13 +49,12 @@ class NoiseTable(NoiseSource):
     Verification and drafting read the same table.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, *, max_entries: int = 2**19) -> None:
-        self._vocab_size, self._device = vocab_size, device
-        self._max_entries = max_entries
+    def __init__(self, vocab_size: int, *, max_entries: int = 2**19) -> None:
+        self._vocab_size, self._max_entries = vocab_size, max_entries
         # The key is the request itself: a later one may have the same id and another noise key.
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
-        self._table = torch.empty(0, 0, vocab_size, device=device)
+        self._table = torch.empty(0, 0, vocab_size)
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -80,10 +78,8 @@ class NoiseTable(NoiseSource):
         return _TableNoise(
             requests,
             table=self._table,
-            rows=torch.tensor([self._rows[active] for active in requests], device=self._device),
-            offsets=torch.tensor(
-                [self._offset(active) for active in requests], device=self._device
-            ),
+            rows=torch.tensor([self._rows[active] for active in requests]),
+            offsets=torch.tensor([self._offset(active) for active in requests]),
         )
 
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
@@ -93,7 +89,7 @@ class NoiseTable(NoiseSource):
             self._refill(requests, ahead + 1)
 
     def _gather(self, rows: list[int], offsets: list[int]) -> Float[Tensor, "drawing vocab"]:
-        where = torch.tensor([rows, offsets], device=self._device)
+        where = torch.tensor([rows, offsets])
         return self._table[where[0], where[1]]
 
     def _offset(self, active: ActiveRequest) -> int:
@@ -108,7 +104,7 @@ class NoiseTable(NoiseSource):
         firsts = [self._offset(active) for active in requests]
         kept = [max(old.shape[1] - first, 0) if first >= 0 else 0 for first in firsts]
         starts = [len(active.tokens) for active in requests]
-        columns = torch.arange(depth, device=self._device)
+        columns = torch.arange(depth)
         numbers = torch.tensor(
             [
                 [active.request.noise_key for active in requests],
@@ -117,11 +113,10 @@ class NoiseTable(NoiseSource):
                 firsts,
                 [self._rows.get(active, 0) for active in requests],
             ],
-            device=self._device,
         )
         keys, begin, have, first, row = numbers[:, :, None]
         missing = columns >= have
-        table = torch.empty(count, depth, self._vocab_size, device=self._device)
+        table = torch.empty(count, depth, self._vocab_size)
         table[missing] = gumbel_noise(
             keys.expand_as(missing)[missing], (begin + columns)[missing], self._vocab_size
         )
@@ -182,9 +177,9 @@ class TableSampler(Sampler):
 class KeyedSampler(Sampler):
     """Hashes noise where it is added."""
 
-    def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, draws: NativeDraws, vocab_size: int) -> None:
         self._draws = draws
-        self.noise = HashedNoise(draws, vocab_size, device)
+        self.noise = HashedNoise(vocab_size)
 
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
         """Draw each row with its own noise and parameters."""
@@ -201,47 +196,40 @@ class KeyedSampler(Sampler):
 class HashedNoise(NoiseSource):
     """Noise that is computed at each use."""
 
-    def __init__(self, draws: Draws, vocab_size: int, device: torch.device) -> None:
-        self._draws, self._vocab_size, self._device = draws, vocab_size, device
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
 
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Do nothing."""
 
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Return noise for drafts of any depth, valid until the requests' next tokens."""
-        return _Hashed(self._draws, requests, self._vocab_size, self._device)
+        return _Hashed(requests, self._vocab_size)
 
 
 @final
 class _Hashed(Noise):
     """Noise of the next positions of some requests."""
 
-    def __init__(
-        self,
-        draws: Draws,
-        requests: Sequence[ActiveRequest],
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, requests: Sequence[ActiveRequest], vocab_size: int) -> None:
         super().__init__(*next_positions(requests))
-        self._draws, self._vocab_size = draws, vocab_size
-        self._numbers = to_device([self.keys, self.positions], device)
+        self._vocab_size = vocab_size
+        self._numbers = torch.tensor([self.keys, self.positions])
 
     def at_depth(
         self, depth: int, entries: Int[Tensor, "entries"] | None = None
     ) -> Float[Tensor, "requests entries"]:
         """Return the noise of one depth; depth 1 is the request's next position."""
         keys, firsts = self._numbers
-        return self._draws.noise(keys, firsts + (depth - 1), self._vocab_size, entries)
+        return gumbel_noise(keys, firsts + (depth - 1), self._vocab_size, entries)
 
 
 def make_sampler(model: Transformer) -> Sampler:
-    """Make the sampler for the model's dtype and device."""
-    vocab_size, device = model.config.vocab_size, model.device
-    draws = select_draws(model.dtype, device)
+    """Make the sampler for the model's dtype."""
+    vocab_size, draws = model.config.vocab_size, select_draws(model.dtype)
     if draws is None:
-        return TableSampler(NoiseTable(vocab_size, device))
-    return KeyedSampler(draws, vocab_size, device)
+        return TableSampler(NoiseTable(vocab_size))
+    return KeyedSampler(draws, vocab_size)
 
 
 def _offsets(drawing: Sequence[Scheduled]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from typing import Any, Literal, final
 
 import torch
 
+from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.published import export_drafter
@@ -29,9 +30,6 @@ from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.system.device import DTYPES, to_stderr
 from longtail.types import Completion, SamplingParams
-
-_LEARNER_BYTES = 12
-"""Bytes of a trained parameter: its gradient and AdamW's two moments, in float32."""
 
 
 @final
@@ -131,7 +129,6 @@ class Rollouts:
             target.tokenizer.decode,
             max_running=self._max_running,
             max_len=longest,
-            reserved_bytes=_learner_bytes(settings.model),
         )
         self._session = Session(
             target,
@@ -196,15 +193,10 @@ class Rollouts:
         return out
 
 
-def _learner_bytes(model: Any) -> int:
-    """Return the bytes that the trainer allocates at its first update, after the KV of a GPU."""
-    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    return trained * _LEARNER_BYTES
-
-
 def _open_target(settings: Any, dtype: str | None) -> Target:
     """Return an empty copy of the trainer's model, with its tokenizer."""
     model, accelerator = settings.model, settings.accelerator
+    device = own_engine_device(torch.device(accelerator.device).type, "accelerator.device")
     name, inner = str(model.name_or_path or "the policy"), settings.tokenizer
     tokenizer = Tokenizer(inner, end_tokens(model, inner))
     config = parse(Fields(model.config.to_dict(), f"the trainer's model {name}"))
@@ -212,12 +204,12 @@ def _open_target(settings: Any, dtype: str | None) -> Target:
     known = next(model.parameters()).dtype
     if dtype is None:
         is_bf16 = accelerator.mixed_precision == "bf16" or known == torch.bfloat16
-        is_fast_here = is_fast(torch.bfloat16, torch.device(accelerator.device))
+        is_fast_here = is_fast(torch.bfloat16, device)
         precision = torch.bfloat16 if is_bf16 and is_fast_here else torch.float32
         precision = torch.float64 if known == torch.float64 else precision
     else:
         precision = DTYPES[dtype]
-    empty = empty_model(config, precision, accelerator.device)
+    empty = empty_model(config, precision, device)
     return Target(model=empty, tokenizer=tokenizer, directory=Path(name), name=name)
 
 

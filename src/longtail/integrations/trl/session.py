@@ -102,7 +102,6 @@ class Session:
             if turn.is_first:
                 self._train(training, gen_s)
         self._turns.end(turn, [each.tokens for each in completions])
-        self.policy.sleep()
         return completions
 
     def _train(self, training: DrafterTraining, gen_s: float) -> None:

@@ -1,1 +1,1 @@
-"""Kernels: PyTorch definitions, C for CPUs, Triton for GPUs."""
+"""Kernels: PyTorch definitions, and C for CPUs."""

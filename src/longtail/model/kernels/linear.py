@@ -5,7 +5,6 @@ machine:
 
     float32 or bfloat16, a C compiler   product.c; a row's bits are independent of its batch
     bfloat16, oneDNN with bfloat16      oneDNN, weight in its blocked layout
-    a GPU, batch-invariant              triton_product.py; as product.c
     anything else                       as for training: oneDNN in float32, else F.linear
 """
 
@@ -83,18 +82,15 @@ class Linear(nn.Module):
         """
         self.cast = None if dtype is None else self.weight.detach().to(dtype)
 
-    def pack(self, pages: HugePages | None = None, *, batch_invariant: bool = False) -> None:
+    def pack(self, pages: HugePages | None = None) -> None:
         """Pack the weight for inference; call it again after the weight has changed.
 
         A layer packed before keeps its memory; a new one takes it from `pages`, which the layers of
-        a model share. With `batch_invariant` a row's bits are independent of its batch on a GPU,
-        too.
+        a model share.
         """
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
         before = self._packed.packed if isinstance(self._packed, NativeProduct) else None
         self._packed = _native(weight, bias, before, pages) or _blocked(weight, bias)
-        if batch_invariant and weight.device.type == "cuda":
-            self._packed = invariant_product(weight, bias)
 
     @property
     def native(self) -> NativeProduct | None:
@@ -109,19 +105,12 @@ class Linear(nn.Module):
         return training_product(x, self.weight, self.bias, self.cast)
 
 
-def pack_layers(module: nn.Module, *, batch_invariant: bool = False) -> None:
+def pack_layers(module: nn.Module) -> None:
     """Pack all linear layers of a module, side by side in huge pages."""
     pages = HugePages()
     for each in module.modules():
         if isinstance(each, Linear):
-            each.pack(pages, batch_invariant=batch_invariant)
-
-
-def invariant_product(weight: Tensor, bias: Tensor | None) -> Product:
-    """Return the batch-invariant product on a GPU."""
-    from longtail.model.kernels.triton_product import TritonProduct
-
-    return TritonProduct(weight, bias)
+            each.pack(pages)
 
 
 @torch.inference_mode()

@@ -1,9 +1,8 @@
 """The decoder's small operations: the interface, the reference, and the native implementation.
 
 `TorchKernels` is the reference: any dtype, any device, differentiable. `NativeKernels` is the same
-arithmetic in C for inference on a CPU, where a step of few tokens would otherwise spend most of its
-time calling some thirty operations per layer. `triton_small.TritonKernels` is the one for GPUs.
-`choice.select_kernels` selects one.
+arithmetic in C for inference, where a step of few tokens would otherwise spend most of its time
+calling some thirty operations per layer. `choice.select_kernels` selects one.
 """
 
 import abc

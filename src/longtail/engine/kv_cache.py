@@ -1,8 +1,7 @@
-"""The KV cache of the running requests: its interface, and the CPU layout.
+"""The KV cache of the running requests: one row per request, so attention gathers nothing.
 
-`KVCache` is the interface for scheduler and runner: the tokens reserved for each request, and the
-`Attention` of one step. `ContiguousKVCache` is the CPU layout: one contiguous row per request, so
-attention reads views without a gather. The GPU layout is `paged_cache.PagedKVCache`.
+Scheduler and runner ask it for the tokens reserved for each request, and for the `Attention` of one
+step.
 
     row 0  | request a : k k k k k k . . |
     row 1  | request b : k k . . . . . . |
@@ -10,7 +9,6 @@ attention reads views without a gather. The GPU layout is `paged_cache.PagedKVCa
     row 3  | request c : k k k k . . . . |
 """
 
-import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
@@ -21,12 +19,14 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Segment
+from longtail.engine.request import EngineLimits
 from longtail.model.attention import Attention
 from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.ops import CachedAttention, Kernels, Places
-from longtail.model.transformer import ModelConfig
-from longtail.speculation.tree import depths, visible_nodes
-from longtail.system.device import to_device
+from longtail.model.transformer import ModelConfig, Transformer
+from longtail.speculation.tree import MAX_NODES, depths, visible_nodes
+
+_BLOCK_SIZE = 32
 
 
 @final
@@ -43,10 +43,10 @@ class RowAttention(CachedAttention):
     def __init__(
         self, storage: Tensor, kernels: Kernels, segments: Sequence[Segment], rows: Sequence[int]
     ) -> None:
-        super().__init__(storage, kernels, token_places(segments, rows, storage.device))
+        super().__init__(storage, kernels, token_places(segments, rows))
 
 
-def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch.device) -> Places:
+def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
     """Return slot and visibility of every token and node; `rows` are those of the segments.
 
     Nodes follow the text in the order of their numbers, not of their depths.
@@ -68,7 +68,7 @@ def token_places(segments: Sequence[Segment], rows: Sequence[int], device: torch
             contexts += [text] * draft.size
             deep += depths(draft.parents)
             visible += visible_nodes(draft.parents)
-    return Places(*to_device([token_rows, slots, contexts, deep, visible], device))
+    return Places(*torch.tensor([token_rows, slots, contexts, deep, visible]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,57 +95,12 @@ class KeptPath:
     """Accepted nodes, in rising order."""
 
 
-class KVCache(abc.ABC):
-    """Reserves KV for requests. A request unknown to the cache owns nothing."""
-
-    @abc.abstractmethod
-    def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Reserve at least `num_tokens` tokens; False, without any change, if too few are free."""
-
-    @abc.abstractmethod
-    def try_share(
-        self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
-    ) -> bool:
-        """Reserve `num_tokens` for a new target, the first `num_shared` with the source's KV.
-
-        False, without any change, if too few are free.
-        """
-
-    @abc.abstractmethod
-    def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Give the source's first `num_tokens` tokens to a new target, and free the others."""
-
-    @abc.abstractmethod
-    def keep(self, paths: Sequence[KeptPath]) -> None:
-        """Append accepted nodes to their texts, in order, and free all other nodes."""
-
-    @abc.abstractmethod
-    def release(self, request_id: str) -> None:
-        """Free all tokens of the request."""
-
-    @abc.abstractmethod
-    def usage(self) -> KVUsage:
-        """Return the numbers of free and owned tokens."""
-
-    @abc.abstractmethod
-    def sleep(self, *, fully: bool = False) -> None:
-        """Free the device's memory if that is useful, or `fully`; no request owns tokens."""
-
-    @abc.abstractmethod
-    def wake(self) -> None:
-        """Allocate the memory again after `sleep`."""
-
-    @abc.abstractmethod
-    def attention(self, batch: FlatBatch) -> Attention:
-        """Return attention that stores each token, which then sees its request so far."""
-
-
 @final
-class ContiguousKVCache(KVCache):
-    """One row per request, in one tensor for all layers.
+class KVCache:
+    """One row per request, in one tensor for all layers; an unknown request owns nothing.
 
-    Tokens are accounted in blocks of `block_size`, like in a paged cache. The tensor grows with its
-    longest row, and its memory is touched only where tokens are written.
+    Tokens are accounted in blocks of `block_size`. The tensor grows with its longest row, and its
+    memory is touched only where tokens are written.
     """
 
     def __init__(
@@ -156,8 +111,7 @@ class ContiguousKVCache(KVCache):
         max_rows: int,
         max_len: int,
         dtype: torch.dtype,
-        device: torch.device,
-        block_size: int = 32,
+        block_size: int = _BLOCK_SIZE,
     ) -> None:
         self._block_size = block_size
         self._num_blocks = num_tokens // block_size
@@ -166,16 +120,14 @@ class ContiguousKVCache(KVCache):
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_rows))[::-1]
         self._max_rows, self._max_len = max_rows, max_len
-        self._kernels = select_kernels(dtype, device, config.head_dim)
-        self._config, self._dtype, self._device = config, dtype, device
+        self._kernels = select_kernels(dtype, config.head_dim)
+        self._config, self._dtype = config, dtype
         self._storage = self._allocate(min(max_len, 8 * block_size))
 
     def _allocate(self, row_len: int) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
-        """Return a zeroed tensor; on a CPU its pages are committed when first written."""
+        """Return a zeroed tensor, whose memory is committed when it is first written."""
         c = self._config
         shape = (c.num_layers, 2, self._max_rows, row_len, c.num_kv_heads, c.head_dim)
-        if self._device.type != "cpu":
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
         # calloc, unlike torch.zeros, writes no pages, and most of them are never used.
         size = torch.empty((), dtype=self._dtype).element_size()
         flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
@@ -185,7 +137,7 @@ class ContiguousKVCache(KVCache):
         return -(-num_tokens // self._block_size)
 
     def try_grow(self, request_id: str, num_tokens: int) -> bool:
-        """Reserve blocks, and a row for a new request."""
+        """Reserve at least `num_tokens` tokens; False, without any change, if too few are free."""
         owned = self._blocks.get(request_id, 0)
         missing = max(0, self._blocks_for(num_tokens) - owned)
         is_new = request_id not in self._rows
@@ -213,7 +165,10 @@ class ContiguousKVCache(KVCache):
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int
     ) -> bool:
-        """Reserve and copy: in a contiguous layout a prefix cannot have two owners."""
+        """Reserve `num_tokens` for a new target, the first `num_shared` copied from the source.
+
+        False, without any change, if too few are free.
+        """
         assert target_id not in self._rows, f"{target_id} already owns a row"
         assert num_shared <= num_tokens, "more tokens shared than reserved"
         if not self.try_grow(target_id, num_tokens):
@@ -223,7 +178,7 @@ class ContiguousKVCache(KVCache):
         return True
 
     def hand_over(self, source_id: str, target_id: str, num_tokens: int) -> None:
-        """Rename the row without a copy."""
+        """Give the source's first `num_tokens` tokens to a new target, and free the others."""
         assert target_id not in self._rows, f"{target_id} already owns a row"
         row, owned = self._rows.pop(source_id), self._blocks.pop(source_id)
         kept = self._blocks_for(num_tokens)
@@ -232,7 +187,10 @@ class ContiguousKVCache(KVCache):
         self._free_blocks += owned - kept
 
     def keep(self, paths: Sequence[KeptPath]) -> None:
-        """Move accepted nodes to their slots; an accepted chain is in its slots already."""
+        """Append accepted nodes to their texts, in order, and free all other nodes.
+
+        Nodes move to their slots; those of an accepted chain are there already.
+        """
         moves = [
             (self._rows[kept.request_id], kept.num_tokens + node - 1, kept.num_tokens + i)
             for kept in paths
@@ -240,7 +198,7 @@ class ContiguousKVCache(KVCache):
             if node != i + 1
         ]
         if moves:  # reads everything before it writes
-            rows, sources, targets = torch.tensor(moves, device=self._device).T
+            rows, sources, targets = torch.tensor(moves).T
             self._storage[:, :, rows, targets] = self._storage[:, :, rows, sources]
         for kept in paths:
             blocks = self._blocks_for(kept.num_tokens + len(kept.path))
@@ -248,28 +206,40 @@ class ContiguousKVCache(KVCache):
             self._blocks[kept.request_id] = blocks
 
     def release(self, request_id: str) -> None:
-        """Free the blocks and the row."""
+        """Free all tokens of the request."""
         self._free_rows.append(self._rows.pop(request_id))
         self._free_blocks += self._blocks.pop(request_id)
 
     def usage(self) -> KVUsage:
-        """Return the blocks, in tokens."""
+        """Return the numbers of free and owned tokens."""
         owned = sum(self._blocks.values())
         size = self._block_size
         return KVUsage(
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
 
-    def sleep(self, *, fully: bool = False) -> None:
-        """Keep the pages that tokens were written to; `fully`: free them, for new ones."""
+    def free_memory(self) -> None:
+        """Return written memory to the system; no request owns tokens."""
         assert not self._rows, "a request would lose its keys and values"
-        if fully:
-            self._storage = self._allocate(self._storage.shape[3])
-
-    def wake(self) -> None:
-        """Do nothing."""
+        self._storage = self._allocate(self._storage.shape[3])
 
     def attention(self, batch: FlatBatch) -> Attention:
-        """Return attention over views of the rows."""
+        """Return attention that stores each token, which then sees its request so far."""
         rows = [self._rows[segment.request_id] for segment in batch.segments]
         return RowAttention(self._storage, self._kernels, batch.segments, rows)
+
+
+def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
+    """Make the cache of an engine: as large as its requests can need at most."""
+    longest = _rounded(limits.max_len)
+    return KVCache(
+        model.config,
+        num_tokens=_rounded(limits.kv_tokens or longest * limits.max_running),
+        max_rows=limits.max_running,
+        max_len=_rounded(limits.max_len + MAX_NODES),
+        dtype=model.dtype,
+    )
+
+
+def _rounded(num_tokens: int) -> int:
+    return -(-num_tokens // _BLOCK_SIZE) * _BLOCK_SIZE

@@ -1,1 +1,0 @@
-"""KV caches: contiguous rows on a CPU, pages on a GPU."""
