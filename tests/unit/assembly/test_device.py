@@ -22,18 +22,19 @@ def _with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["auto", "cpu"])
 def test_the_own_engine_is_on_the_cpu_even_beside_a_gpu(name: str, tmp_path: Path) -> None:
-    words = [f"--run.dir={tmp_path}", f"--run.device={name}"]
+    words = [f"--run.dir={tmp_path}", f"--run.device={name}", "--rollout.engine=own"]
     assert run_device(load(None, words)) == own_engine_device(name, "device") == CPU
 
 
 def test_a_gpu_is_refused_by_the_setting_that_names_it(tmp_path: Path) -> None:
-    words = [f"--run.dir={tmp_path}", "--run.device=cuda:1"]
+    words = [f"--run.dir={tmp_path}", "--run.device=cuda:1", "--rollout.engine=own"]
     with pytest.raises(ConfigError, match=r"^run\.device = 'cuda:1': .*vLLM.*docs/vllm\.md"):
         run_device(load(None, words))
     with pytest.raises(ConfigError, match=r"^device = 'cuda': .*vLLM"):
         Engine("smollm2", device="cuda")
 
 
-def test_what_only_learns_uses_the_gpu(tmp_path: Path) -> None:
+def test_learning_and_vllm_use_the_gpu(tmp_path: Path) -> None:
     words = [f"--run.dir={tmp_path}", "--run.device=auto"]
+    assert run_device(load(None, [*words, "--rollout.engine=vllm"])).type == "cuda"
     assert run_device(resolve(SftConfig, None, words)).type == "cuda"
