@@ -7,6 +7,7 @@ from torch import Tensor
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
+from longtail.model.hf.weights import hf_rows
 from longtail.sampling import noise_key
 from longtail.types import Completion, PolicyWeights, Request, SamplingParams
 from support.tiny_models import tiny_model
@@ -16,8 +17,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 def weights(version: int, seed: int, dtype: torch.dtype = torch.float32) -> PolicyWeights:
     model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its head is its embedding
-    tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return PolicyWeights(version=version, tensors=tensors)
+    return PolicyWeights(version=version, tensors=hf_rows(model))
 
 
 def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:

@@ -9,6 +9,7 @@ import torch
 
 from longtail.assembly import memory, precision
 from longtail.assembly.engine import model_directory
+from longtail.assembly.policy import check_policy, shape_of
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
@@ -18,7 +19,6 @@ from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
@@ -79,7 +79,8 @@ def assemble(
     configuration, model and data do not fit together.
     """
     _check_sharding(config)
-    shape, tokenizer = load_config(directory), load_tokenizer(directory)
+    check_policy(directory, config)
+    shape, tokenizer = shape_of(directory), load_tokenizer(directory)
     if choose_device(config.run.device).type == "cpu":
         memory.check(config, shape)
     check_vocabulary(tokenizer, shape)
@@ -113,7 +114,8 @@ def open_workers(
     _check_sharding(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
     directory = model_directory(config.model.path, log)
-    limits = _limits(config, max_prompt_len, load_config(directory))
+    check_policy(directory, config)
+    limits = _limits(config, max_prompt_len, shape_of(directory))
     return _started(config, directory, limits, log, lambda progress: None)
 
 

@@ -12,6 +12,7 @@ import torch
 
 from longtail.assembly import memory
 from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafters, open_trainable
+from longtail.assembly.policy import open_policy
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
@@ -67,14 +68,14 @@ def build_components(
     """Build the components of a worker."""
     device, tokenizer = choose_device(config.run.device), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
-    policy = load_model(directory, DTYPES[config.learner.dtype], home)
+    policy = open_policy(directory, config, home)
     rollout_model = load_model(directory, DTYPES[config.rollout.dtype], device)
     rollout_model.batch_invariant = config.rollout.batch_invariant
     target = Target(
         model=rollout_model, tokenizer=tokenizer, directory=directory, name=config.model.path
     )
     if device.type == "cuda":  # the KV cache takes the free memory, less what learning needs later
-        made_later = memory.made_later(config, policy.config)
+        made_later = memory.made_later(config, rollout_model.config)
         limits = replace(limits, reserved_bytes=made_later)
     learns = config.spot.train != "never"
     names = drafter_names(config.speculation.drafter, target.name, learns=learns)
@@ -98,7 +99,7 @@ def build_components(
             seed=config.run.seed + number,
         ),
         read_drafter=trainable,
-        rollout_threads=rollout_threads(policy.config.hidden_size),
+        rollout_threads=rollout_threads(rollout_model.config.hidden_size),
     )
 
 

@@ -31,9 +31,8 @@ from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError, NonFiniteError
-from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.model.transformer import Transformer
+from longtail.model.policy import Policy
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
@@ -75,8 +74,8 @@ class WorkerComponents:
 
     engine: RolloutEngine
     learner: Learner
-    policy: Transformer
-    """The learner's weights, for saving; in main memory if it is sharded."""
+    policy: Policy
+    """The learner's model, for saving; in main memory if it is sharded."""
     device: torch.device
     """Device of all computations."""
     tokenizer: Tokenizer
@@ -205,8 +204,7 @@ class Worker:
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
-        saved = load_model(directory, self._components.policy.dtype)
-        self._components.learner.restore(learner, dict(saved.named_parameters()))
+        self._components.learner.restore(learner, self._components.policy.read(directory))
 
     def park(self, path: Path, writes: bool) -> None:
         """Free the memory of the idle learner and of the KV cache until `unpark`.
@@ -226,7 +224,7 @@ class Worker:
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
         tokenizer = self._components.tokenizer
-        save_model(self._components.policy, path, eos_ids=tokenizer.eos_ids)
+        self._components.policy.save(path, tokenizer.eos_ids)
         tokenizer.save(path)
 
     # ---- tasks of the drafter
@@ -303,7 +301,7 @@ class Worker:
     def policy_state(self) -> PolicyState:
         """Copy the policy; not to be called while it is learned."""
         learner = self._components.learner
-        return PolicyState(weights=learner.weights().tensors, learner=learner.state())
+        return PolicyState(weights=learner.learned(), learner=learner.state())
 
     def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
         """Copy the texts of the present shard: all unfinished, and finished ones from `first`."""

@@ -37,6 +37,7 @@ from longtail.engine.speculation.speculator import (
 from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
 from longtail.engine.text import Decode, Reader
 from longtail.errors import RequestError
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Transformer
 from longtail.speculation.tree import Accepted
 from longtail.types import Completion, FinishReason, PolicyWeights, Request
@@ -144,8 +145,8 @@ class RolloutEngine:
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "
                 f"pulling policy version {weights.version}"
             )
-        parameters = dict(self._model.named_parameters())  # lists a tied head once
-        own = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        rows = hf_rows(self._model)
+        own = {name: tuple(row.shape) for name, row in rows.items()}
         given = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
         if own != given:
             odd = min(n for n in own.keys() | given.keys() if own.get(n) != given.get(n))
@@ -154,8 +155,8 @@ class RolloutEngine:
                 f"{given.get(odd)} there, {own.get(odd)} here"
             )
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(weights.tensors[name])
+            for name, row in rows.items():
+                row.copy_(weights.tensors[name])
         self._model.pack()
         self._speculator.refresh()
         self._policy_version = weights.version

@@ -105,8 +105,8 @@ class MirroredPolicy:
             raise ConfigError(f"the model lacks {min(missing)}: it is another model")
         self.version += 1
         if self.engine is not None:
-            own = dict(self.model.named_parameters())  # copied above; the engine packs them
-            self.engine.pull(PolicyWeights(version=self.version, tensors=own))
+            # Copied above; the engine packs them.
+            self.engine.pull(PolicyWeights(version=self.version, tensors=self._rows))
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Use a speculation from the next request on; None decodes plainly."""

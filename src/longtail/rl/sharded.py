@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.tensor import DTensor
 
 from longtail.config.sections import OptimizerSection
-from longtail.model.transformer import Transformer
+from longtail.model.hf.model import PolicyTransformer
 from longtail.rl.collectives import ProcessGroup, all_gather_scalar
 from longtail.rl.optim import Optimizer
 
@@ -40,10 +40,10 @@ class Shards:
     def __init__(
         self,
         group: ProcessGroup,
-        whole: Transformer,
+        whole: PolicyTransformer,
         settings: OptimizerSection,
         moments: Mapping[str, Tensor],
-        reference: Transformer | None,
+        reference: PolicyTransformer | None,
         *,
         total_steps: int,
     ) -> None:
@@ -141,7 +141,7 @@ class _ReduceScatter(ReduceScatter):
         self._group.reduce_scatter(input_tensor, output_tensor)
 
 
-def _shard(model: Transformer, group: ProcessGroup) -> Transformer:
+def _shard(model: PolicyTransformer, group: ProcessGroup) -> PolicyTransformer:
     """Keep only this rank's rows of a model; its gradients become sums over the ranks."""
     # FSDP2 reads rank and size from this group, which has no connections.
     named = dist.ProcessGroup(group.rank, group.size)  # type: ignore[call-arg]

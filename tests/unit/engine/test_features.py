@@ -17,6 +17,7 @@ from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.queue import Computed
 from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
 from longtail.types import PolicyWeights, Request
@@ -170,7 +171,7 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
     if aside:
         engine.speculate(None)
     other = tiny_model(seed=1, dtype=torch.float64)
-    engine.pull(PolicyWeights(version=1, tensors=dict(other.named_parameters())))
+    engine.pull(PolicyWeights(version=1, tensors=hf_rows(other)))
     engine.speculate(speculation)
     assert store.num_bytes == 0
     for request, text in zip(requests, texts, strict=True):

@@ -10,6 +10,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import Verified
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
@@ -255,7 +256,7 @@ def test_finished_requests_are_forgotten_and_new_weights_are_followed():
 
 
 def weights_of(family: Family) -> PolicyWeights:
-    tensors = dict(tiny_model(family, seed=1, dtype=torch.float64).named_parameters())
+    tensors = hf_rows(tiny_model(family, seed=1, dtype=torch.float64))
     return PolicyWeights(version=1, tensors=tensors)
 
 
