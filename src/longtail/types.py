@@ -265,7 +265,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyWeights:
-    """Version and tensors of a published policy, by parameter name of `model.Transformer`.
+    """Version and tensors of a published policy, by Hugging Face's names; a tied head once.
 
     The tensors are never modified after publication.
     """

@@ -14,7 +14,7 @@ from support import contract
 def opening(drafter: str) -> Iterator[contract.Opened]:
     asked, target = contract.config(drafter), contract.toy_target()
     names = drafter_names(drafter, target.name, learns=True)
-    yield open_own(asked, contract.LIMITS, names, target, lambda line: None)
+    yield open_own(asked, contract.LIMITS, names, target, target.model, lambda line: None)
 
 
 @pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)

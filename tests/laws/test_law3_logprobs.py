@@ -9,6 +9,9 @@ import torch
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.causal import open_causal
+from longtail.model.hf.model import save_model
+from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
@@ -70,7 +73,7 @@ def write(
 
 
 def gaps(
-    model: Transformer, written: list[tuple[Request, Completion]], sampling: SamplingParams
+    model: Policy, written: list[tuple[Request, Completion]], sampling: SamplingParams
 ) -> torch.Tensor:
     """|engine - learner| for every token, the sequences packed into one micro-batch."""
     packed = lay_out(
@@ -148,6 +151,14 @@ def test_bfloat16_logprobs_are_close(family, autocast, drafted):
         gap = gaps(learner, written, PLAIN)
     assert float(gap.mean()) < 0.015
     assert float(gap.max()) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_transformers_code_are_equal_up_to_rounding(family, tmp_path):
+    save_model(tiny_model(family), tmp_path)
+    written = write(tiny_model(family), PLAIN, drafted=True)
+    assert float(gaps(open_causal(tmp_path, torch.float32), written, PLAIN).max()) < 1e-5
 
 
 def test_a_greedy_token_has_logprob_zero():

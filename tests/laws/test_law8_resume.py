@@ -42,6 +42,11 @@ VARIANTS = {
         "--rollout.top_p=0.95",
         "--rollout.temperature=0.9",
     ],
+    "transformers' code, KL, recomputation": [
+        "--learner.model=transformers",
+        "--learner.kl_coef=0.1",
+        "--learner.gradient_checkpointing=true",
+    ],
     "bfloat16": [
         "--learner.loss=gspo",
         "--rollout.dtype=bfloat16",

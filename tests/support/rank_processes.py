@@ -203,7 +203,7 @@ class _Rank:
 
     def copy(self) -> Any:
         state = self._learner.state()
-        weights = self._learner.weights().tensors
+        weights = self._learner.learned()
         return dict(state.numbers), arrays(state.tensors), arrays(weights)
 
     def restore(self, numbers: Any, tensors: Any, weights: Any) -> None:

@@ -9,10 +9,11 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from longtail.model.hf.model import PolicyTransformer
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.kernels import native
 from longtail.model.rope import RopeConfig
-from longtail.model.transformer import Family, ModelConfig, Transformer
+from longtail.model.transformer import Family, ModelConfig
 
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<user>", "<assistant>")
 CHAT_TEMPLATE = (
@@ -59,10 +60,10 @@ def tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     **shape: Any,
-) -> Transformer:
+) -> PolicyTransformer:
     """Return a random model with logits of standard deviation 1 and random norms and biases."""
     generator = torch.Generator().manual_seed(seed)
-    model = Transformer(replace(tiny_config(family, vocab_size), **shape))
+    model = PolicyTransformer(replace(tiny_config(family, vocab_size), **shape))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)

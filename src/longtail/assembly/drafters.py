@@ -35,14 +35,27 @@ NONE, AUTO = "none", "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The model that is drafted for, as rollouts hold it."""
+class ModelFiles:
+    """A model on disk."""
 
-    model: Transformer
     tokenizer: Tokenizer
     directory: Path
     name: str
     """Name of the model in the configuration."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target(ModelFiles):
+    """The model that is drafted for, as rollouts hold it."""
+
+    model: Transformer
+
+
+def target_of(files: ModelFiles, model: Transformer) -> Target:
+    """Return a model, read from these files, as the target of drafters."""
+    return Target(
+        model=model, tokenizer=files.tokenizer, directory=files.directory, name=files.name
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,9 @@ import torch
 
 from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
+from longtail.assembly.policy import shape_of
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
@@ -102,7 +102,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 def model_shape(path: str) -> ModelConfig:
     """Read the shape of `model.path`, without its weights."""
-    return load_config(model_directory(path))
+    return shape_of(model_directory(path))
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:

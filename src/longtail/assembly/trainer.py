@@ -10,6 +10,7 @@ import torch
 from longtail.assembly import memory, precision
 from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
+from longtail.assembly.policy import check_policy, shape_of
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
@@ -20,7 +21,6 @@ from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
@@ -81,7 +81,7 @@ def assemble(
     configuration, model and data do not fit together.
     """
     _check(config, directory)
-    shape, tokenizer = load_config(directory), load_tokenizer(directory)
+    shape, tokenizer = shape_of(directory), load_tokenizer(directory)
     if run_device(config).type == "cpu":
         memory.check(config, shape)
     check_vocabulary(tokenizer, shape)
@@ -115,7 +115,7 @@ def open_workers(
     set_threads(threads_each(config.run.threads, config.cluster.workers))
     directory = model_directory(config.model.path, log)
     _check(config, directory)
-    limits = _limits(config, max_prompt_len, load_config(directory))
+    limits = _limits(config, max_prompt_len, shape_of(directory))
     return _started(config, directory, limits, log, lambda progress: None)
 
 
@@ -140,6 +140,7 @@ def _started(
 
 def _check(config: RunConfig, directory: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs."""
+    check_policy(directory, config)
     uses_vllm(config, directory)
     if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
         raise ConfigError(

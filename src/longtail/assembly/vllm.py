@@ -15,7 +15,6 @@ from dataclasses import replace
 from importlib import metadata, util
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from longtail.assembly.device import run_device
@@ -25,8 +24,10 @@ from longtail.assembly.drafters import (
     HISTORY,
     NONE,
     LearnedDrafter,
+    ModelFiles,
     Target,
     open_trainable,
+    target_of,
 )
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -37,6 +38,7 @@ from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.generator import Generator
 from longtail.model.hf.model import load_config
+from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
@@ -104,67 +106,89 @@ def open_vllm(
     config: RunConfig,
     limits: EngineLimits,
     names: Sequence[str],
-    target: Target,
+    files: ModelFiles,
+    policy: Policy,
     log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Start vLLM with the drafter among the names; return both, the drafter if it has weights.
 
-    `target` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
+    `policy` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
     """
-    dtype, name = DTYPES[config.rollout.dtype], _one_of(names, config, target)
-    loaded = open_trainable([] if name is None else [name], target, log)
-    texts = None
-    if loaded is not None and loaded.layer.config.recipe == "ridge" and _learns(config):
-        texts = TextSums(target.model, loaded.layer.config.slots)
+    target = target_of(files, policy) if isinstance(policy, Transformer) else None
+    name = _one_of(names, config, has_drafters=target is not None)
+    learned = None
+    if target is not None and name is not None:
+        learned = _learned(open_trainable([name], target, log), target, config)
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         drafter = None
-        if loaded is not None:
-            made = rounded(loaded.copied().as_eagle(), dtype)
-            write_layout(Path(place) / "drafter", made, target.model)
-            drafter = VllmDrafter(
-                method=_METHODS[made.eagle.config.recipe],
-                tuner=_tuner(config),
-                directory=Path(place) / "drafter",
-                tensors=_converter(loaded, target, dtype),
-                texts=texts,
-                is_fresh=name == FRESH,
-            )
+        if learned is not None:
+            made = _drafter(learned, config, Path(place) / "drafter")
+            drafter = replace(made, is_fresh=name == FRESH)
         elif name is not None:
             drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
         generator = VllmGenerator(
-            target.directory,
-            target.tokenizer.decode,
+            files.directory,
+            files.tokenizer.decode,
             limits,
-            dtype=dtype,
+            dtype=DTYPES[config.rollout.dtype],
             drafter=drafter,
             options=config.rollout.vllm or {},
         )
+    return generator, learned
+
+
+def _learned(
+    loaded: LoadedDrafter | None, target: Target, config: RunConfig
+) -> LearnedDrafter | None:
+    """Return a drafter with weights, and what it learns from."""
     if loaded is None:
-        return generator, None
-    return generator, LearnedDrafter(loaded=loaded, target=target, texts=texts)
+        return None
+    texts = None
+    if loaded.layer.config.recipe == "ridge" and config.spot.train != "never":
+        texts = TextSums(target.model, loaded.layer.config.slots)
+    return LearnedDrafter(loaded=loaded, target=target, texts=texts)
 
 
-def _learns(config: RunConfig) -> bool:
-    return config.spot.train != "never"
+def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDrafter:
+    """Write a drafter's first weights into a new directory for vLLM."""
+    dtype, target = DTYPES[config.rollout.dtype], learned.target
+    made = rounded(learned.loaded.copied().as_eagle(), dtype)
+    write_layout(path, made, target.model)
+
+    def by_vllms_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        new = learned.loaded.copied()
+        load_parameters(new.layer, tensors)
+        new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
+        made = rounded(new.as_eagle(), dtype)
+        return to_tensors(made.eagle, target.model, made.draft_ids, made.head, dtype)
+
+    return VllmDrafter(
+        method=_METHODS[made.eagle.config.recipe],
+        tuner=_tuner(config),
+        directory=path,
+        tensors=by_vllms_names,
+        texts=learned.texts,
+    )
 
 
-def _one_of(names: Sequence[str], config: RunConfig, target: Target) -> str | None:
-    """Return the drafter that vLLM runs; of several that `auto` names, the first."""
+def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> str | None:
+    """Return the drafter that vLLM runs; of several that `auto` names, the first.
+
+    `has_drafters`: the model is one of those that longtail's drafters can read.
+    """
     given = config.speculation.drafter
     if len(names) > 1 and given != AUTO:
         raise ConfigError(
             f"speculation.drafter = {given!r}: vLLM drafts with one drafter; name one of "
             f"{', '.join(names)}"
         )
-    if not names:
-        return None
-    if names[0] == HISTORY or isinstance(target.model, Transformer):
-        return names[0]
+    if not names or names[0] == HISTORY or has_drafters:
+        return names[0] if names else None
     if given == AUTO:
         return HISTORY
     raise ConfigError(
         f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "
-        "decoder, and this model is none of them; set it to 'history' or 'none'"
+        "decoder (learner.model = 'own'); set it to 'history' or 'none'"
     )
 
 
@@ -176,18 +200,3 @@ def _tuner(config: RunConfig) -> Tuner:
     if own.tuner == "fixed":
         return FixedTuner(Strategy(depth=own.depth), max_running=own.max_running)
     return BanditTuner(seed=config.run.seed)
-
-
-def _converter(
-    loaded: LoadedDrafter, target: Target, dtype: torch.dtype
-) -> Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]:
-    """Return what names published weights as vLLM's files do."""
-
-    def convert(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        new = loaded.copied()
-        load_parameters(new.layer, tensors)
-        new = replace(new, draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids))
-        made = rounded(new.as_eagle(), dtype)
-        return to_tensors(made.eagle, target.model, made.draft_ids, made.head, dtype)
-
-    return convert

@@ -13,11 +13,13 @@ from longtail.assembly.device import run_device
 from longtail.assembly.drafters import (
     FRESH,
     LearnedDrafter,
-    Target,
+    ModelFiles,
     drafter_names,
     open_drafters,
     open_trainable,
+    target_of,
 )
+from longtail.assembly.policy import open_policy, shape_of
 from longtail.assembly.vllm import open_vllm, uses_vllm
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
@@ -34,6 +36,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import Generator
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.policy import Policy
 from longtail.rl.learner import Learner
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -72,12 +75,12 @@ def build_components(
     """Build the components of a worker."""
     device, tokenizer = run_device(config), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
-    policy = load_model(directory, DTYPES[config.learner.dtype], home)
+    policy = open_policy(directory, config, home)
     learns = config.spot.train != "never"
     names = drafter_names(config.speculation.drafter, config.model.path, learns=learns)
     open_generator = open_vllm if uses_vllm(config, directory) else open_own
-    target = Target(model=policy, tokenizer=tokenizer, directory=directory, name=config.model.path)
-    generator, learned = open_generator(config, limits, names, target, log)
+    files = ModelFiles(tokenizer=tokenizer, directory=directory, name=config.model.path)
+    generator, learned = open_generator(config, limits, names, files, policy, log)
     return WorkerComponents(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
@@ -89,7 +92,7 @@ def build_components(
         if learned is None
         else make_drafting(config.spot, learned, seed=config.run.seed + number),
         drafter=None if learned is None else learned.loaded,
-        rollout_threads=rollout_threads(policy.config.hidden_size),
+        rollout_threads=rollout_threads(shape_of(directory).hidden_size),
     )
 
 
@@ -97,12 +100,13 @@ def open_own(
     config: RunConfig,
     limits: EngineLimits,
     names: Sequence[str],
-    policy: Target,
+    files: ModelFiles,
+    _policy: Policy,
     log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Open longtail's engine, with a model of its own in the precision of rollouts."""
-    model = load_model(policy.directory, DTYPES[config.rollout.dtype])
-    target = replace(policy, model=model)
+    model = load_model(files.directory, DTYPES[config.rollout.dtype])
+    target = target_of(files, model)
     speculation = _speculation(config, open_drafters(names, target, log))
     first = speculation and without_fresh(speculation, names)
     engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)

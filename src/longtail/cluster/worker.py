@@ -24,16 +24,14 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.drafter.weights import DrafterWeights, are_finite
+from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.text import AcceptedSpans
-from longtail.errors import ClusterError, NonFiniteError
+from longtail.errors import ClusterError
 from longtail.generator import Generator, StepReport
-from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.model.hf.weights import to_hf
-from longtail.model.transformer import Transformer
+from longtail.model.policy import Policy
 from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.learner_metrics import LearnerReport
@@ -71,8 +69,8 @@ class WorkerComponents:
 
     generator: Generator
     learner: Learner
-    policy: Transformer
-    """The learner's weights, for saving; in main memory if it is sharded."""
+    policy: Policy
+    """The learner's model, for saving; in main memory if it is sharded."""
     device: torch.device
     """Device of all computations."""
     tokenizer: Tokenizer
@@ -174,11 +172,7 @@ class Worker:
         they neither generate texts nor reach a checkpoint.
         """
         weights = self._components.learner.weights()
-        for name, tensor in weights.tensors.items():
-            if not are_finite({name: tensor}):
-                raise NonFiniteError(f"{name} is not finite in policy version {weights.version}")
-        named = to_hf(weights.tensors, self._components.policy.config)
-        self._components.generator.load_policy(weights.version, named.items())
+        self._components.generator.load_policy(weights.version, weights.tensors.items())
         return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
@@ -202,8 +196,7 @@ class Worker:
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
-        saved = load_model(directory, self._components.policy.dtype)
-        self._components.learner.restore(learner, dict(saved.named_parameters()))
+        self._components.learner.restore(learner, self._components.policy.read(directory))
 
     def park(self, path: Path, writes: bool) -> None:
         """Free the memory of the idle learner and of the KV cache until `unpark`.
@@ -223,7 +216,7 @@ class Worker:
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
         tokenizer = self._components.tokenizer
-        save_model(self._components.policy, path, eos_ids=tokenizer.eos_ids)
+        self._components.policy.save(path, tokenizer.eos_ids)
         tokenizer.save(path)
 
     # ---- tasks of the drafter
@@ -295,7 +288,7 @@ class Worker:
     def policy_state(self) -> PolicyState:
         """Copy the policy; not to be called while it is learned."""
         learner = self._components.learner
-        return PolicyState(weights=learner.weights().tensors, learner=learner.state())
+        return PolicyState(weights=learner.learned(), learner=learner.state())
 
     def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
         """Copy the texts of the present shard: all unfinished, and finished ones from `first`."""

@@ -186,6 +186,9 @@ class ClusterSection(Section):
 class LearnerSection(OptimizerSection):
     """Updates of the policy."""
 
+    model: Literal["auto", "own", "transformers"] = "auto"
+    """Code of the model that learns: `own` (longtail's decoder; Llama, Mistral, Qwen2 and Qwen3),
+    `transformers` (any causal language model that it has), or `auto`: `own` for its families."""
     loss: LossName = "grpo"
     """Policy-gradient loss, with the advantages that belong to it."""
     mini_batches: Count = 1

@@ -95,10 +95,17 @@ class SharedAttention(Attention):
 
     @cached_property
     def _firsts(self) -> Int[Tensor, "tokens"]:
-        """Index of each computed token's first place in the whole sequences, for all layers."""
-        numbers = torch.arange(len(self.places), device=self.places.device)
-        firsts = numbers.new_full((int(self.places.max()) + 1,), len(numbers))
-        return firsts.scatter_reduce_(0, self.places, numbers, "amin")
+        return first_places(self.places)
+
+
+def first_places(places: Int[Tensor, "laid"]) -> Int[Tensor, "tokens"]:
+    """Return the index of each token's first place in the whole sequences.
+
+    Example: places 0 1 2 3 0 1 4 -> 0 1 2 3 6
+    """
+    numbers = torch.arange(len(places), device=places.device)
+    firsts = numbers.new_full((int(places.max()) + 1,), len(numbers))
+    return firsts.scatter_reduce_(0, places, numbers, "amin")
 
 
 def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:

@@ -19,9 +19,8 @@ from longtail.assembly.precision import costs, decided
 from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
-from longtail.model.hf.model import load_model, save_model
+from longtail.model.hf.model import PolicyTransformer, load_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from longtail.model.transformer import Transformer
 from longtail.programs import steps
 from longtail.rl.data import sum_task
 from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
@@ -41,7 +40,7 @@ class Components(steps.Components):
     """Model, learner and examples of fine-tuning."""
 
     config: SftConfig
-    model: Transformer
+    model: PolicyTransformer
     tokenizer: Tokenizer
     learner: SftLearner
     batches: ExampleBatches
@@ -56,8 +55,8 @@ class Components(steps.Components):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimizer and data cursor."""
-        saved = load_model(checkpoint.policy, self.model.dtype)
-        self.learner.restore(checkpoint.step, checkpoint.tensors(), dict(saved.named_parameters()))
+        saved = self.model.read(checkpoint.policy)
+        self.learner.restore(checkpoint.step, checkpoint.tensors(), saved)
         self.batches.restore(checkpoint.state["cursor"])
 
     def step(self) -> dict[str, float]:
@@ -79,7 +78,7 @@ class Components(steps.Components):
         """Write a checkpoint."""
 
         def save_policy(path: Path) -> None:
-            save_model(self.model, path, eos_ids=self.tokenizer.eos_ids)
+            self.model.save(path, self.tokenizer.eos_ids)
             self.tokenizer.save(path)
 
         state = {"cursor": self.batches.state()}
@@ -149,7 +148,7 @@ def assemble(config: SftConfig) -> Components:
     )
 
 
-def _model(config: SftConfig) -> tuple[Transformer, Tokenizer]:
+def _model(config: SftConfig) -> tuple[PolicyTransformer, Tokenizer]:
     device, path = run_device(config), model_directory(config.model.path)
     return load_model(path, torch.float32, device), load_tokenizer(path)
 

@@ -11,7 +11,7 @@ supervisor of the processes forms a new group. Batches and losses are unknown he
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -82,7 +82,11 @@ def all_gather_scalar(group: ProcessGroup, number: float) -> list[float]:
 
 
 def reduce_gradients(
-    group: ProcessGroup, model: nn.Module, *, computed: bool, void: bool
+    group: ProcessGroup,
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    computed: bool,
+    void: bool,
 ) -> list[int]:
     """Sum the gradients of all ranks in place; return the ranks whose gradients are void.
 
@@ -90,7 +94,7 @@ def reduce_gradients(
     the others need not wait for it. A sum with a void rank must not be used.
     """
     gradients = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         if parameter.grad is None and (void or not computed):
             parameter.grad = torch.zeros_like(parameter)
         assert parameter.grad is not None, f"no gradient reached {name}: was the model packed?"

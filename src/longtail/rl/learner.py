@@ -12,7 +12,6 @@ ranks. With `sharding = "full"` each rank updates its shard (`rl.sharded`), and 
 gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
 """
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,9 @@ from torch import Tensor
 
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
+from longtail.model.hf.model import PolicyTransformer
 from longtail.model.kernels.products import can_hold_casts
-from longtail.model.transformer import Transformer
+from longtail.model.policy import Policy
 from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
@@ -67,7 +67,7 @@ class Learner:
 
     def __init__(
         self,
-        model: Transformer,
+        model: Policy,
         settings: LearnerSection,
         *,
         total_steps: int = 0,
@@ -77,19 +77,16 @@ class Learner:
             raise ConfigError(
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
             )
-        self._model = self._trained = model.requires_grad_(True)
+        self._model = self._trained = model
+        self._parameters = model.trainable()
+        model.fuse()
         self._settings, self._total_steps = settings, total_steps
         self._max_logits = max_logits
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
         self._spec = LOSSES[settings.loss]
-        self._optimizer = Optimizer(model.named_parameters(), settings, total_steps=total_steps)
-        self._reference = (
-            copy.deepcopy(model).requires_grad_(False) if settings.kl_coef > 0 else None
-        )
-        for each in (self._model, self._reference):
-            if each is not None:
-                each.fuse()
+        self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=total_steps)
+        self._reference = model.reference() if settings.kl_coef > 0 else None
         self._version = 0
 
     @property
@@ -111,7 +108,7 @@ class Learner:
         metrics, several = LearnerMetrics(), len(batches) > 1
         # A single update happens after the last reduction, so it needs no undo.
         can_undo = several and self._group.size > 1 and self._shards is None
-        undo = partial(self.restore, self.state(), self.weights().tensors) if can_undo else None
+        undo = partial(self.restore, self.state(), self.learned()) if can_undo else None
         try:
             with optim.undone_on_loss(undo), self._group.guarded():
                 self._hold_casts()
@@ -177,7 +174,7 @@ class Learner:
             with metrics.timed("logprob", device):
                 output = self._loss(batch, batch.micro_batches[index], old.get(index), metrics)
                 failure = failure or loss_error(
-                    self._model, output.loss, self._version, f"the loss (micro-batch {index})"
+                    self._parameters, output.loss, self._version, f"the loss (micro-batch {index})"
                 )
             with metrics.timed("backward", device):
                 torch.autograd.backward(output.loss)
@@ -195,8 +192,10 @@ class Learner:
         computed, void = bool(self._assigned(batch)[0]), failure is not None
         with metrics.timed("update", self._trained.device):
             if self._shards is None:
+                if computed:
+                    self._model.complete_gradients()
                 void_ranks = reduce_gradients(
-                    self._group, self._model, computed=computed, void=void
+                    self._group, self._parameters, computed=computed, void=void
                 )
             else:
                 void_ranks = self._shards.reduce_gradients(computed=computed, void=void)
@@ -258,7 +257,7 @@ class Learner:
         )
 
     def _score(
-        self, packed: PackedSequences, sampling: SamplingParams, model: Transformer | None = None
+        self, packed: PackedSequences, sampling: SamplingParams, model: Policy | None = None
     ) -> TokenScores:
         own = self._settings
         return score(
@@ -272,10 +271,12 @@ class Learner:
 
     def weights(self) -> PolicyWeights:
         """Copy the present policy; a tied head appears once, as the embedding."""
-        return PolicyWeights(
-            version=self._version,
-            tensors={n: p.detach().clone() for n, p in self._model.named_parameters()},
-        )
+        tensors = {name: tensor.clone() for name, tensor in self._model.published()}
+        return PolicyWeights(version=self._version, tensors=tensors)
+
+    def learned(self) -> dict[str, Tensor]:
+        """Copy the parameters that are learned, by the model's own names, as `restore` takes."""
+        return {name: each.detach().clone() for name, each in self._parameters.items()}
 
     def tensors(self) -> list[Tensor]:
         """Return the weights and moments themselves, for parking; always in the same order."""
@@ -283,9 +284,9 @@ class Learner:
         return [*self._model.parameters(), *self._optimizer.moments().values()]
 
     def digest(self) -> str:
-        """Return the SHA-256 of the present weights: their names, shapes and bytes."""
+        """Return the SHA-256 of the learned weights: their names, shapes and bytes."""
         digest = hashlib.sha256()
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self._parameters.items():
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
             digest.update(parameter.detach().cpu().flatten().view(torch.uint8).numpy().data)
         return digest.hexdigest()
@@ -304,17 +305,20 @@ class Learner:
         self._group, newest = group, max(versions)
         if self._version < newest:
             self._version = optim.INCOMPLETE  # until all tensors have come
-        optim.synchronize(group, versions, self._model, self._optimizer)
+        optim.synchronize(group, versions, self._parameters, self._optimizer)
         self._version = newest
         if self._settings.sharding == "full" and group.size > 1:
             from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second
 
+            model, reference = self._model, self._reference
+            assert isinstance(model, PolicyTransformer), "checked when the model is opened"
+            assert reference is None or isinstance(reference, PolicyTransformer)
             shards = Shards(
                 group,
-                self._model,
+                model,
                 self._settings,
                 self._optimizer.tensors(),
-                self._reference,
+                reference,
                 total_steps=self._total_steps,
             )
             self._shards, self._trained, self._optimizer = shards, shards.model, shards.optimizer
@@ -325,13 +329,13 @@ class Learner:
         return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
 
     def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
-        """Continue where `state` and the weights saved with it were taken.
+        """Continue where `state` and the weights of `learned` were taken.
 
         Raises CheckpointError if they are another model's.
         """
         assert self._shards is None, "restored before it is sharded"
         self._optimizer.load(state.tensors)
-        load_parameters(self._model, weights)
+        load_parameters(self._parameters, weights)
         self._version = state.numbers["version"]
 
 

@@ -9,15 +9,12 @@ rows x vocab matrix ever exists.
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longtail.model.attention import Attention, PackedAttention, SharedAttention
-from longtail.model.kernels.products import ROWS
-from longtail.model.kernels.scores import Head, plan_scores, token_scores
-from longtail.model.transformer import Transformer
+from longtail.model.kernels.scores import plan_scores, token_scores
+from longtail.model.policy import Policy
 from longtail.rl.packing import moved
 from longtail.sampling import is_truncated, log_distribution
 from longtail.types import PackedSequences, SamplingParams
@@ -42,7 +39,7 @@ class TokenScores:
 
 
 def score(
-    model: Transformer,
+    model: Policy,
     packed: PackedSequences,
     sampling: SamplingParams,
     *,
@@ -53,7 +50,7 @@ def score(
     """Score the tokens whose loss_mask is not 0, on the model's device.
 
     The last hidden state before a token predicts it. `autocast` runs matrix products in bfloat16,
-    `recompute` trades time for memory in the decoder's layers.
+    `recompute` trades time for memory in the layers.
     """
     device = model.device
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
@@ -61,22 +58,23 @@ def score(
 
 
 def _score(
-    model: Transformer,
+    model: Policy,
     packed: PackedSequences,
     sampling: SamplingParams,
     recompute: bool,
     max_logits: int,
 ) -> TokenScores:
     rows = packed.loss_mask.nonzero()[:, 0]
-    hidden = _hidden(model, packed, recompute)
+    hidden = model.hidden(packed, recompute=recompute)
     chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
     targets = packed.tokens.index_select(0, rows)
-    head = _head(model)
+    head = model.score_head()
     plan = plan_scores(head, max_logits)
-    whole = len(rows) <= plan.chunk and (is_truncated(sampling) or not plan.is_native)
+    is_plain = head.is_product and not is_truncated(sampling)
+    whole = len(rows) <= plan.chunk and not (is_plain and plan.is_native)
     if whole or not len(rows):
         logprobs, entropy = _score_rows(model, chosen, targets, sampling)
-    elif is_truncated(sampling):
+    elif not is_plain:
         parts = [
             checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
             for h, t in zip(
@@ -89,38 +87,8 @@ def _score(
     return TokenScores(logprobs=logprobs, entropy=entropy.detach(), rows=rows)
 
 
-def _hidden(
-    model: Transformer, packed: PackedSequences, recompute: bool
-) -> Float[Tensor, "at_least_tokens hidden"]:
-    """Return the final hidden states, under autocast on a CPU of more tokens than there are.
-
-    The others are one more sequence: products then have a number of rows that suits them.
-    """
-    tokens, positions, ends = packed.tokens, packed.positions, packed.cu_seqlens
-    places, missing = packed.places, -packed.num_tokens % ROWS
-    if missing and model.head.cast is not None:
-        tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
-        ends = (*ends, ends[-1] + missing)
-        if places is not None:
-            more = torch.arange(packed.num_tokens, len(tokens), device=places.device)
-            places = torch.cat((places, more))
-    attention: Attention = PackedAttention(ends)
-    if places is not None:
-        attention = SharedAttention(whole=attention, places=places)
-    return model(tokens, positions, attention, recompute=recompute)
-
-
-def _head(model: Transformer) -> Head:
-    """Return the LM head, its products in the dtype of autocast if that is enabled."""
-    weight, cast, device = model.head.weight, model.head.cast, model.device.type
-    if not torch.is_autocast_enabled(device):
-        return Head(weight=weight, computed=weight.detach(), direct=False)
-    computed = weight.detach().to(torch.get_autocast_dtype(device)) if cast is None else cast
-    return Head(weight=weight, computed=computed, direct=cast is not None)
-
-
 def _score_rows(
-    model: Transformer,
+    model: Policy,
     hidden: Float[Tensor, "rows hidden"],
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,

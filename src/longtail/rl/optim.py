@@ -202,7 +202,10 @@ def gather_versions(group: ProcessGroup, version: int) -> list[int]:
 
 
 def synchronize(
-    group: ProcessGroup, versions: Sequence[int], model: nn.Module, optimizer: Optimizer
+    group: ProcessGroup,
+    versions: Sequence[int],
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
 ) -> None:
     """Broadcast weights and moments from the first rank with the newest version to the others.
 
@@ -211,13 +214,12 @@ def synchronize(
     """
     source = versions.index(max(versions))
     if min(versions) < versions[source]:
-        group.broadcast(source, [parameter.detach() for parameter in model.parameters()])
+        group.broadcast(source, [parameter.detach() for parameter in parameters.values()])
         optimizer.broadcast_moments(group, source)
 
 
-def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the parameters; CheckpointError, before any copy, if one does not fit."""
-    parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if name not in tensors or tensors[name].shape != parameter.shape:
             raise CheckpointError(f"weights of another model: {name} is missing or misshapen")
@@ -227,11 +229,11 @@ def load_parameters(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def loss_error(
-    model: nn.Module, loss: Float[Tensor, ""], step: int, name: str
+    parameters: Mapping[str, nn.Parameter], loss: Float[Tensor, ""], step: int, name: str
 ) -> NonFiniteError | None:
     """Return the error of a loss that is not finite, naming the broken weights if there are any."""
     if loss.isfinite():
         return None
-    broken = (n for n, p in model.named_parameters() if not p.isfinite().all())
+    broken = (n for n, p in parameters.items() if not p.isfinite().all())
     culprit = next(broken, name)
     return NonFiniteError(f"step {step}: {culprit} is not finite; no update was made")

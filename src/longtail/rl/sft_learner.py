@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longtail.config.sft import SftTrainSection
 from longtail.errors import ConfigError, NonFiniteError
-from longtail.model.transformer import Transformer
+from longtail.model.policy import Policy
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.muon import MuonOptimizer
@@ -49,16 +49,16 @@ class SftLearner:
     """
 
     def __init__(
-        self, model: Transformer, settings: SftTrainSection, *, matrix_rate: float | None = None
+        self, model: Policy, settings: SftTrainSection, *, matrix_rate: float | None = None
     ) -> None:
         """`matrix_rate`: learning rate of Muon inside layers; None uses AdamW for all weights."""
         if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(f"train.autocast = true with {model.dtype} weights: it needs float32")
-        self._model = model.requires_grad_(True)
+        self._model, self._parameters = model, model.trainable()
         self._model.fuse()
         self._settings = settings
         self._optimizer: Optimizer | MuonOptimizer = (
-            Optimizer(model.named_parameters(), settings, total_steps=settings.steps)
+            Optimizer(self._parameters.items(), settings, total_steps=settings.steps)
             if matrix_rate is None
             else MuonOptimizer(model, settings, matrix_rate=matrix_rate, total_steps=settings.steps)
         )
@@ -77,12 +77,13 @@ class SftLearner:
             for packed in self._packs(examples):
                 scores = self._score(packed)
                 part = -scores.logprobs.sum() / num_trained
-                failure = loss_error(self._model, part, self._steps, "the loss")
+                failure = loss_error(self._parameters, part, self._steps, "the loss")
                 if failure is not None:
                     raise failure
                 torch.autograd.backward(part)
                 loss += float(part.detach())
                 entropy += float(scores.entropy.sum()) / num_trained
+            self._model.complete_gradients()
             update = self._optimizer.update(self._steps)
         except NonFiniteError:
             self._optimizer.discard()
@@ -114,7 +115,7 @@ class SftLearner:
     ) -> None:
         """Continue after `steps` updates; CheckpointError if the tensors are another model's."""
         self._optimizer.load(tensors)
-        load_parameters(self._model, weights)
+        load_parameters(self._parameters, weights)
         self._steps = steps
 
     def _packs(self, examples: Sequence[Example]) -> list[PackedSequences]:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from longtail.config.sections import OptimizerSection
-from longtail.model.transformer import Transformer
+from longtail.model.hf.model import PolicyTransformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, all_gather_scalar
 from longtail.rl.optim import Optimizer
 
@@ -34,10 +34,10 @@ class Shards:
     def __init__(
         self,
         group: ProcessGroup,
-        whole: Transformer,
+        whole: PolicyTransformer,
         settings: OptimizerSection,
         moments: Mapping[str, Tensor],
-        reference: Transformer | None,
+        reference: PolicyTransformer | None,
         *,
         total_steps: int,
     ) -> None:
@@ -89,7 +89,7 @@ class Shards:
         return tensor[self._group.rank * most :][:most]
 
 
-def _shard(model: Transformer, mesh: DeviceMesh) -> Transformer:
+def _shard(model: PolicyTransformer, mesh: DeviceMesh) -> PolicyTransformer:
     """Keep only this rank's rows of a model; its gradients become sums over the ranks."""
     layers = next(each for each in model.modules() if isinstance(each, nn.ModuleList))
     for module in (*layers, model):

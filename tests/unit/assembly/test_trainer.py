@@ -125,7 +125,7 @@ def test_broken_weights_are_not_published(workshop: Workshop) -> None:
     components = _components(workshop)
     with torch.no_grad():
         components.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
-    with pytest.raises(NonFiniteError, match=r"layers\.1\.feed_forward\.down\.weight .*version 0"):
+    with pytest.raises(NonFiniteError, match=r"layers\.1\.mlp\.down_proj\.weight .*version 0"):
         Worker(components).publish()
 
 

@@ -94,7 +94,7 @@ def assert_same_state(
     """Compare with a learner: the order of additions is all that differs."""
     numbers, *ours = state_of(ranks, sharded=sharded)
     assert numbers == {"version": learner.version}
-    expected = (learner.state().tensors, learner.weights().tensors)
+    expected = (learner.state().tensors, learner.learned())
     for found, theirs in zip(ours, map(arrays, expected), strict=True):
         assert found.keys() == theirs.keys()
         for name, array in found.items():
@@ -158,7 +158,7 @@ def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
     single, _ = learn_alone(STEPS, settings, dtype=torch.float32)
     begin(ranks[:2], settings, dtype=torch.float32)
     learn(ranks[:2], STEPS)
-    theirs = arrays(single.weights().tensors)
+    theirs = arrays(single.learned())
     for name, array in state_of(ranks[:2], sharded=True)[2].items():
         # Sums in another order err by 2^-24 of a gradient each; updates are 0.05 of it at most.
         assert np.abs(array - theirs[name]).max() <= 1e-6, name
@@ -283,9 +283,9 @@ def test_any_two_weights_have_different_digests():
     learner.step(STEPS[0].batches())
     after = learner.digest()
     assert after != twin.digest()
-    twin.restore(learner.state(), learner.weights().tensors)
+    twin.restore(learner.state(), learner.learned())
     assert twin.digest() == after
-    weights = dict(learner.weights().tensors)
+    weights = learner.learned()
     weights["norm.weight"].view(torch.int64)[3] ^= 1
     twin.restore(learner.state(), weights)
     assert twin.digest() != after

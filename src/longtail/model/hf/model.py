@@ -4,19 +4,28 @@ Reads what transformers 4 and 5 write for the supported families, and writes wha
 code of a model directory is run, no pickle is opened, nothing is downloaded.
 """
 
+import copy
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
 
 from longtail.errors import CheckpointError, ConfigError
+from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.hf.config import Fields, emit, parse
-from longtail.model.hf.weights import check_weights, read_weights, to_hf, write_weights
+from longtail.model.hf.weights import check_weights, hf_rows, read_weights, to_hf, write_weights
+from longtail.model.kernels.products import ROWS
+from longtail.model.kernels.scores import Head
+from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system.files import read_json
+from longtail.types import PackedSequences
 
 _DTYPES = {
     "float64": torch.float64,
@@ -24,6 +33,61 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+@final
+class PolicyTransformer(Transformer, Policy):
+    """Our decoder as a policy: it computes packed sequences, and has Hugging Face's names."""
+
+    def hidden(
+        self, packed: PackedSequences, *, recompute: bool = False
+    ) -> Float[Tensor, "at_least_tokens hidden"]:
+        """Return final hidden states, under autocast on a CPU of more tokens than there are.
+
+        The others are one more sequence: products then have a number of rows that suits them.
+        """
+        tokens, positions, ends = packed.tokens, packed.positions, packed.cu_seqlens
+        places, missing = packed.places, -packed.num_tokens % ROWS
+        if missing and self.head.cast is not None:
+            tokens, positions = F.pad(tokens, (0, missing)), F.pad(positions, (0, missing))
+            ends = (*ends, ends[-1] + missing)
+            if places is not None:
+                more = torch.arange(packed.num_tokens, len(tokens), device=places.device)
+                places = torch.cat((places, more))
+        attention: Attention = PackedAttention(ends)
+        if places is not None:
+            attention = SharedAttention(whole=attention, places=places)
+        return self(tokens, positions, attention, recompute=recompute)
+
+    def score_head(self) -> Head:
+        """Return the LM head, its products in the dtype of autocast if that is enabled."""
+        weight, cast, device = self.head.weight, self.head.cast, self.device.type
+        if not torch.is_autocast_enabled(device):
+            return Head(weight=weight, computed=weight.detach(), direct=False)
+        computed = weight.detach().to(torch.get_autocast_dtype(device)) if cast is None else cast
+        return Head(weight=weight, computed=computed, direct=cast is not None)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return all parameters."""
+        return dict(self.requires_grad_(True).named_parameters())
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the rows of the parameters by Hugging Face's names."""
+        yield from hf_rows(self).items()
+
+    def reference(self) -> "PolicyTransformer":
+        """Return a frozen copy."""
+        frozen = copy.deepcopy(self).requires_grad_(False)
+        frozen.fuse()
+        return frozen
+
+    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+        """Write a Hugging Face directory."""
+        save_model(self, path, eos_ids=eos_ids)
+
+    def read(self, path: Path) -> Mapping[str, Tensor]:
+        """Read the parameters of a directory that `save` wrote."""
+        return dict(load_model(path, self.dtype).named_parameters())
 
 
 def load_config(path: Path | str) -> ModelConfig:
@@ -46,7 +110,7 @@ def stored_dtype(path: Path | str) -> torch.dtype:
 
 def load_model(
     path: Path | str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Transformer:
+) -> PolicyTransformer:
     """Read a model directory; a `dtype` of None keeps the stored dtype.
 
     Takes memory for the model and one tensor. Raises ConfigError for missing, extra or misshapen
@@ -58,7 +122,7 @@ def load_model(
 
 def read_model(
     config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Transformer:
+) -> PolicyTransformer:
     """Read the weights of a directory, which need not hold a config.json; see `load_model`."""
     files = check_weights(config, path)  # before sizes from config.json are allocated
     model = empty_model(config, dtype, device)
@@ -68,10 +132,10 @@ def read_model(
 
 def empty_model(
     config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Transformer:
+) -> PolicyTransformer:
     """Return a model whose parameters are allocated but have no values yet."""
     with torch.device("meta"):
-        model = Transformer(config)
+        model = PolicyTransformer(config)
     model = model.to(dtype).to_empty(device=device)
     if config.tied_embeddings:  # both conversions untie the head
         embedding = model.embedding.weight

@@ -128,6 +128,8 @@ class Head:
     """The same in the dtype of the products."""
     direct: bool
     """Whether the gradient is added to `weight.grad` instead of being returned to autograd."""
+    is_product: bool = True
+    """Whether the logits are the product with the weight alone: not scaled, capped or shifted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

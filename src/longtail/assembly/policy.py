@@ -1,0 +1,52 @@
+"""The policy that a run trains: our decoder, or the modelling code of transformers."""
+
+from pathlib import Path
+
+import torch
+
+from longtail.config.rl import LearnerSection, RunConfig
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.model import load_config, load_model
+from longtail.model.policy import Policy
+from longtail.model.transformer import ModelConfig
+from longtail.system.device import DTYPES
+
+
+def uses_transformers(directory: Path, own: LearnerSection) -> bool:
+    """Return whether transformers' code is trained: by choice, or because ours lacks the family."""
+    if own.model != "auto":
+        return own.model == "transformers"
+    try:
+        load_config(directory)
+    except UnsupportedModelError:
+        return True
+    return False
+
+
+def check_policy(directory: Path, config: RunConfig) -> None:
+    """Raise ConfigError if the learner cannot train the model of a directory as configured."""
+    if config.is_sharded and uses_transformers(directory, config.learner):
+        raise ConfigError(
+            "learner.sharding = 'full': transformers' code is trained (learner.model), whose "
+            "weights are not sharded; set 'none', or learner.model = 'own' for a family it has"
+        )
+
+
+def open_policy(directory: Path, config: RunConfig, device: torch.device | str) -> Policy:
+    """Read the model of a directory for the learner. Raises ConfigError."""
+    dtype = DTYPES[config.learner.dtype]
+    if not uses_transformers(directory, config.learner):
+        return load_model(directory, dtype, device)
+    from longtail.model.hf.causal import open_causal
+
+    return open_causal(directory, dtype, device)
+
+
+def shape_of(directory: Path) -> ModelConfig:
+    """Return the shape of a model; of a family that ours lacks, that of a decoder as large."""
+    try:
+        return load_config(directory)
+    except UnsupportedModelError:
+        from longtail.model.hf.causal import equal_decoder
+
+        return equal_decoder(directory)

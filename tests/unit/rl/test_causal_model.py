@@ -1,0 +1,312 @@
+"""Transformers' modelling code behind the learner: scores and gradients are those of each text."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from longtail.assembly.memory import count_parameters
+from longtail.config.rl import LearnerSection
+from longtail.config.sft import SftTrainSection
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, open_causal
+from longtail.model.hf.model import PolicyTransformer, save_model
+from longtail.model.hf.weights import hf_rows, tensor_names
+from longtail.rl.data.examples import Example
+from longtail.rl.learner import Learner
+from longtail.rl.logprobs import score
+from longtail.rl.packing import lay_out, pack_rollouts, share_prompts
+from longtail.rl.sft_learner import SftLearner
+from longtail.types import SamplingParams
+from support.rollouts import rollout
+from support.tiny_models import tiny_model
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+    "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
+}  # fmt: skip
+HEADS = {"head_dim": 8, "sliding_window": 8}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {**HEADS, "query_pre_attn_scalar": 8},
+    "gemma2": {**HEADS, "query_pre_attn_scalar": 8},  # its logits are capped
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8},
+    "smollm3": {},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0},
+    "cohere": {},  # its logits are scaled
+    "phi3": {},
+    "phi": {},  # its head has a bias
+    "glm4": {"head_dim": 8},
+    "qwen3_moe": {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    },
+    "mixtral": EXPERTS,
+    "gpt_oss": {
+        **HEADS, **EXPERTS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2,
+        "topk_group": 1, "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8,
+        "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "first_k_dense_replace": 1,
+    },
+}  # fmt: skip
+NOT_PRODUCTS = {"gemma2", "granite", "cohere", "phi"}
+TEXTS = [tuple((7 * i + 3 * j * j) % 64 for j in range(n)) for i, n in enumerate((20, 13, 19, 5))]
+PROMPTS = [6, 4, 6, 1]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.7, top_k=20)]
+
+
+def random_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A tiny model of the family, with logits of standard deviation about 1."""
+    config = AutoConfig.for_model(name, **{**SHAPE, **FAMILIES[name], **changes})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@cache
+def saved(root: Path, family: str) -> Path:
+    save_model(tiny_model(family), root / family)
+    return root / family
+
+
+def in_float64(model: CausalModel) -> CausalModel:
+    """The same, without the places where transformers computes in float32 whatever the dtype."""
+
+    def norm(self: nn.Module, x: Tensor) -> Tensor:
+        eps = self.variance_epsilon
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+    def rotation(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        turns = position_ids[..., None] * self.inv_freq.double()
+        both = torch.cat((turns, turns), -1)
+        return both.cos(), both.sin()
+
+    for module in model.model.modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            module.forward = norm.__get__(module)
+        elif kind.endswith("RotaryEmbedding"):
+            module.forward = rotation.__get__(module)
+    return model
+
+
+def pair(root: Path, family: str) -> tuple[PolicyTransformer, CausalModel]:
+    """Our decoder and transformers' code with the same weights, in float64."""
+    ours = tiny_model(family, dtype=torch.float64)
+    return ours, in_float64(open_causal(saved(root, family), torch.float64))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("causal")
+
+
+def alone(model: PreTrainedModel, text: tuple[int, ...], first: int) -> Tensor:
+    """Logprobs of a text's tokens from `first`, by all of the model's own logits."""
+    logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+    rows = torch.arange(first - 1, len(text) - 1)
+    return logits.log_softmax(-1)[rows, torch.tensor(text[first:])]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared prompts"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "truncated"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_scores_and_gradients_are_those_of_our_decoder(root, family, sampling, shared):
+    """A sum of some hundred terms of size 1 in another order: below 1e-12, given room."""
+    texts = [(5, 9, 2, 7, *text) for text in TEXTS[:3]] + [TEXTS[3]]
+    packed = lay_out(texts, [4, 4, 4, 1])
+    if shared:
+        packed = share_prompts(packed)
+        assert packed.places is not None
+    found = []
+    for model in pair(root, family):
+        model.trainable()
+        model.fuse()
+        scores = score(model, packed, sampling, max_logits=128 * 7)  # in chunks
+        weight = torch.arange(len(scores.logprobs), dtype=torch.float64).cos()
+        (scores.logprobs * weight).sum().backward()
+        for parameter in model.parameters():  # published in the same names as the weights
+            parameter.data = parameter.grad
+        gradients = {name: tensor.clone() for name, tensor in model.published()}
+        found.append((scores.logprobs.detach(), scores.entropy, gradients))
+    ours, theirs = found
+    assert float((ours[0] - theirs[0]).abs().max()) < 1e-9
+    assert float((ours[1] - theirs[1]).abs().max()) < 1e-9
+    assert ours[2].keys() == theirs[2].keys()
+    for name, gradient in ours[2].items():
+        assert float((gradient - theirs[2][name]).abs().max()) < 1e-9 * max(
+            1.0, float(gradient.abs().max())
+        ), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_scores_each_text_as_its_own_logits_do(name):
+    inner = random_model(name)
+    model = CausalModel(inner)
+    assert model.score_head().is_product == (name not in NOT_PRODUCTS)
+    model.trainable()
+    packed = lay_out(TEXTS, PROMPTS)
+    expected = torch.cat([alone(inner, t, p) for t, p in zip(TEXTS, PROMPTS, strict=True)])
+    torch.autograd.backward(-expected.sum())
+    gradients = {n: p.grad for n, p in inner.named_parameters() if p.grad is not None}
+    for recompute in (False, True):
+        inner.zero_grad()
+        scores = score(model, packed, SamplingParams(), recompute=recompute, max_logits=64 * 7)
+        assert float((scores.logprobs - expected).detach().abs().max()) < 1e-4
+        assert float(scores.logprobs.detach().std()) > 0.05
+        torch.autograd.backward(-scores.logprobs.sum())
+        for each, gradient in gradients.items():
+            gap = (inner.get_parameter(each).grad - gradient).abs().max()
+            assert float(gap) <= 1e-4 * (1 + float(gradient.abs().max())), each
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_names_are_those_of_the_files_and_files_restore_every_weight(name, tmp_path):
+    model = CausalModel(random_model(name))
+    model.save(tmp_path, (1, 2))
+    published = dict(model.published())
+    kept = {each for each, _ in model.model.named_buffers()}
+    assert tensor_names(tmp_path) - kept == published.keys()
+    again = open_causal(tmp_path, torch.float32)
+    for each, tensor in again.published():
+        assert torch.equal(tensor, published[each]), each
+    read = model.read(tmp_path)
+    assert all(torch.equal(read[each], p) for each, p in model.trainable().items())
+    assert again.model.generation_config.eos_token_id == [1, 2]
+
+
+def test_texts_of_our_families_are_published_in_the_names_of_our_decoder(root):
+    for family in ("llama", "qwen2"):
+        ours, theirs = pair(root, family)
+        expected = hf_rows(ours)
+        assert {n: t.shape for n, t in theirs.published()} == {
+            n: t.shape for n, t in expected.items()
+        }
+
+
+def test_no_token_sees_another_text_or_what_follows_it(root):
+    _, model = pair(root, "qwen3")
+    with torch.no_grad():
+        alike = model.hidden(lay_out(TEXTS, PROMPTS))
+        other = [TEXTS[0], (*TEXTS[1][:-1], 63), *TEXTS[2:]]
+        changed = model.hidden(lay_out(other, PROMPTS))
+    assert (alike != changed).any(-1).nonzero()[:, 0].tolist() == [20 + 13 - 1]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([10, 3, 9, 10], [[0, 3, 2], [1]]),
+        ([5], [[0]]),
+        ([1, 1], [[0, 1]]),
+        ([100, 80, 90], [[0, 2, 1]]),
+        ([100, 79, 90], [[0, 2], [1]]),
+    ],
+)
+def test_buckets_have_little_padding(lengths, expected):
+    assert buckets(lengths) == expected
+
+
+def test_an_expert_that_no_token_reaches_is_updated_with_a_gradient_of_zero():
+    """A layer of experts as older code has it: those without a token take no part in the pass."""
+    inner = random_model("smollm3")
+    idle = nn.Parameter(torch.ones(3))
+    inner.model.layers[0].register_parameter("idle", idle)
+    learner = Learner(CausalModel(inner), LearnerSection(learning_rate=0.1))
+    before = {name: tensor.clone() for name, tensor in learner.learned().items()}
+    learner.step([batch()])
+    after = learner.learned()
+    assert torch.equal(after["model.layers.0.idle"], before["model.layers.0.idle"])
+    assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+
+
+def batch():
+    rollouts = [
+        rollout(list(text), prompt, number=index, logprobs=(-1.0,) * (len(text) - prompt))
+        for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True))
+    ]
+    return pack_rollouts(rollouts, [1.0, -0.5, 0.3, -0.8], sampling=SamplingParams(), budget=40)
+
+
+def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
+    """The same losses, norms and weights; restored in between, with the KL to the initial policy.
+
+    eps = 1 keeps the first update smooth in the gradient.
+    """
+    settings = LearnerSection(
+        learning_rate=0.05, eps=1.0, kl_coef=0.1, dtype="float64", max_grad_norm=1e9
+    )
+    ours, theirs = (Learner(model, settings) for model in pair(root, "llama"))
+    for step in range(3):
+        first, second = ours.step([batch()]), theirs.step([batch()])
+        assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-9)
+        if step == 1:
+            fresh = Learner(pair(root, "llama")[1], settings)
+            fresh.restore(theirs.state(), theirs.learned())
+            theirs = fresh
+    published = ours.weights(), theirs.weights()
+    assert [each.version for each in published] == [3, 3]
+    for name, tensor in published[0].tensors.items():
+        assert float((tensor - published[1].tensors[name]).abs().max()) < 1e-9, name
+
+
+def test_a_supervised_learner_takes_it_too(root):
+    settings = SftTrainSection(steps=2, learning_rate=0.01, autocast=False)
+    examples = [Example(tokens=t, prompt_len=p) for t, p in zip(TEXTS, PROMPTS, strict=True)]
+    learners = [
+        SftLearner(model, settings)
+        for model in (tiny_model("llama"), open_causal(saved(root, "llama"), torch.float32))
+    ]
+    losses = [[each.step(examples).loss for _ in range(2)] for each in learners]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert losses[0][1] < losses[0][0]
+
+
+def test_the_size_of_a_foreign_model_is_known_without_its_weights(tmp_path):
+    model = random_model("mixtral")
+    model.config.save_pretrained(tmp_path)
+    shape = equal_decoder(tmp_path)
+    assert (shape.vocab_size, shape.max_positions) == (64, 128)
+    assert count_parameters(shape) == pytest.approx(model.num_parameters(), rel=0.01)
+
+
+def test_what_cannot_be_opened_is_refused_by_one_sentence(tmp_path):
+    model = random_model("olmo2")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="quantization_config is set"):
+        open_causal(tmp_path, torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ConfigError, match="transformers cannot open it"):
+        open_causal(tmp_path, torch.float32)
+
+
+def test_logits_that_the_head_does_not_give_are_refused(monkeypatch):
+    inner = random_model("olmo2")
+    forward = type(inner).forward
+
+    def shifted(self, input_ids=None, **more):
+        found = forward(self, input_ids=input_ids, **more)
+        if input_ids is not None:
+            found.logits = found.logits + F.one_hot(input_ids, 64)
+        return found
+
+    monkeypatch.setattr(type(inner), "forward", shifted)
+    with pytest.raises(UnsupportedModelError, match="its logits are not those of its last hidden"):
+        CausalModel(inner)
