@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from longtail.assembly.drafters import FRESH, LearnedDrafter, Target
+from longtail.assembly.worker import open_own
 from longtail.config.rl import RunConfig
 from longtail.drafter.weights import DRAFT_IDS
 from longtail.engine.request import EngineLimits
@@ -69,10 +70,10 @@ def config(drafter: str) -> RunConfig:
 
 
 def requests(num: int = NUM_REQUESTS, max_tokens: int = 40) -> list[Request]:
-    """Return requests of all kinds, two for each prompt."""
+    """Return requests of all kinds, two for each prompt; one prompt is longer than a step."""
     target, made = toy_target(), []
     for index in range(num):
-        text = f"{index // 2} : {index // 2 + 13} {index % 3} "
+        text = f"{index // 2} : {index // 2 + 13} {index % 3} " * (6 if index == 7 else 1)
         kind = {"max_tokens": max_tokens, **_KINDS[index % len(_KINDS)]}
         made.append(
             Request(
@@ -114,6 +115,14 @@ def law_1_drafts_change_no_text(opening: Open) -> None:
         assert drafted == again == plain, name
         assert name == "history" or sum(each.num_accepted for each in verified) > 0, name
         assert all(each.num_accepted <= each.num_drafted for each in verified), name
+
+
+def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
+    """Equal weights, prompts, parameters and keys lead to equal texts, whoever generates."""
+    target = toy_target()
+    own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
+    with opening(DRAFTERS[0]) as (generator, _):
+        assert texts(generator.generate(requests())) == texts(own.generate(requests()))
 
 
 def law_3_logprobs_are_the_learners(opening: Open) -> None:
@@ -220,6 +229,7 @@ def a_request_that_cannot_be_served_is_refused(opening: Open) -> None:
 
 
 LAWS = (
+    law_1_texts_are_those_of_longtails_engine,
     law_3_logprobs_are_the_learners,
     law_4_no_request_depends_on_its_neighbours,
     law_6_no_text_begins_under_old_weights,

@@ -116,6 +116,9 @@ def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
         if self.input_batch.sampling_metadata.all_greedy:
             return stock(self, logits, spec_decode_metadata)
         noise = step_noise(self, spec_decode_metadata)
+        # Nothing is drawn with them, and on a CPU vLLM 0.32 cannot rewind them after a part of a
+        # prompt.
+        self.input_batch.generators.clear()
         if getattr(self, "drafter", None) is not None:
             self.drafter.longtail_keys = noise.keys
         token = _NOISE.set(noise)
