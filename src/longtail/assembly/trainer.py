@@ -167,6 +167,7 @@ def _worker_pool(
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
     gpus = float(run_device(config).type == "cuda")
+    gpus *= float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
     return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
 
 

@@ -30,9 +30,9 @@ from longtail.assembly.drafters import (
     target_of,
 )
 from longtail.config.rl import RunConfig
+from longtail.drafter.architecture import ARCHITECTURES
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
-from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, UnsupportedModelError
@@ -46,7 +46,7 @@ from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+from longtail.vllm.guards import KEY, TESTED, TESTED_VERSIONS
 
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
@@ -72,6 +72,11 @@ def uses_vllm(config: RunConfig, directory: Path) -> bool:
         raise ConfigError(
             "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
             "process; set it to 'none', or rollout.engine to 'own'"
+        )
+    own_tree = config.speculation.tuner == "fixed" and config.speculation.width > 1
+    if own_tree:
+        raise ConfigError(
+            f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"
         )
     if config.rollout.min_p and config.speculation.drafter != NONE:
         raise ConfigError(
@@ -119,6 +124,9 @@ def open_vllm(
     learned = None
     if target is not None and name is not None:
         learned = _learned(open_trainable([name], target, log), target, config)
+    if len(names) > 1:
+        log(f"vLLM drafts with one drafter, which is {name}")
+    settings = {"drafts": "coupled" if config.speculation.coupled else "match"}
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         drafter = None
         if learned is not None:
@@ -132,7 +140,7 @@ def open_vllm(
             limits,
             dtype=DTYPES[config.rollout.dtype],
             drafter=drafter,
-            options=config.rollout.vllm or {},
+            options={"additional_config": {KEY: settings}, **(config.rollout.vllm or {})},
         )
     return generator, learned
 
@@ -144,8 +152,9 @@ def _learned(
     if loaded is None:
         return None
     texts = None
-    if loaded.layer.config.recipe == "ridge" and config.spot.train != "never":
-        texts = TextSums(target.model, loaded.layer.config.slots)
+    make = ARCHITECTURES[loaded.layer.config.recipe].statistics
+    if make is not None and config.spot.train != "never" and run_device(config).type == "cpu":
+        texts = make(loaded.layer, target.model)
     return LearnedDrafter(loaded=loaded, target=target, texts=texts)
 
 
@@ -172,20 +181,17 @@ def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDraf
 
 
 def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> str | None:
-    """Return the drafter that vLLM runs; of several that `auto` names, the first.
+    """Return the drafter that vLLM runs, the first of several.
 
     `has_drafters`: the model is one of those that longtail's drafters can read.
     """
     given = config.speculation.drafter
-    if len(names) > 1 and given != AUTO:
-        raise ConfigError(
-            f"speculation.drafter = {given!r}: vLLM drafts with one drafter; name one of "
-            f"{', '.join(names)}"
-        )
-    if not names or names[0] == HISTORY or has_drafters:
-        return names[0] if names else None
-    if given == AUTO:
+    name = names[0] if names else None
+    is_new = name == FRESH and run_device(config).type == "cuda"  # vLLM's V2 runner keeps no states
+    if given == AUTO and name is not None and (is_new or not has_drafters):
         return HISTORY
+    if name in (None, HISTORY) or has_drafters:
+        return name
     raise ConfigError(
         f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "
         "decoder (learner.model = 'own'); set it to 'history' or 'none'"

@@ -24,6 +24,7 @@ from longtail.assembly.vllm import open_vllm, uses_vllm
 from longtail.cluster.worker import Drafting, Worker, WorkerComponents
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
+from longtail.drafter.architecture import ARCHITECTURES
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
@@ -120,9 +121,10 @@ def open_own(
 
 def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Drafting | None:
     """Build the trainer of a drafter; None if it does not learn."""
-    if own.train == "never":
-        return None
     loaded, target = learned.loaded, learned.target
+    by_sums = ARCHITECTURES[loaded.layer.config.recipe].statistics is not None
+    if own.train == "never" or (by_sums and learned.texts is None):
+        return None
     renewable_ids = loaded.draft_ids if loaded.head is None else None
     drafting = Drafting(
         served=DrafterWeights(

@@ -19,10 +19,11 @@ from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.start import as_eagle, regress
+from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.trainer import DrafterTrainer
 from longtail.model.transformer import ModelConfig, Transformer
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import Drafter, Statistics
 
 DraftConfig = EagleConfig | RidgeConfig
 DraftLayer = EagleLayer | RidgeLayer
@@ -42,6 +43,8 @@ class DraftArchitecture:
     """Makes one from a layer, a target and settings, `draft_ids` and `head`."""
     regress: Callable[..., int] | None = None
     """Starts a fresh layer from a regression over texts; None: it cannot, or needs none."""
+    statistics: Callable[..., Statistics] | None = None
+    """Makes, from a layer and a target, sums from which the weights follow; None: by gradient."""
     as_eagle: Callable[..., EagleLayer] = lambda layer: layer
     """Returns the nearest layer that other engines read."""
 
@@ -66,6 +69,7 @@ ARCHITECTURES: Mapping[str, DraftArchitecture] = MappingProxyType(
             trainer=lambda layer, target, _, *, draft_ids, head: RidgeTrainer(
                 layer, target, draft_ids=draft_ids
             ),
+            statistics=lambda layer, target: TextSums(target, layer.config.slots),
             as_eagle=as_eagle,
         ),
     }

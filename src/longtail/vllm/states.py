@@ -53,7 +53,7 @@ class StateReader:
 
     def __init__(self, engine: Any, texts: Statistics) -> None:
         (runner, *others) = engine.collective_rpc(_runner)
-        if others or not hasattr(runner, "execute_model_state"):
+        if others or not hasattr(runner, "input_batch"):
             raise ConfigError(
                 "speculation.drafter: a drafter that learns from sums needs vLLM's V1 model runner "
                 f"in one process (vLLM {TESTED} on a CPU); give a trained EAGLE drafter, or history"
