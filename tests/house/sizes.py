@@ -12,25 +12,26 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1120,
-    "assembly": 1100,
+    "top level": 1335,
+    "assembly": 1410,
     "bench": 2565,
     "cli": 715,
-    "cluster": 3120,
-    "config": 1155,
-    "drafter": 4945,
-    "engine": 3285,
-    "integrations": 3045,
-    "model": 4130,
-    "programs": 1140,
-    "rl": 3930,
+    "cluster": 3105,
+    "config": 1165,
+    "drafter": 4950,
+    "engine": 3160,
+    "integrations": 1730,
+    "model": 4600,
+    "programs": 1135,
+    "rl": 3870,
     "run": 1410,
     "serve": 900,
     "speculation": 1090,
     "system": 855,
     "tuner": 1035,
-    "view": 1120,
-    "tests": 30060,
+    "view": 1110,
+    "vllm": 1905,
+    "tests": 30890,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {
