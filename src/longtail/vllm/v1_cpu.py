@@ -1,9 +1,10 @@
-"""Three defects of vLLM on CPUs, and linear layers in blocks of equal height.
+"""Four defects of vLLM on CPUs, and linear layers in blocks of equal height.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
+_setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
 
 vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
 pass does. Where each linear layer multiplies blocks of a fixed number of rows, a row depends on no
@@ -37,7 +38,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
 
 
 def defects() -> list[Patch]:
-    """Return replacements of the two functions."""
+    """Return replacements of three functions; `repack_heads` mends the fourth defect."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     expanded = "x cu_num_tokens num_tokens replace_from replace_to"
     check(rejection, "expand_batch_to_tokens", expanded)
@@ -48,8 +49,22 @@ def defects() -> list[Patch]:
     def apply_sampling_constraints(logits: Tensor, *rest: Any) -> Tensor:
         return constrain(logits, *rest) if len(logits) else logits
 
+    experts = class_of(
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
+        "UnquantizedFusedMoEMethod",
+    )
+    setup = check(experts, "_setup_kernel", "self layer w13 w2")
+
+    @wraps(setup)
+    def _setup_kernel(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        is_update = self.moe_kernel is not None
+        setup(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
     new = (expand_batch_to_tokens, apply_sampling_constraints)
-    return [Patch(owner=rejection, name=each.__name__, replacement=each) for each in new]
+    found = [Patch(owner=rejection, name=each.__name__, replacement=each) for each in new]
+    return [*found, Patch(owner=experts, name="_setup_kernel", replacement=_setup_kernel)]
 
 
 def expand_batch_to_tokens(

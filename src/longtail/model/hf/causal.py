@@ -46,6 +46,8 @@ class CausalModel(Policy):
         """Take a PreTrainedModel. Raises UnsupportedModelError if it cannot be scored by rows."""
         super().__init__()
         self.model = model.eval()
+        # vLLM's own use of transformers' classes, in the same process, asks each instance for it.
+        model.base_model.do_not_compile = True
         kind: Any = _transformers().modeling_layers.GradientCheckpointingLayer
         self._layers = [module for module in model.modules() if isinstance(module, kind)]
         for layer in self._layers:
