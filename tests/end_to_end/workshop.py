@@ -115,7 +115,7 @@ class Workshop:
         return {
             "metrics": [unclocked(row) for row in self.metrics(run)],
             "rollouts": (self.path / run / "rollouts.jsonl").read_bytes(),
-            "weights": (checkpoint / "policy" / "model.safetensors").read_bytes(),
+            "weights": [each.read_bytes() for each in checkpoint.glob("policy/*.safetensors")],
             "optimizer": (checkpoint / "trainer.safetensors").read_bytes(),
             "drafter": self.drafter(run, step),
             "state": {name: state[name] for name in state if name != "seconds"},

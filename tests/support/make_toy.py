@@ -24,9 +24,8 @@ from longtail.assembly.drafters import drafter_directory
 from longtail.cli.main import main
 from longtail.config.sft import SftTrainSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter, identity, load_drafter
-from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.model import PolicyTransformer, load_config, load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource
 from longtail.rl.sft_learner import SftLearner
@@ -118,7 +117,7 @@ def make_reasoner() -> None:
     for row in rows:
         row["completion"] = solution(int(row["problem_id"].split("/")[1]), rng)
     rows += [drill(rng) for _ in rows]
-    model = Transformer(load_config(REASONER))
+    model = PolicyTransformer(load_config(REASONER))
     examples = make_examples(
         rows,
         source="toy",

@@ -2,8 +2,8 @@
 
     python -I families.py FAMILY DIR SRC TESTS
 
-One JSON object on standard output: the largest gap of a logprob between vLLM and the learner, before
-and after a step of the learner whose weights vLLM takes.
+One JSON object on standard output: the largest gap of a logprob between vLLM and the learner,
+before and after a step of the learner whose weights vLLM takes.
 """
 
 import json
@@ -57,14 +57,14 @@ def main(family: str, place: str, *packages: str) -> None:
     make(family, Path(place))
     from longtail.config.rl import LearnerSection
     from longtail.engine.request import EngineLimits
-    from longtail.model.hf.causal import open_causal
+    from longtail.model.hf.causal import CausalModel, read_pretrained
     from longtail.rl.learner import Learner
     from longtail.rl.packing import pack_rollouts
     from longtail.types import Request, SamplingParams
     from longtail.vllm.generator import VllmGenerator
     from support.rollouts import rollout
 
-    policy = open_causal(Path(place), torch.float32)
+    policy = CausalModel(read_pretrained(Path(place), torch.float32, "cpu"))
     learner = Learner(policy, LearnerSection(learning_rate=0.02))
     generator = VllmGenerator(
         Path(place),

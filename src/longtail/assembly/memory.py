@@ -30,6 +30,14 @@ def count_parameters(shape: ModelConfig) -> int:
     return embeddings + shape.num_layers * _layer_parameters(shape) + shape.hidden_size
 
 
+def _adapter_parameters(shape: ModelConfig, rank: int) -> int:
+    """Count the parameters of adapters of all matrices inside layers."""
+    hidden, wide, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
+    ends = 4 * hidden + 2 * heads + 2 * kv_heads + 3 * (hidden + wide)
+    return shape.num_layers * rank * ends
+
+
 def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> dict[str, int]:
     """Return the bytes of each use of memory by one worker.
 
@@ -43,19 +51,22 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     scores = min(tokens, max(1, MAX_LOGITS // shape.vocab_size)) * shape.vocab_size
     weights = master * parameters
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
+    trained = shard
+    if learner.lora is not None:
+        trained = master * _adapter_parameters(shape, learner.lora.rank)
     has_drafter = config.speculation.drafter not in ("none", "history")
     found = {
         "rollout weights": parameters
         * small
         * (2 if on_cpu and rollout.dtype == "bfloat16" else 1),
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small),
-        "weights, their copy and gradients": 3 * shard,
-        "optimizer moments": 2 * shard,
+        "weights, their copy and gradients": 2 * shard + trained,
+        "optimizer moments": 2 * trained,
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
-        "reference model": shard if learner.kl_coef > 0 else 0,
+        "reference model": shard if learner.kl_coef > 0 and learner.lora is None else 0,
         "gathered weights": 2 * weights if config.is_sharded and on_cpu else 0,
-        "undo of a step": 3 * weights
+        "undo of a step": 3 * trained
         if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded
         else 0,
         _DRAFTER: 4 * (7 * layer + 3 * min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size))

@@ -6,6 +6,8 @@ import torch
 
 from longtail.config.rl import LearnerSection, RunConfig
 from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.adapters import AdaptedModel, import_peft
+from longtail.model.hf.causal import CausalModel, equal_decoder, read_pretrained
 from longtail.model.hf.model import load_config, load_model
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig
@@ -14,8 +16,8 @@ from longtail.system.device import DTYPES
 
 def uses_transformers(directory: Path, own: LearnerSection) -> bool:
     """Return whether transformers' code is trained: by choice, or because ours lacks the family."""
-    if own.model != "auto":
-        return own.model == "transformers"
+    if own.model != "auto" or own.lora is not None:
+        return own.model != "own"
     try:
         load_config(directory)
     except UnsupportedModelError:
@@ -25,6 +27,8 @@ def uses_transformers(directory: Path, own: LearnerSection) -> bool:
 
 def check_policy(directory: Path, config: RunConfig) -> None:
     """Raise ConfigError if the learner cannot train the model of a directory as configured."""
+    if config.learner.lora is not None:
+        import_peft()
     if config.is_sharded and uses_transformers(directory, config.learner):
         raise ConfigError(
             "learner.sharding = 'full': transformers' code is trained (learner.model), whose "
@@ -37,9 +41,8 @@ def open_policy(directory: Path, config: RunConfig, device: torch.device | str) 
     dtype = DTYPES[config.learner.dtype]
     if not uses_transformers(directory, config.learner):
         return load_model(directory, dtype, device)
-    from longtail.model.hf.causal import open_causal
-
-    return open_causal(directory, dtype, device)
+    model, lora = read_pretrained(directory, dtype, device), config.learner.lora
+    return CausalModel(model) if lora is None else AdaptedModel(model, lora, config.run.seed)
 
 
 def shape_of(directory: Path) -> ModelConfig:
@@ -47,6 +50,4 @@ def shape_of(directory: Path) -> ModelConfig:
     try:
         return load_config(directory)
     except UnsupportedModelError:
-        from longtail.model.hf.causal import equal_decoder
-
         return equal_decoder(directory)

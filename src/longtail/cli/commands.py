@@ -120,6 +120,11 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
             options.ImportOptions,
             "programs.published.run_import",
         ),
+        "merge": Command(
+            "Write the whole model of a run that trained adapters (learner.lora).",
+            options.MergeOptions,
+            "programs.merge.run",
+        ),
         "generate": Command(
             "Generate completions of a prompt. A single completion is streamed.",
             options.GenerateOptions,

@@ -24,6 +24,7 @@ verbs:
   train      train a policy with reinforcement learning
   sft        fine-tune a model on prompts with completions
   drafter    train, evaluate, export or import a drafter for speculative decoding
+  merge      write the whole model of a run that trained adapters
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
   bench      measure whole runs, generation, the learner, or longtail inside TRL or vLLM

@@ -52,6 +52,14 @@ class ExportOptions(argparse.Namespace):
 
 
 @dataclass(kw_only=True)
+class MergeOptions(argparse.Namespace):
+    """Options of `longtail merge`."""
+
+    run: Annotated[str, Option("run directory", positional=True)]
+    out: Annotated[str, Option("directory to create")]
+
+
+@dataclass(kw_only=True)
 class ImportOptions(argparse.Namespace):
     """Options of `longtail drafter import`."""
 

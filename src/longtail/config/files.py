@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from longtail.config.options import Arguments, Parser, describe, nearest, place_of
+from longtail.config.options import Arguments, Parser, describe, nearest, place_of, section_of
 from longtail.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -44,11 +44,14 @@ def locate(name: str, command: str = "train") -> Path:
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of all sections by dotted name."""
-    return {
-        f"{section}.{name}": info
-        for section, model_type in _sections(model)
-        for name, info in model_type.model_fields.items()
-    }
+    found: dict[str, FieldInfo] = {}
+    for name, info in model.model_fields.items():
+        section = section_of(model, name)
+        if section is None or info.default is None:
+            found[name] = info
+        inside = {} if section is None else fields_of(section)
+        found |= {f"{name}.{key}": each for key, each in inside.items()}
+    return found
 
 
 def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Model:
@@ -63,10 +66,7 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 def merged(model: type[Model], path: Path | None, given: Mapping[str, Any]) -> Model:
     """Return the values of a run file, overridden by those given on the command line."""
     values = _read(path) if path else {}
-    for section, keys in given.items():
-        table = values.setdefault(section, {})
-        if isinstance(table, dict):
-            table.update(keys)
+    _update(model, values, given)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -78,16 +78,25 @@ def merged(model: type[Model], path: Path | None, given: Mapping[str, Any]) -> M
     raise ConfigError("\n  ".join([f"{place}: {len(problems)} problems", *problems]))
 
 
+def _update(model: type[BaseModel], values: dict[str, Any], given: Mapping[str, Any]) -> None:
+    """Replace the values of a section, and of sections inside it, by those given."""
+    for name, value in given.items():
+        inner = section_of(model, name)
+        if inner is None or not isinstance(value, Mapping):
+            values[name] = value
+        elif isinstance(values.setdefault(name, {}), dict):
+            _update(inner, values[name], value)
+
+
 def render(config: BaseModel) -> str:
     """Return the configuration as TOML without unset fields; `resolve` gives an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name, info in model.model_fields.items():
-        section = info.annotation
-        assert isinstance(section, type), f"{name} is not a section"
-        assert issubclass(section, BaseModel), f"{name} is not a section"
+    for name in model.model_fields:
+        section = section_of(model, name)
+        assert section is not None, f"{name} is not a section"
         yield name, section
 
 

@@ -126,16 +126,26 @@ class Arguments:
         parsed = self.parser.parse_args(words)
         values: dict[str, Any] = {}
         for name, text in vars(parsed).items():
-            section, _, key = name.rpartition(".")
-            if self._has_sections and section:
-                table = self.model.model_fields[section].annotation
-                assert table is not None, f"{section} is a section"
+            *sections, key = name.split(".")
+            if self._has_sections and sections:
+                table, place = self.model, values
+                for section in sections:
+                    table, inner = section_of(table, section) or table, place.get(section)
+                    place[section] = inner if isinstance(inner, dict) else {}
+                    place = place[section]
                 optional = NoneType in get_args(table.model_fields[key].annotation)
                 is_unset = optional and text in ("none", "", ["none"], [""])
-                values.setdefault(section, {})[key] = None if is_unset else _decoded(text)
+                place[key] = None if is_unset else _decoded(text)
             elif not self._has_sections and text is not None:
                 values[name] = _decoded(text)
         return parsed, values
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """Return the model of a field that is a section, which may be unset; None for other fields."""
+    kind = model.model_fields[name].annotation if name in model.model_fields else None
+    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
+    return next((each for each in kinds if issubclass(each, BaseModel)), None)
 
 
 def _decoded(given: Any) -> Any:

@@ -25,6 +25,7 @@ from longtail.config.sections import (
     Processes,
     Seconds,
     Section,
+    Share,
     Table,
 )
 from longtail.system.machine import MAX_INT32
@@ -183,12 +184,29 @@ class ClusterSection(Section):
     """Seconds without progress after which a worker is replaced."""
 
 
+class LoraSection(Section):
+    """Adapters that learn beside frozen weights."""
+
+    rank: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Rank of the matrices of an adapter."""
+    alpha: Positive = 32.0
+    """Scale of the adapters, times the rank."""
+    targets: tuple[Name, ...] = ("all-linear",)
+    """Modules with an adapter, by the ends of their names; `all-linear` is all but the head."""
+    dropout: Share = 0.0
+    """Share of an adapter's inputs that is left out of passes with a gradient."""
+
+
 class LearnerSection(OptimizerSection):
     """Updates of the policy."""
 
     model: Literal["auto", "own", "transformers"] = "auto"
     """Code of the model that learns: `own` (longtail's decoder; Llama, Mistral, Qwen2 and Qwen3),
-    `transformers` (any causal language model that it has), or `auto`: `own` for its families."""
+    `transformers` (any causal language model that it has), or `auto`: `own` for its families,
+    unless `lora` is set, which needs `transformers`."""
+    lora: LoraSection | None = None
+    """Adapters (LoRA by `peft`, extra `lora`) that learn beside frozen weights: {rank = 16, alpha =
+    32, targets = ["all-linear"], dropout = 0}, each with this default; unset trains all weights."""
     loss: LossName = "grpo"
     """Policy-gradient loss, with the advantages that belong to it."""
     mini_batches: Count = 1
@@ -352,6 +370,13 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"learner.overlong_buffer = {learner.overlong_buffer}: it must be less than "
             f"rollout.max_tokens = {rollout.max_tokens}"
+        )
+    if learner.lora is not None and learner.model == "own":
+        yield "learner.model = 'own': learner.lora needs transformers' code; leave out one of them"
+    if learner.lora is not None and learner.sharding == "full":
+        yield (
+            "learner.sharding = 'full': learner.lora trains adapters, which are not sharded; leave "
+            "out one of them"
         )
     if learner.autocast is True and learner.dtype == "float64":
         yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"

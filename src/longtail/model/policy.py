@@ -18,13 +18,8 @@ from longtail.model.kernels.scores import Head
 from longtail.types import PackedSequences
 
 
-class Policy(nn.Module, abc.ABC):
-    """A causal language model whose parameters can be learned."""
-
-    @property
-    @abc.abstractmethod
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
+class Scorer(abc.ABC):
+    """A causal language model that scores tokens."""
 
     @property
     @abc.abstractmethod
@@ -48,6 +43,15 @@ class Policy(nn.Module, abc.ABC):
     def score_head(self) -> Head:
         """Return the weight of the LM head, in the dtype of autocast if that is enabled."""
 
+
+class Policy(nn.Module, Scorer):
+    """A causal language model whose parameters can be learned."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+
     @abc.abstractmethod
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are learned, by the model's own names; a tied head once."""
@@ -57,8 +61,8 @@ class Policy(nn.Module, abc.ABC):
         """Yield all weights by Hugging Face's names, a tied head once; some share memory."""
 
     @abc.abstractmethod
-    def reference(self) -> "Policy":
-        """Return the present policy, frozen, for scores alone."""
+    def reference(self) -> Scorer:
+        """Return the policy before it learns, frozen."""
 
     @abc.abstractmethod
     def save(self, path: Path, eos_ids: Sequence[int]) -> None:

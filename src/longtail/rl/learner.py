@@ -25,7 +25,7 @@ from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, NonFiniteError
 from longtail.model.hf.model import PolicyTransformer
 from longtail.model.kernels.products import can_hold_casts
-from longtail.model.policy import Policy
+from longtail.model.policy import Policy, Scorer
 from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
@@ -257,7 +257,7 @@ class Learner:
         )
 
     def _score(
-        self, packed: PackedSequences, sampling: SamplingParams, model: Policy | None = None
+        self, packed: PackedSequences, sampling: SamplingParams, model: Scorer | None = None
     ) -> TokenScores:
         own = self._settings
         return score(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.kernels.scores import plan_scores, token_scores
-from longtail.model.policy import Policy
+from longtail.model.policy import Scorer
 from longtail.rl.packing import moved
 from longtail.sampling import is_truncated, log_distribution
 from longtail.types import PackedSequences, SamplingParams
@@ -39,7 +39,7 @@ class TokenScores:
 
 
 def score(
-    model: Policy,
+    model: Scorer,
     packed: PackedSequences,
     sampling: SamplingParams,
     *,
@@ -58,7 +58,7 @@ def score(
 
 
 def _score(
-    model: Policy,
+    model: Scorer,
     packed: PackedSequences,
     sampling: SamplingParams,
     recompute: bool,
@@ -88,7 +88,7 @@ def _score(
 
 
 def _score_rows(
-    model: Policy,
+    model: Scorer,
     hidden: Float[Tensor, "rows hidden"],
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,

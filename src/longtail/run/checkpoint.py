@@ -342,6 +342,12 @@ def policy_directory(path: Path) -> Path:
     if (path / "policy" / "config.json").is_file():
         return path / "policy"
     latest = RunDirectory(path).load_latest()
+    for each in (path, path / "policy", *([latest.policy] if latest else [])):
+        if (each / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"{path}: it holds adapters alone (learner.lora); give the directory of the whole "
+                "model, which `longtail merge RUN --out DIR` writes"
+            )
     if latest:
         return latest.policy
     reason = "no such directory" if not path.exists() else "neither a model nor a run with one"

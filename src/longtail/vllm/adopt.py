@@ -10,6 +10,7 @@ the target are out of reach while the weights are loaded. Requests may be runnin
 keys and values of the old drafter until these have left its window.
 """
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from longtail.vllm import v1_cpu
 from longtail.vllm.guards import Patch, check, class_of, module_of
 from longtail.vllm.weights import read_weights
 
+_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 METHOD = "longtail_adopt_drafter"
 """Method that every worker has, for `collective_rpc`; it reads files."""
 LOAD_DRAFTER, LOAD_POLICY = "longtail_load_drafter", "longtail_load_policy"
@@ -62,7 +64,7 @@ def patches() -> list[Patch]:
 
 def _reloading() -> tuple[Callable[..., None], Callable[..., None]]:
     """Return vLLM's functions before and after weights are loaded into a packed model."""
-    module = module_of("vllm.model_executor.model_loader.reload.layerwise")
+    module = module_of(_RELOAD)
     return (
         check(module, "initialize_layerwise_reload", "model"),
         check(module, "finalize_layerwise_processing", "model model_config"),
@@ -119,10 +121,42 @@ def load_policy_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) ->
     """Load all weights of the target, in place."""
     runner = worker.model_runner
     reload = check(runner, "reload_weights", "weights_iterator weights_path is_checkpoint_format")
-    with torch.no_grad():
+    model = runner.get_model()
+    with torch.no_grad(), _noting_layers_left_out() as named:
         reload(weights_iterator=tensors)
         if v1_cpu.is_cpu():
-            v1_cpu.repack_heads(runner.get_model())
+            v1_cpu.repack_heads(model)
+    kinds = {type(each).__name__ for each in model.modules() if list(each.parameters(False))}
+    if left_out := named & kinds:
+        raise ConfigError(
+            f"vLLM cannot take new weights of this model while it runs (its {min(left_out)} keeps "
+            "the old ones): such a model cannot be trained with rollout.engine = 'vllm'"
+        )
+
+
+@contextmanager
+def _noting_layers_left_out() -> Iterator[set[str]]:
+    """Yield the classes of layers that a reload leaves as they were, of which vLLM only warns.
+
+    Layers with buffers alone are among them. A head that is tied to the embedding is not.
+    """
+    found: set[str] = set()
+
+    class Noting(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            name, separator, _ = record.getMessage().partition(": Failed to load weights")
+            found.update({name} - {"ParallelLMHead"} if separator else ())
+            return not separator
+
+    logger, noting = logging.getLogger(_RELOAD), Noting()
+    level = logger.level
+    logger.addFilter(noting)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield found
+    finally:
+        logger.setLevel(level)
+        logger.removeFilter(noting)
 
 
 def _speculative_config(worker: Any) -> Any:

@@ -71,7 +71,7 @@ def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) ->
         (["trian"], "trian: no such verb; did you mean train?"),
         (
             ["qqq"],
-            "qqq: no such verb; the verbs are train, sft, drafter, generate, serve, bench, ",
+            "qqq: no such verb; the verbs are train, sft, drafter, merge, generate, serve, bench, ",
         ),
         (["train", "no.toml"], "no.toml: no such file"),
         (

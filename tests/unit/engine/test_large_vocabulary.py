@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longtail.config.rl import LearnerSection
-from longtail.model.transformer import Transformer
+from longtail.model.hf.model import PolicyTransformer
 from longtail.rl.learner import Learner
 from support.rank_processes import Plan
 from support.tiny_models import tiny_config
@@ -38,7 +38,7 @@ class Sizes(TorchDispatchMode):
 
 def largest_of_a_step(max_logits: int) -> int:
     """The most numbers of any tensor in a learner step."""
-    model = Transformer(replace(tiny_config("qwen2", VOCAB), hidden_size=HIDDEN))
+    model = PolicyTransformer(replace(tiny_config("qwen2", VOCAB), hidden_size=HIDDEN))
     model.initialize(torch.Generator().manual_seed(0))
     learner = Learner(model, LearnerSection(gradient_checkpointing=True), max_logits=max_logits)
     plan = Plan(seed=3, lengths=((4, GENERATED // 2),) * 2, budget=2000)

@@ -28,7 +28,7 @@ from longtail.errors import CheckpointError, ConfigError, NonFiniteError, Unsupp
 from longtail.model.attention import first_places
 from longtail.model.hf.model import read_fields
 from longtail.model.kernels.scores import Head
-from longtail.model.policy import Policy
+from longtail.model.policy import Policy, Scorer
 from longtail.model.transformer import ModelConfig
 from longtail.system.machine import MAX_INT32
 from longtail.types import PackedSequences
@@ -110,7 +110,7 @@ class CausalModel(Policy):
         own = {name: each.detach() for name, each in self.model.named_parameters()}
         yield from self._in_files(own).items()
 
-    def reference(self) -> Policy:
+    def reference(self) -> Scorer:
         """Return a frozen copy."""
         return copy.deepcopy(self).requires_grad_(False)
 
@@ -122,12 +122,15 @@ class CausalModel(Policy):
 
     def save(self, path: Path, eos_ids: Sequence[int]) -> None:
         """Write a Hugging Face directory by `save_pretrained`."""
+        self._save_whole(path, eos_ids)
+
+    def _save_whole(self, path: Path, eos_ids: Sequence[int], **more: Any) -> None:
         from safetensors import SafetensorError
 
         kept = _transformers().GenerationConfig(eos_token_id=list(eos_ids) or None)
         self.model.generation_config = kept
         try:
-            self.model.save_pretrained(path)
+            self.model.save_pretrained(path, **more)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"the model cannot be written to {path}: {error}; free space or choose another path"
@@ -135,7 +138,7 @@ class CausalModel(Policy):
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
         """Read the parameters of a directory that `save` wrote."""
-        return dict(_read(path, self.dtype, "cpu").named_parameters())
+        return dict(read_pretrained(path, self.dtype).named_parameters())
 
     def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors in the names and the division of the model's files."""
@@ -199,12 +202,8 @@ def buckets(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def open_causal(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CausalModel:
-    """Read a model directory by transformers.
-
-    Raises ConfigError or UnsupportedModelError if transformers cannot, or if tensors are missing or
-    quantized; NonFiniteError for NaN or infinity, with the tensor's name.
-    """
-    return CausalModel(_read(path, dtype, device))
+    """Read a model directory by transformers; see `read_pretrained` for the errors."""
+    return CausalModel(read_pretrained(path, dtype, device))
 
 
 def _transformers() -> Any:
@@ -216,7 +215,12 @@ def _transformers() -> Any:
     return transformers
 
 
-def _read(path: Path, dtype: torch.dtype, device: torch.device | str) -> Any:
+def read_pretrained(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
+    """Return the PreTrainedModel of a directory.
+
+    Raises ConfigError or UnsupportedModelError if transformers cannot open it, or if tensors are
+    missing or quantized; NonFiniteError for NaN or infinity, with the tensor's name.
+    """
     library = _transformers()
     library.logging.disable_progress_bar()
     with _opening(path):

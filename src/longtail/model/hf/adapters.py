@@ -1,0 +1,187 @@
+"""Adapters (LoRA; Hu et al. 2021) by PEFT: small matrices that learn beside frozen weights.
+
+weight + scale B A     generates: published under the weight's own name
+weight                 the reference of the KL divergence: the same model, adapters off
+A, B                   gradients, moments, checkpoints (PEFT's files)
+"""
+
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from longtail.config.rl import LoraSection
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf.causal import CausalModel
+from longtail.model.kernels.scores import Head
+from longtail.model.policy import Scorer
+from longtail.system.machine import import_extra
+from longtail.types import PackedSequences
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+_IN_FILES = "base_model.model."
+"""Prefix of each name in PEFT's files."""
+_WRAPPED = ".base_layer"
+"""Part that PEFT adds to the names of adapted weights."""
+
+
+@final
+class AdaptedModel(CausalModel):
+    """A frozen causal language model with adapters, which are drawn from a seed."""
+
+    _dropouts: Sequence["_Dropout"] = ()
+
+    def __init__(self, model: Any, settings: LoraSection, seed: int) -> None:
+        """Take the model and add adapters. Raises ConfigError for targets that it does not have."""
+        peft = import_peft()
+        targets = list(settings.targets)
+        config = peft.LoraConfig(
+            r=settings.rank,
+            lora_alpha=settings.alpha,
+            target_modules=targets[0] if targets == ["all-linear"] else targets,
+            task_type="CAUSAL_LM",
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PEFT's, about its own calls and patterns
+                adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+        except ValueError as error:
+            raise ConfigError(f"learner.lora.targets = {targets}: {error}") from error
+        kind: Any = peft.tuners.tuners_utils.BaseTunerLayer
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        if any(isinstance(module, kind) for module in ends):
+            raise ConfigError(
+                f"learner.lora.targets = {targets}: embedding and head are not adapted, since they "
+                "may be one tensor; name modules inside the layers"
+            )
+        super().__init__(model)
+        self._peft = (adapted,)  # not registered: its modules are those of the model
+        self._adapted = {n: m for n, m in model.named_modules() if isinstance(m, kind)}
+        generator, dropouts = torch.Generator().manual_seed(seed), []
+        for index, layer in enumerate(self._adapted.values()):
+            weight = layer.lora_A["default"].weight
+            bound = weight.shape[1] ** -0.5  # as PEFT draws it, from global random state
+            drawn = torch.rand(weight.shape, generator=generator, dtype=weight.dtype)
+            weight.data.copy_((2 * drawn - 1) * bound)
+            if settings.dropout:
+                dropouts.append(_Dropout(settings.dropout, index))
+                layer.lora_dropout["default"] = dropouts[-1]
+        self._dropouts = dropouts
+
+    def hidden(
+        self, packed: PackedSequences, *, recompute: bool = False
+    ) -> Float[Tensor, "tokens hidden"]:
+        """Return the last hidden states; the dropout of adapters is a function of the tokens."""
+        if self._dropouts and torch.is_grad_enabled():
+            seed = zlib.crc32(packed.tokens.cpu().contiguous().numpy().data)
+            for dropout in self._dropouts:
+                dropout.seed = seed
+        return super().hidden(packed, recompute=recompute)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Return the adapters."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, the adapters added, by the names of the model's files."""
+        yield from self._in_files(self._merged(self.model.named_parameters())).items()
+
+    def reference(self) -> Scorer:
+        """Return the same model with its adapters off."""
+        return _Unadapted(self, self._peft[0])
+
+    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+        """Write the adapters in PEFT's files."""
+        from safetensors import SafetensorError
+
+        try:
+            self._peft[0].save_pretrained(path, save_embedding_layers=False)
+            (path / "README.md").unlink()  # a form to fill in
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"the adapters cannot be written to {path}: {error}; free space or choose another "
+                "path"
+            ) from error
+
+    def read(self, path: Path) -> Mapping[str, Tensor]:
+        """Read adapters from PEFT's files. Raises CheckpointError if they are not there."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            found = load_file(path / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path / WEIGHTS_FILE} cannot be read ({error})") from error
+        names = {_IN_FILES + name.replace(".default.", "."): name for name in self.trainable()}
+        return {names.get(name, name): tensor for name, tensor in found.items()}
+
+    def save_merged(self, path: Path, eos_ids: Sequence[int]) -> None:
+        """Write the model with the adapters added, as a Hugging Face directory."""
+        self._save_whole(path, eos_ids, state_dict=self._merged(self.model.state_dict().items()))
+
+    def _merged(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the tensors of the model without adapters, with these added to the weights."""
+        found = {
+            name.replace(_WRAPPED, ""): tensor.detach()
+            for name, tensor in tensors
+            if ".lora_" not in name
+        }
+        for name, layer in self._adapted.items():
+            whose = getattr(layer, "parameter_name", "weight")  # experts are parameters
+            name = f"{name.replace(_WRAPPED, '')}.{whose}"
+            found[name] = found[name] + layer.get_delta_weight("default").detach()
+        return found
+
+
+@final
+class _Unadapted(Scorer):
+    """An adapted model with its adapters off."""
+
+    def __init__(self, adapted: AdaptedModel, peft_model: Any) -> None:
+        self._adapted, self._peft = adapted, peft_model
+
+    @property
+    def device(self) -> torch.device:
+        return self._adapted.device
+
+    def hidden(self, packed: PackedSequences, *, recompute: bool = False) -> Tensor:
+        with self._peft.disable_adapter():
+            return self._adapted.hidden(packed, recompute=recompute)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._adapted.logits(hidden)
+
+    def score_head(self) -> Head:
+        return self._adapted.score_head()
+
+
+@final
+class _Dropout(nn.Module):
+    """Dropout that needs no random state: the same seed and shape give the same mask.
+
+    So a recomputed layer and a resumed run have the masks of the first time.
+    """
+
+    def __init__(self, share: float, number: int) -> None:
+        super().__init__()
+        self._share, self._number = share, number
+        self.seed = 0
+        """Seed of the newest pass with gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop a share of the numbers, and scale the others up; in a pass with gradients only."""
+        if not torch.is_grad_enabled():
+            return x
+        seed = hash((self.seed, self._number, *x.shape)) % 2**63
+        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+        return x * (drawn.to(x.device) >= self._share) / (1 - self._share)
+
+
+def import_peft() -> Any:
+    """Import PEFT. Raises ConfigError with the command that installs it."""
+    return import_extra("peft", "lora", "learner.lora")

@@ -1,0 +1,193 @@
+"""Adapters: what is published, what learns, what is kept, and what the reference is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from end_to_end.workshop import build, say
+from longtail.assembly import memory
+from longtail.config.rl import LearnerSection, LoraSection, load
+from longtail.errors import CheckpointError, ConfigError
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel, open_causal
+from longtail.model.hf.model import load_model
+from longtail.model.hf.weights import read_tensors
+from longtail.rl.learner import Learner
+from longtail.rl.logprobs import score
+from longtail.rl.packing import lay_out, pack_rollouts
+from longtail.types import SamplingParams, TrainBatch
+from support.causal import FAMILIES, PROMPTS, TEXTS, random_model
+from support.rollouts import rollout
+from support.tiny_models import tiny_config
+
+PACKED = lay_out(TEXTS, PROMPTS)
+
+
+def adapted(family: str = "olmo2", seed: int = 0, **settings: Any) -> AdaptedModel:
+    """A model with adapters that have learned something."""
+    model = AdaptedModel(random_model(family), LoraSection(rank=4, **settings), seed)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.trainable().items():
+        if "lora_B" in name:
+            assert not parameter.any(), "new adapters change nothing"
+            parameter.data.normal_(0.0, 0.1, generator=generator)
+    return model
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return score(model, PACKED, SamplingParams(), max_logits=64 * 7).logprobs
+
+
+def batch() -> TrainBatch:
+    rollouts = [
+        rollout(list(text), prompt, number=index, logprobs=(-1.0,) * (len(text) - prompt))
+        for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True))
+    ]
+    return pack_rollouts(rollouts, [1.0, -0.5, 0.3, -0.8], sampling=SamplingParams(), budget=40)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_weights_score_as_the_adapted_model_and_its_reference_as_the_base(
+    family, tmp_path
+):
+    model = adapted(family)
+    own = logprobs(model)
+    model.save_merged(tmp_path, (1,))
+    merged = open_causal(tmp_path, torch.float32)
+    published = dict(model.published())
+    assert all(torch.equal(published.pop(name), tensor) for name, tensor in merged.published())
+    assert not published
+    assert float((logprobs(merged) - own).abs().max()) < 1e-4
+    base = logprobs(CausalModel(random_model(family)))
+    assert torch.equal(logprobs(model.reference()), base)
+    assert float((own - base).abs().max()) > 0.05
+    assert torch.equal(logprobs(model), own), "the adapters are on again"
+
+
+def test_only_adapters_have_moments_and_gradients_and_the_base_stays():
+    model = adapted()
+    before = {name: tensor.clone() for name, tensor in model.model.named_parameters()}
+    learner = Learner(model, LearnerSection(learning_rate=0.01, kl_coef=0.1))
+    report = learner.step([batch(), batch()])
+    assert report.grad_norm > 0
+    names = model.trainable().keys()
+    assert all(".lora_" in name for name in names)
+    assert learner.learned().keys() == names
+    moments = {name.partition("/")[2] for name in learner.state().tensors}
+    assert moments == names
+    for name, tensor in model.model.named_parameters():
+        assert torch.equal(tensor, before[name]) is (name not in names), name
+        assert tensor.grad is None
+    weights = learner.weights().tensors
+    assert not any("lora" in name or "base_layer" in name for name in weights)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_restored_learner_of_another_process_goes_on_alike(dropout, tmp_path):
+    settings = LearnerSection(learning_rate=0.01, kl_coef=0.1, gradient_checkpointing=True)
+    first = adapted(dropout=dropout)
+    whole = Learner(first, settings)
+    whole.step([batch()])
+    first.save(tmp_path, ())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    other = AdaptedModel(random_model("olmo2"), LoraSection(rank=4, dropout=dropout), seed=5)
+    parts = Learner(other, settings)
+    parts.restore(whole.state(), other.read(tmp_path))
+    assert whole.step([batch()]).grad_norm == parts.step([batch()]).grad_norm
+    assert whole.digest() == parts.digest()
+
+
+def test_dropout_acts_in_passes_with_gradients_alike_in_recomputed_ones():
+    found = []
+    for recompute in (False, True):
+        model = adapted(dropout=0.5)
+        scores = score(model, PACKED, SamplingParams(), recompute=recompute)
+        unlike = scores.logprobs.detach() - logprobs(model)
+        assert float(unlike.abs().max()) > 0.05
+        logprobs(model.reference())  # between the passes of a KL term
+        torch.autograd.backward(scores.logprobs.sum())
+        found.append([p.grad for p in model.trainable().values()])
+    for one, other in zip(*found, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_new_adapters_follow_from_the_seed():
+    drawn = [
+        AdaptedModel(random_model("olmo2"), LoraSection(rank=4), seed).trainable()
+        for seed in (1, 1, 2)
+    ]
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    assert torch.equal(drawn[0][name], drawn[1][name])
+    assert not torch.equal(drawn[0][name], drawn[2][name])
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["q_prog"], "q_prog"),
+        (["lm_head"], "embedding and head are not adapted"),
+        (["embed_tokens"], "embedding and head are not adapted"),
+    ],
+)
+def test_targets_that_cannot_be_adapted_are_refused(targets, message):
+    with pytest.raises(ConfigError, match=rf"learner.lora.targets = .*{message}"):
+        AdaptedModel(random_model("olmo2"), LoraSection(targets=targets), 0)
+
+
+def test_adapters_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors cannot be read"):
+        adapted().read(tmp_path)
+
+
+def test_lora_with_our_decoder_or_with_shards_is_refused_by_name():
+    words = ["--learner.lora.rank=8", "--learner.model=own", "--learner.sharding=full"]
+    with pytest.raises(ConfigError) as error:
+        load(None, words)
+    assert "learner.model = 'own': learner.lora needs" in str(error.value)
+    assert "learner.sharding = 'full': learner.lora trains adapters" in str(error.value)
+
+
+def test_adapters_need_less_memory():
+    needed = [
+        sum(memory.estimate(load(None, ["--rollout.dtype=float32", *words]), SHAPE).values())
+        for words in (["--learner.lora.rank=4"], [])
+    ]
+    assert needed[0] < needed[1]
+
+
+SHAPE = tiny_config("llama")
+
+
+@pytest.mark.slow
+def test_a_run_of_adapters_is_merged_and_generates(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shop = build(tmp_path)
+    words = ("--run.steps=2", "--learner.lora.rank=4", "--rollout.dtype=float64")
+    said = shop.train("run", *words, "--learner.dtype=float64", "--learner.learning_rate=0.1")
+    assert said.code == 0, said.err
+    assert max(row["training/rollout_logprob_gap_max"] for row in shop.metrics("run")) < 1e-5
+    said = say("generate", str(tmp_path / "run"), "--prompt=say 1")
+    assert said.code == 2
+    assert "it holds adapters alone (learner.lora)" in said.err
+    said = say("merge", str(tmp_path / "run"), "--out", str(tmp_path / "whole"))
+    assert said.code == 0, said.err
+    ours, base = read_tensors(tmp_path / "whole"), read_tensors(shop.model)
+    assert ours.keys() == base.keys()
+    changed = {name for name in base if not torch.equal(ours[name], base[name].double())}
+    assert changed == {name for name in base if "proj" in name}
+    assert load_model(tmp_path / "whole").dtype == torch.float64
+    said = say("generate", str(tmp_path / "whole"), "--prompt=say 1", "--max-tokens=4")
+    assert said.code == 0, said.err
+    said = say("merge", str(tmp_path / "run"), "--out", str(tmp_path / "whole"))
+    assert "exists; remove it" in said.err
+    assert shop.train("full", "--run.steps=1").code == 0
+    said = say("merge", str(tmp_path / "full"), "--out", str(tmp_path / "other"))
+    assert "it trained all weights (no learner.lora)" in said.err
+    said = say("merge", str(tmp_path), "--out", str(tmp_path / "other"))
+    assert "it holds no run with a complete checkpoint" in said.err
