@@ -14,7 +14,7 @@ RELEASE = "0.2.0"
 BUDGETS = {
     "top level": 1335,
     "assembly": 1420,
-    "bench": 2565,
+    "bench": 2645,
     "cli": 730,
     "cluster": 3105,
     "config": 1210,
@@ -23,15 +23,15 @@ BUDGETS = {
     "integrations": 1730,
     "model": 4795,
     "programs": 1170,
-    "rl": 3870,
+    "rl": 3875,
     "run": 1420,
     "serve": 900,
     "speculation": 1090,
     "system": 855,
     "tuner": 1035,
     "view": 1110,
-    "vllm": 1920,
-    "tests": 31305,
+    "vllm": 1955,
+    "tests": 31585,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

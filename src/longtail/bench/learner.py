@@ -1,6 +1,8 @@
 """`longtail bench learner`: one step beside its matrix products and other trainers.
 
     longtail       packed, sequences without an advantage left out, one update
+    modelled       the same learner with the modelling code of transformers
+    adapters       the same with adapters of rank 16 in its linear layers, which alone are trained
     products       its matrix products alone: forward, for inputs, for weights, each once
     transformers   a plain loop over the same sequences, sorted by length and padded
     trl            TRL's loss over the whole batch, eight sequences at a time, as it would
@@ -26,10 +28,13 @@ from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, paired, progress, ratios
 from longtail.bench.options import LearnerBenchOptions
-from longtail.config.rl import LearnerSection
-from longtail.model.hf.model import load_model
+from longtail.config.rl import LearnerSection, LoraSection
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel, read_pretrained
+from longtail.model.hf.model import PolicyTransformer, load_model
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.products import ROWS
+from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
@@ -168,7 +173,8 @@ class Measured:
     """Turns of all contestants; reports and answers begin with the warm-up."""
 
     seconds: Mapping[str, Sequence[float]]
-    reports: Sequence[LearnerReport]
+    reports: Mapping[str, Sequence[LearnerReport]]
+    """Reports of longtail's learners by name."""
     answers: Mapping[str, Sequence[Mapping[str, float]]]
     """Answers of `learner_worker` by kind."""
     descriptions: Mapping[str, str]
@@ -176,13 +182,16 @@ class Measured:
     @property
     def parts(self) -> dict[str, dict[str, Spread]]:
         """Seconds of each part of a step."""
-        ours = self.reports[1:]
-        updates = [each.update_seconds - each.backward_seconds for each in ours]
         return {
-            "longtail": {
-                "forward": Spread.of([each.logprob_seconds for each in ours]),
-                "backward": Spread.of([each.backward_seconds for each in ours]),
-                "update": Spread.of(updates),
+            **{
+                name: {
+                    "forward": Spread.of([each.logprob_seconds for each in own[1:]]),
+                    "backward": Spread.of([each.backward_seconds for each in own[1:]]),
+                    "update": Spread.of(
+                        [each.update_seconds - each.backward_seconds for each in own[1:]]
+                    ),
+                }
+                for name, own in self.reports.items()
             },
             **{
                 kind: {part: Spread.of([each[part] for each in own[1:]]) for part in _PARTS}
@@ -200,12 +209,13 @@ def run(options: LearnerBenchOptions) -> int:
     batch = make_batch(options, model.config.vocab_size)
     packed = batch.packed(options.budget)
     products = Products(model, packed)
-    learner = Learner(model, LearnerSection(autocast=_autocasts()))
-    ours: list[LearnerReport] = []
+    section = LearnerSection(autocast=_autocasts())
+    learners = {name: Learner(each, section) for name, each in policies(model, directory).items()}
+    ours: dict[str, list[LearnerReport]] = {name: [] for name in learners}
     functions: dict[str, Callable[[], float | None]] = {
-        "longtail": lambda: ours.append(learner.step([packed])),
-        "products": products.run,
+        name: partial(_own_step, each, packed, ours[name]) for name, each in learners.items()
     }
+    functions["products"] = products.run
     turns = _peer_turns(options, batch)
     answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in turns}
     with ExitStack() as stack:
@@ -219,13 +229,31 @@ def run(options: LearnerBenchOptions) -> int:
         seconds = paired(functions, repeats=options.repeats)
     measured = Measured(seconds=seconds, reports=ours, answers=answers, descriptions=descriptions)
     result = _result(options, packed, products, measured)
-    sentence = (
+    result["state_mb"] = {name: each.state_bytes() / 1e6 for name, each in learners.items()}
+    state = result["state_mb"]
+    sentences = [
         f"A step takes {result['over_products']['median']:.2f} times as long as its products "
-        f"alone ({result['products_gflops']:,.0f} GFLOP/s)."
-    )
+        f"alone ({result['products_gflops']:,.0f} GFLOP/s).",
+        f"Weights, gradients and moments take {state['longtail']:,.0f} MB, with adapters "
+        f"{state['adapters']:,.0f} MB.",
+    ]
     table = _table(options, packed, measured)
-    print_card([table], result, sentences=[sentence], json_only=options.json)
+    print_card([table], result, sentences=sentences, json_only=options.json)
     return 0
+
+
+def policies(model: PolicyTransformer, directory: Path) -> dict[str, Policy]:
+    """Return a model as longtail's learner trains it: by our decoder, and by transformers' code."""
+    modelled, adapted = (read_pretrained(directory, torch.float32) for _ in range(2))
+    return {
+        "longtail": model,
+        "modelled": CausalModel(modelled),
+        "adapters": AdaptedModel(adapted, LoraSection(), seed=0),
+    }
+
+
+def _own_step(learner: Learner, packed: TrainBatch, reports: list[LearnerReport]) -> None:
+    reports.append(learner.step([packed]))
 
 
 def _peer_turns(
@@ -315,6 +343,8 @@ def _result(
         "products_gflops": products.flops / Spread.of(seconds["products"]).median / 1e9,
         "transformers_ratio": over["transformers"],
         "trl_ratio": over.get("trl"),
-        "grad_norm": {"longtail": measured.reports[0].grad_norm, **norms},
+        "modelled_ratio": over["modelled"],
+        "adapters_over_modelled": ratios(seconds["adapters"], seconds["modelled"]).numbers(),
+        "grad_norm": {name: own[0].grad_norm for name, own in measured.reports.items()} | norms,
         "peers": measured.descriptions,
     }

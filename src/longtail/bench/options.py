@@ -130,7 +130,7 @@ class VllmBenchOptions:
     """A model with prompts, and a drafter that vLLM uses."""
 
     python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
-    drafter: Annotated[str, Option("EAGLE drafter, as speculation.drafter of train", "NAME")]
+    drafter: Annotated[str, Option("drafter with weights, as speculation.drafter of train", "NAME")]
     model: _Model = "smollm2"
     prompts: _Prompts = "running_sums"
     n: Annotated[int, Option("number of prompts", low=1)] = 16

@@ -283,6 +283,11 @@ class Learner:
         assert self._shards is None, "shards are not parked"
         return [*self._model.parameters(), *self._optimizer.moments().values()]
 
+    def state_bytes(self) -> int:
+        """Return the bytes of the weights and of their gradients and moments while it steps."""
+        sizes = [parameter.nbytes for parameter in self._model.parameters()]
+        return sum(sizes) + 3 * sum(each.nbytes for each in self._model.trainable().values())
+
     def digest(self) -> str:
         """Return the SHA-256 of the learned weights: their names, shapes and bytes."""
         digest = hashlib.sha256()

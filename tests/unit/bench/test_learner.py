@@ -25,6 +25,8 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     assert result["transformers_ratio"]["median"] > 0
     norms = result["grad_norm"]
     assert norms["longtail"] == pytest.approx(norms["transformers"], rel=0.1)
+    assert norms["longtail"] == pytest.approx(norms["modelled"], rel=0.1)
+    assert result["state_mb"]["adapters"] < result["state_mb"]["modelled"]
 
 
 def test_the_products_of_a_step_are_counted() -> None:

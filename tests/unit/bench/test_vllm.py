@@ -28,11 +28,13 @@ def turns_of(num_accepted: int, seconds: float, last_token: int = 4) -> list[dic
 
 
 def test_rules_are_compared_with_plain_decoding_in_the_same_round() -> None:
-    turns = {"plain": turns_of(0, 2.0), "coupled": turns_of(20, 1.0)}
+    turns = {"plain": turns_of(0, 2.0), "loop": turns_of(0, 2.0), "coupled": turns_of(20, 1.0)}
     turns |= {"greedy": turns_of(10, 1.0, last_token=5), "probabilistic": turns_of(30, 1.0)}
     result = json.loads(json.dumps(vllm.figures(turns)))
     assert result["accept_length"] == {"coupled": 2.0, "greedy": 1.5, "probabilistic": 2.5}
-    assert result["differing_share"] == {"coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0}
+    assert result["differing_share"] == {
+        "loop": 0.0, "coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0,
+    }  # fmt: skip
     assert result["throughput_ratio"]["coupled"]["median"] == 2.0
     rows = {row[0]: row[1:] for row in vllm.table("title", turns).cells()}
     assert rows[vllm.RULES["greedy"]] == ["1.500", "12 (12-12)", "2.00 (2.00-2.00)", "100%"]
@@ -56,5 +58,5 @@ def test_a_drafter_without_weights_cannot_be_compared(tmp_path: Path) -> None:
         options.model, options.prompts, dtype="float32", num_prompts=3,
         sampling=SamplingParams(max_tokens=options.max_tokens), log=print,
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="--drafter = 'history': it has no EAGLE layer"):
+    with pytest.raises(ConfigError, match="--drafter = 'history': it has no weights"):
         vllm.measure(subject, options, print)

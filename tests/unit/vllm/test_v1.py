@@ -43,6 +43,7 @@ class Engine:
             self.runner.requests[name] = SimpleNamespace(sampling_params=params)
         heat = torch.tensor(temperatures)
         self.runner.input_batch = SimpleNamespace(
+            generators={},
             req_ids=self.names,
             sampling_metadata=SimpleNamespace(
                 temperature=heat, top_k=top_k, all_greedy=False, all_random=bool((heat > 0).all())
@@ -225,3 +226,10 @@ def test_block_rows_reach_every_linear_layer_when_the_model_is_loaded(monkeypatc
     assert torch.allclose(linear.cpu_linear(x, linear.weight, linear.bias), expected)
     assert linear.cpu_linear is not torch.nn.functional.linear
     assert "1 linear layers compute blocks of 8 rows" in caplog.text
+
+
+def test_experts_are_packed_again_with_new_weights(vllm):
+    experts, layer = vllm.experts(), SimpleNamespace(num_packed=0)
+    for count in (1, 2, 3):
+        experts._setup_kernel(layer, torch.ones(1), torch.ones(1))
+        assert layer.num_packed == count

@@ -15,6 +15,7 @@ end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and answers
 `num_drafts` and `num_accepted`, too. The rules:
 
     plain          longtail's keyed noise, no drafts
+    loop           the same, with longtail's generator around it, as `longtail train` has it
     coupled        drafts with the noise of the target, verified by equality
     greedy         vLLM's default: most likely drafts, its own sampler
     probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
@@ -86,6 +87,8 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
         LONGTAIL_VLLM="",
     )
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if spec.get("rule") == "loop":
+        return load_loop(spec)
     more = drafting(spec) if "rule" in spec else {"disable_log_stats": True}
     import vllm
 
@@ -109,6 +112,48 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
 
     mode = "" if "rule" in spec else ", in process, compiled"
     return f"vllm {vllm.__version__}{mode}", generate
+
+
+def load_loop(spec: dict[str, Any]) -> tuple[str, Generate]:
+    """Load vLLM as longtail's generator."""
+    sys.path.append(spec["packages"])  # behind the packages of this environment
+    from pathlib import Path
+
+    import torch
+
+    from longtail.engine.request import EngineLimits
+    from longtail.types import Request, SamplingParams
+    from longtail.vllm.generator import VllmGenerator
+
+    running, longest = spec["max_running"], spec["max_len"]
+    generator = VllmGenerator(
+        Path(spec["model_dir"]),
+        lambda tokens: "",
+        EngineLimits(max_running=running, max_step_tokens=2048, max_len=longest),
+        dtype=getattr(torch, spec["dtype"]),
+        options={"enable_prefix_caching": False},
+    )
+
+    def generate(turn: dict[str, Any]) -> dict[str, Any]:
+        ends = tuple(turn["stop_token_ids"])
+        requests = [
+            Request(
+                request_id=f"{number}",
+                prompt_tokens=tuple(prompt),
+                noise_key=seed,
+                sampling=SamplingParams(
+                    temperature=turn["temperature"], max_tokens=length, stop_token_ids=ends
+                ),
+            )
+            for number, (prompt, seed, length) in enumerate(
+                zip(turn["prompts"], turn["seeds"], turn["lengths"], strict=True)
+            )
+        ]
+        tokens = [list(each.tokens) for each in generator.generate(requests)]
+        counts = {"num_tokens": sum(map(len, tokens)), "num_drafts": 0, "num_accepted": 0}
+        return {**counts, "tokens": tokens}
+
+    return "vllm, by longtail's generator", generate
 
 
 def drafting(spec: dict[str, Any]) -> dict[str, Any]:
