@@ -43,6 +43,7 @@ from longtail.model.transformer import Transformer
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
 from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
@@ -199,10 +200,12 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
 
 
 def _tuner(config: RunConfig) -> Tuner:
-    """Return the tuner of a run; vLLM gives no probabilities of drafts, which `budget` needs."""
+    """Return the tuner of a run; `budget` is one that needs no probabilities of drafts."""
     own = config.speculation
     if own.tuner == "off":
         return OffTuner()
     if own.tuner == "fixed":
         return FixedTuner(Strategy(depth=own.depth), max_running=own.max_running)
-    return BanditTuner(seed=config.run.seed)
+    if own.tuner == "beg-mab":
+        return BanditTuner(seed=config.run.seed)
+    return DepthTuner()

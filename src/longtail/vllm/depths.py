@@ -18,7 +18,7 @@ from longtail.tuner.tuner import Tuner
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
-_HELD_STEPS = 8
+_HELD_STEPS = 6
 """Steps in which a depth is kept."""
 
 
