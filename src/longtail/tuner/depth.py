@@ -1,4 +1,4 @@
-"""The depth of chains for an engine that tells only what its steps took and accepted.
+"""The depth of chains for an engine that reports only what its steps took and accepted.
 
     gain of depth k = (1 + c + c^2 + ... + c^k) / (1 + k x slope)
 
