@@ -74,8 +74,7 @@ def uses_vllm(config: RunConfig, directory: Path) -> bool:
             "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
             "process; set it to 'none', or rollout.engine to 'own'"
         )
-    own_tree = config.speculation.tuner == "fixed" and config.speculation.width > 1
-    if own_tree:
+    if config.speculation.tuner == "fixed" and config.speculation.width > 1:
         raise ConfigError(
             f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"
         )

@@ -58,8 +58,8 @@ class VllmDrafter:
 class Depths:
     """The depth of drafts in vLLM's table, from its own steps."""
 
-    def __init__(self, drafter: VllmDrafter, max_running: int) -> None:
-        self._tuner, self._max_running = drafter.tuner, max_running
+    def __init__(self, drafter: VllmDrafter) -> None:
+        self._tuner = drafter.tuner
         self._is_on = not drafter.is_fresh
         self._plan = Plan(strategy=None)
         self._running = self._left = self._before = 0
@@ -78,7 +78,7 @@ class Depths:
         if not self._is_on:
             return None
         self._left -= 1
-        if running.bit_length() != self._running or self._left < 0:
+        if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
             self._plan = self._tuner.plan(_batch(running, running))
             strategy = self._plan.strategy

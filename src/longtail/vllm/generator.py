@@ -70,7 +70,7 @@ class VllmGenerator(Generator):
         self._engine = _start(directory, limits, dtype, drafter, options or {})
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._depths = None if drafter is None else Depths(drafter, limits.max_running)
+        self._depths = None if drafter is None else Depths(drafter)
         self._drafter = drafter
         self._scheduled = Scheduled()
         self._policy_version = 0

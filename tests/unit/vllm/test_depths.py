@@ -39,16 +39,16 @@ def report(running: int, drafted: int = 0, accepted: int = 0, prompt: int = 0) -
 
 
 def depths(tuner: Tuner, *, is_fresh: bool = False) -> Depths:
-    return Depths(VllmDrafter(method="eagle", tuner=tuner, is_fresh=is_fresh), 8)
+    return Depths(VllmDrafter(method="eagle", tuner=tuner, is_fresh=is_fresh))
 
 
 def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
     chosen = depths(Recording(2, 3, 4))
     found = []
-    for running in (4,) * 7 + (5, 6, 3):  # 4 to 7 have as many binary digits
+    for running in (4,) * 6 + (5, 6, 3):  # 4 to 7 have as many binary digits
         chosen.choose(running)
         found.append(chosen.depth)
-    assert found == [2] * 7 + [3] * 2 + [4]
+    assert found == [2] * 6 + [3] * 2 + [4]
 
 
 def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() -> None:
