@@ -153,13 +153,13 @@ class Generator(abc.ABC):
         """Free KV memory while idle; `fully`, even where later requests are slowed."""
 
     @property
+    @abc.abstractmethod
     def num_unfinished(self) -> int:
         """Number of waiting and running requests."""
-        return len(self.unfinished())
 
+    @abc.abstractmethod
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether the request waits or runs."""
-        return any(request_id == name for name, _, _ in self.unfinished())
 
     def generate(
         self,

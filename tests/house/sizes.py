@@ -19,7 +19,7 @@ BUDGETS = {
     "cluster": 3105,
     "config": 1210,
     "drafter": 4950,
-    "engine": 3160,
+    "engine": 3175,
     "integrations": 1730,
     "model": 4795,
     "programs": 1170,
@@ -30,7 +30,7 @@ BUDGETS = {
     "system": 855,
     "tuner": 1170,
     "view": 1110,
-    "vllm": 1955,
+    "vllm": 1925,
     "tests": 31685,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""

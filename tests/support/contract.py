@@ -118,7 +118,7 @@ def law_1_drafts_change_no_text(opening: Open) -> None:
 
 
 def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
-    """Equal weights, prompts, parameters and keys lead to equal texts, whoever generates."""
+    """Every generator writes the texts of longtail's engine from equal weights and keys."""
     target = toy_target()
     own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
     with opening(DRAFTERS[0]) as (generator, _):

@@ -24,7 +24,7 @@ from longtail.engine.batch import (
 )
 from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
 from longtail.engine.profile import Profiler
-from longtail.engine.request import ActiveRequest, EngineLimits
+from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.scheduler import Scheduler, SchedulerCounts
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
@@ -35,14 +35,14 @@ from longtail.engine.speculation.speculator import (
 from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
-from longtail.generator import Emitted, Failed, Generator, StepReport
+from longtail.generator import Emitted, Failed, StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.speculation.tree import Accepted
 from longtail.types import Completion, FinishReason, Request
 
 
-class RolloutEngine(Generator):
+class RolloutEngine(ActiveRequests):
     """longtail's own generator, on CPUs."""
 
     def __init__(
@@ -60,15 +60,14 @@ class RolloutEngine(Generator):
                 f"{model.config.max_positions} positions; lower rollout.max_tokens or "
                 "data.max_prompt_len"
             )
+        super().__init__(policy_version)
         self._model, self._decode, self._limits = model, decode, limits
         self._model.eval().pack()
-        self._policy_version = policy_version
         self._kv = make_kv(model, limits)
         self._scheduler = Scheduler(
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
         )
         self._runner = ModelRunner(model, self._kv)
-        self._active: dict[str, ActiveRequest] = {}
         self._profiler = Profiler(model, limits)
         self._begun: Speculation | None = None
         self._speculator: Speculator | NoSpeculation = NoSpeculation()
@@ -104,27 +103,6 @@ class RolloutEngine(Generator):
         """The speculation in use, if any."""
         return self._speculator.speculation
 
-    @property
-    def policy_version(self) -> int:
-        """Version of the present weights."""
-        return self._policy_version
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of waiting and running requests."""
-        return len(self._active)
-
-    def is_unfinished(self, request_id: str) -> bool:
-        """Return whether the request waits or runs."""
-        return request_id in self._active
-
-    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
-        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
-        return [
-            (request_id, tuple(active.tokens), active.prompt_len)
-            for request_id, active in list(self._active.items())
-        ]
-
     def kv_usage(self) -> KVUsage:
         """Return the free, owned and total tokens of KV memory."""
         return self._kv.usage()
@@ -135,11 +113,7 @@ class RolloutEngine(Generator):
 
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error the engine is a mixture of policies, and of no use."""
-        if self._active:
-            raise RequestError(
-                f"{self.num_unfinished} requests are unfinished: finish or abort them before "
-                f"policy version {version} is loaded"
-            )
+        self._refuse_unless_idle(version)
         write_hf(self._model, parameters, f"policy version {version}")
         self._model.pack()
         self._speculator.refresh()
@@ -164,13 +138,7 @@ class RolloutEngine(Generator):
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
         self.check(request)
-        active = ActiveRequest(
-            request=request,
-            tokens=list(request.prompt_tokens),
-            policy_version=self._policy_version,
-        )
-        self._active[request.request_id] = active
-        self._scheduler.add(active)
+        self._scheduler.add(self._begin(request))
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from longtail.errors import RequestError
+from longtail.generator import Generator
 from longtail.speculation.drafter import Draftable
 from longtail.types import Request
 
@@ -78,6 +79,53 @@ class ActiveRequest:
             sampling=self.request.sampling,
             max_depth=max_depth,
         )
+
+
+class ActiveRequests(Generator):
+    """A generator with the table of its requests in progress, from which engines derive."""
+
+    def __init__(self, policy_version: int = 0) -> None:
+        self._policy_version = policy_version
+        self._active: dict[str, ActiveRequest] = {}
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the present weights."""
+        return self._policy_version
+
+    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
+        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
+        return [
+            (request_id, tuple(active.tokens), active.prompt_len)
+            for request_id, active in list(self._active.items())
+        ]
+
+    @property
+    def num_unfinished(self) -> int:
+        """Number of waiting and running requests."""
+        return len(self._active)
+
+    def is_unfinished(self, request_id: str) -> bool:
+        """Return whether the request waits or runs."""
+        return request_id in self._active
+
+    def _begin(self, request: Request) -> ActiveRequest:
+        """Add a request that was checked."""
+        active = ActiveRequest(
+            request=request,
+            tokens=list(request.prompt_tokens),
+            policy_version=self._policy_version,
+        )
+        self._active[request.request_id] = active
+        return active
+
+    def _refuse_unless_idle(self, version: int) -> None:
+        """Raise RequestError if a request is in progress, since a text is of one policy."""
+        if self._active:
+            raise RequestError(
+                f"{self.num_unfinished} requests are unfinished: finish or abort them before "
+                f"policy version {version} is loaded"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""vLLM behind longtail's seam: an `LLMEngine` in this process, whose steps longtail takes.
+"""vLLM as a `Generator`: an `LLMEngine` in this process, whose steps longtail takes.
 
     submit          add_request, the noise key as its seed: the plugin draws our very texts
     step            table of draft depths --> LLMEngine.step --> tokens, verified drafts, seconds
@@ -23,10 +23,10 @@ from torch import Tensor
 
 from longtail.drafter.weights import are_finite
 from longtail.engine.batch import append_tokens, complete
-from longtail.engine.request import ActiveRequest, EngineLimits
+from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
 from longtail.errors import ConfigError, NonFiniteError, RequestError
-from longtail.generator import Emitted, Failed, Generator, StepReport, Verified
+from longtail.generator import Emitted, Failed, StepReport, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
@@ -44,7 +44,7 @@ _DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind
 
 
 @final
-class VllmGenerator(Generator):
+class VllmGenerator(ActiveRequests):
     """Generates with vLLM from the model in `directory`, in `dtype`.
 
     `options` are further arguments of vLLM's engine. Raises ConfigError if vLLM cannot run them.
@@ -60,6 +60,7 @@ class VllmGenerator(Generator):
         drafter: VllmDrafter | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__()
         os.environ.update(_ENVIRONMENT)
         for name, value in _DEFAULTS.items():
             os.environ.setdefault(name, value)
@@ -73,34 +74,11 @@ class VllmGenerator(Generator):
         self._depths = None if drafter is None else Depths(drafter)
         self._drafter = drafter
         self._scheduled = Scheduled()
-        self._policy_version = 0
-        self._active: dict[str, ActiveRequest] = {}
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
         texts = None if drafter is None else drafter.texts
         self._states = None if texts is None else StateReader(self._engine, texts)
         self._watch_scheduler()
-
-    @property
-    def policy_version(self) -> int:
-        """Version of the present weights."""
-        return self._policy_version
-
-    @property
-    def num_unfinished(self) -> int:
-        """Number of waiting and running requests."""
-        return len(self._active)
-
-    def is_unfinished(self, request_id: str) -> bool:
-        """Return whether the request waits or runs."""
-        return request_id in self._active
-
-    def unfinished(self) -> list[tuple[str, tuple[int, ...], int]]:
-        """Return (id, tokens so far, prompt length) of each unfinished request; thread-safe."""
-        return [
-            (request_id, tuple(active.tokens), active.prompt_len)
-            for request_id, active in list(self._active.items())
-        ]
 
     def check(self, request: Request) -> None:
         """Raise RequestError if vLLM can never serve the request; thread-safe."""
@@ -114,11 +92,7 @@ class VllmGenerator(Generator):
         prompt = {"prompt_token_ids": list(request.prompt_tokens)}
         name = self._engine.add_request(request.request_id, prompt, _params(request))
         self._names[name] = request.request_id
-        self._active[request.request_id] = ActiveRequest(
-            request=request,
-            tokens=list(request.prompt_tokens),
-            policy_version=self._policy_version,
-        )
+        self._begin(request)
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""
@@ -204,11 +178,7 @@ class VllmGenerator(Generator):
 
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
-        if self._active:
-            raise RequestError(
-                f"{self.num_unfinished} requests are unfinished: finish or abort them before "
-                f"policy version {version} is loaded"
-            )
+        self._refuse_unless_idle(version)
         self._engine.collective_rpc(LOAD_POLICY, args=(list(_finite(parameters, version)),))
         self._engine.reset_prefix_cache()
         self._policy_version = version
