@@ -4,6 +4,8 @@
           ^                  engines     graders |            learners   learner -> engines
           `------ refill (dynamic sampling) -----'
 
+Groups are graded, and learned from by idle workers, while other texts are still being written.
+
 `TrainingStep.run` is the algorithm. `Trainer` repeats it, and records, evaluates and saves between
 steps. The engines and learners run on a group of workers, one in this process or several in others,
 which also train the drafter while they would be idle. A step is complete when its weights are
@@ -33,10 +35,11 @@ from longtail.rl.data.requests import RequestBatch, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches
+from longtail.rl.streaming import GroupStream, samples_dynamically
 from longtail.run import summary
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.evaluation import Evaluator, grade
+from longtail.run.evaluation import Evaluator, some_graded
 from longtail.run.logger import RunLogger
 from longtail.run.metrics import Stopwatch
 from longtail.run.state import StateSaver
@@ -58,23 +61,20 @@ class TrainingStep:
     """Shows what is being done, as `Console.phase`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
 
-    @property
-    def samples_dynamically(self) -> bool:
-        """Whether groups with equal rewards are left out and replaced."""
-        own = self.config.learner.dynamic_sampling
-        return LOSSES[self.config.learner.loss].dynamic_sampling if own is None else own
-
     def run(self, step: int) -> StepRecord:
         """Make one training step and return its records."""
         self.watch.lap()
         rounds: list[SampleRound] = []
         while num_prompts := self._num_missing(rounds):
             requests = self._requests(num_prompts)
-            rollout = self._rollout(step, len(rounds), requests)
-            graded = self._grade(requests, rollout, is_first=not rounds)
+            stream = GroupStream(
+                requests, self.grader, self.config, num_learned=len(self._learnable(rounds))
+            )
+            rollout = self._rollout(step, len(rounds), requests, stream)
+            graded = self._grade(stream, is_first=not rounds)
             rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
         groups = self._learnable(rounds)
-        with self.phase("learning"):
+        with self.watch.section("learn"), self.phase("learning"):
             learned = self.components.workers.learn(self._batches(groups))
         self._publish()
         return StepRecord(
@@ -86,7 +86,7 @@ class TrainingStep:
         wanted = self.config.rollout.prompts_per_step
         if not rounds:
             return wanted
-        if not self.samples_dynamically or len(rounds) > self.config.learner.max_refills:
+        if not samples_dynamically(self.config) or len(rounds) > self.config.learner.max_refills:
             return 0
         return refill_size(
             wanted=wanted,
@@ -97,7 +97,7 @@ class TrainingStep:
     def _learnable(self, rounds: Sequence[SampleRound]) -> list[Group]:
         """Return the groups to learn from, in the order of the prompts."""
         groups = [group for each in rounds for group in each.groups]
-        if not self.samples_dynamically:
+        if not samples_dynamically(self.config):
             return groups
         return keep_informative(groups)[: self.config.rollout.prompts_per_step]
 
@@ -110,21 +110,27 @@ class TrainingStep:
             sampling=self.components.sampling,
         )
 
-    def _rollout(self, step: int, refill: int, requests: RequestBatch) -> RolloutResult:
+    def _rollout(
+        self, step: int, refill: int, requests: RequestBatch, stream: GroupStream
+    ) -> RolloutResult:
         """Generate the completions; idle workers train the drafter on them, or one does later."""
         name, total = "refill" if refill else "rollout", len(requests.requests)
-        with self.watch.section("rollout"), self.phase(name, total=total):
-            rollout = self.components.workers.rollout(step, requests.requests)
+        try:
+            with self.watch.section("rollout"), self.phase(name, total=total):
+                rollout = self.components.workers.rollout(step, requests.requests, stream)
+            stream.add(rollout.completions)
+        except BaseException:
+            stream.close()
+            raise
         with self.watch.section("drafter"), self.phase("training the drafter"):
             self.components.workers.train_drafter()
         return rollout
 
-    def _grade(self, requests: RequestBatch, rollout: RolloutResult, *, is_first: bool) -> Graded:
-        """Reward the completions, in the grader processes; of the first round, one at least."""
+    def _grade(self, stream: GroupStream, *, is_first: bool) -> Graded:
+        """Wait for the rewards; of the first round, one completion at least has one."""
         with self.watch.section("reward"), self.phase("grading"):
-            if is_first:
-                return grade(self.grader, self.config.reward.name, requests, rollout.completions)
-            return self.grader.grade(list(zip(requests.prompts, rollout.completions, strict=True)))
+            graded = stream.finish()
+        return some_graded(graded, self.config.reward.name) if is_first else graded
 
     def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
         """Return the rollouts with their advantages, packed into mini-batches."""
@@ -276,7 +282,7 @@ class Trainer:
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics)
-        refills = self._config.learner.max_refills if self._step.samples_dynamically else 0
+        refills = self._config.learner.max_refills if samples_dynamically(self._config) else 0
         shortage = record.shortage(self._config.rollout.prompts_per_step, refills)
         for line in shortage:
             self._console.log(line)

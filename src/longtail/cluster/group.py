@@ -1,6 +1,6 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
-    rollout(step, requests) -> RolloutResult   shards, spot training, offers
+    rollout(step, requests) -> RolloutResult   shards, work for idle workers, offers
     train_drafter()                            by one worker, if spot.train is "serial"
     learn(batches) -> LearnerReport            one update by all learners together
     publish()                                  learner -> engine on every worker
@@ -19,10 +19,13 @@ from torch import Tensor
 
 from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Decision, Publisher
+from longtail.cluster.forecast import RolloutForecast
+from longtail.cluster.idle import IdleCoordinator, IdleWork
+from longtail.cluster.learning import LearningTimes, LearningWork
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import RolloutCoordinator, RolloutResult
+from longtail.cluster.rollout import RolloutCoordinator, RolloutParts, RolloutResult
 from longtail.cluster.spot import SpotCoordinator
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
@@ -34,6 +37,7 @@ from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
 from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.rl.streaming import GroupStream, streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
@@ -41,6 +45,7 @@ SHARE = 0.1
 """Seconds of serial training after a rollout, as a share of the rollout's."""
 FADE = 0.8
 """Weight of a text in the sums relative to one of the next step: its policy is older."""
+_POLL_S = 0.2
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
@@ -102,6 +107,10 @@ class WorkerGroup:
         self._buffer = DrafterBuffer(config.spot.buffer_mb * 2**20, seed=config.run.seed)
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
+        self._forecast = RolloutForecast(pool.size, config.rollout.max_running)
+        self._learning_times = LearningTimes()
+        self._learning: tuple[IdleCoordinator, LearningWork] | None = None
+        """Learning from the groups of the last rollout, until `learn`."""
         self._publisher: Publisher | None = None
         self._sums: Sums | None = None
         """Sums over the texts of all steps; None if no drafter learns from sums."""
@@ -125,16 +134,38 @@ class WorkerGroup:
             self._publisher = Publisher(weights, self._buffer)
 
     def rollout(
-        self, step: int, requests: Sequence[Request], *, trains: bool = True
+        self,
+        step: int,
+        requests: Sequence[Request],
+        stream: GroupStream | None = None,
+        *,
+        trains: bool = True,
     ) -> RolloutResult:
-        """Generate all completions; `trains`: the drafter may learn these texts."""
+        """Generate all completions; `trains`: the drafter may learn these texts.
+
+        `stream` gets each text when it is finished; idle workers learn from the groups that it
+        returns.
+        """
         if self._spot is not None:  # a refill: what the round before trained would be lost
             self.offer_drafter()
         spot = self._begin_spot(step) if trains else None
-        coordinator = RolloutCoordinator(
-            self._supervisor, self._publisher, spot, self._on_progress, learns=trains
+        learning = self._begin_learning(stream, requests)
+        works: tuple[IdleWork | None, ...] = (learning, spot)
+        idle = IdleCoordinator(self._supervisor, [work for work in works if work is not None])
+        parts = RolloutParts(
+            forecast=self._forecast,
+            idle=idle,
+            publisher=self._publisher,
+            spot=spot,
+            on_texts=None if stream is None else stream.add,
+            learning=learning,
+            shares=self._pool.size > 1 and self._config.rollout.sharing,
+            learns=trains,
         )
+        coordinator = RolloutCoordinator(self._supervisor, parts, self._on_progress)
         result = coordinator.run(requests, self._expected(requests))
+        self._learning = None if learning is None else (idle, learning)
+        self._marks += coordinator.marks
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
@@ -164,7 +195,26 @@ class WorkerGroup:
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if a worker is lost in it."""
-        return self._team.learn(batches)
+        if self._learning is not None:
+            self._learn_rest(*self._learning)
+            self._learning = None
+        report = self._team.learn(batches)
+        scored = report.num_tokens * report.num_scored / max(report.num_generated, 1)
+        seconds = report.logprob_seconds + report.backward_seconds
+        self._learning_times.observe(round(scored / self._pool.size), seconds)
+        return report
+
+    def _learn_rest(self, idle: IdleCoordinator, learning: LearningWork) -> None:
+        """Learn from the micro-batches that are left, one at a time on each worker."""
+        self._supervisor.wait_ready()
+        learning.poll((), self._forecast.now(self._supervisor.now(), 0))
+        while learning.is_unfinished:
+            idle.assign(self._forecast.now(self._supervisor.now(), 0))
+            ends = self._supervisor.wait(_POLL_S)
+            for ended in ends:
+                idle.on_ended(ended)
+            if not ends:
+                self._supervisor.check_progress()
 
     def publish(self) -> None:
         """Hand the learners' weights to the engines."""
@@ -320,6 +370,16 @@ class WorkerGroup:
         self._team.mark_stale()
         if self._publisher is not None:
             self._publisher.forget(worker)
+
+    def _begin_learning(
+        self, stream: GroupStream | None, requests: Sequence[Request]
+    ) -> LearningWork | None:
+        """Return the learning from finished groups, if groups can be learned from by themselves."""
+        if stream is None or self._pool.size == 1 or not streams(self._config):
+            return None
+        return LearningWork(
+            self._supervisor, stream, self._learning_times, requests[0].sampling, self._log
+        )
 
     def _begin_spot(self, step: int) -> SpotCoordinator | None:
         """Begin to collect texts, if there is a drafter that gradients train."""

@@ -4,6 +4,7 @@
                  v                                         |
     STARTING -> IDLE ---+--> GENERATING  (its shard) ------+
        ^                +--> SPOT        (the drafter) ----+
+       |                +--> AHEAD       (finished groups) +
        |                +--> LEARNING    (the policy) -----+
        |
        +------- DEAD <------ from each of them
@@ -33,6 +34,8 @@ class State(enum.Enum):
     """It has no task."""
     SPOT = "spot"
     """It trains the drafter while others generate."""
+    AHEAD = "learning_ahead"
+    """It learns from finished groups while others generate."""
     LEARNING = "learning"
     """It trains the policy, or does another task of all workers."""
     DEAD = "dead"
@@ -41,9 +44,10 @@ class State(enum.Enum):
 
 _FOLLOWERS = {
     State.STARTING: (State.IDLE, State.DEAD),
-    State.IDLE: (State.GENERATING, State.SPOT, State.LEARNING, State.DEAD),
+    State.IDLE: (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING, State.DEAD),
     State.GENERATING: (State.IDLE, State.DEAD),
     State.SPOT: (State.IDLE, State.DEAD),
+    State.AHEAD: (State.IDLE, State.DEAD),
     State.LEARNING: (State.IDLE, State.DEAD),
     State.DEAD: (State.STARTING,),
 }

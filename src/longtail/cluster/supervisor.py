@@ -1,6 +1,6 @@
 """Supervision of the workers: their states, the start and the end of their tasks, and their losses.
 
-    IDLE --start--> GENERATING, SPOT, LEARNING --wait--> IDLE, and the task's result
+    IDLE --start--> GENERATING, SPOT, AHEAD, LEARNING --wait--> IDLE, and the task's result
                             |
       gone, makes no step,  |             a new process: ready, a copy of the policy, publish
       does not stop         +--wait--> DEAD --> STARTING ---------------------------> IDLE
@@ -39,8 +39,8 @@ MAX_LOSSES = 5
 """Number of workers lost in a row, with no task done in between, that do not end the run."""
 _POLL_S = 0.5
 _NO_BEATS = -1
-_BUSY = (State.GENERATING, State.SPOT, State.LEARNING)
-_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT)
+_BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
+_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD)
 """States in which the policy can be copied; in LEARNING it may be changing."""
 
 
@@ -197,9 +197,9 @@ class WorkerSupervisor:
         self._has_begun = True
 
     def abandon(self) -> None:
-        """Stop generation and spot training on all workers, and drop their results."""
-        while busy := self.workers(State.GENERATING, State.SPOT):
-            for worker in busy:
+        """Stop generation and idle work on all workers, and drop their results."""
+        while self.workers(State.GENERATING, State.SPOT, State.AHEAD):
+            for worker in self.workers(State.GENERATING, State.SPOT):
                 self.stop(worker)
             if not self.wait(_POLL_S):
                 self.check_progress()

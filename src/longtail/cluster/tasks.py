@@ -2,6 +2,7 @@
 
 GENERATE         GENERATING   a shard of a rollout
 TRAIN_DRAFTER    SPOT         the drafter, until it is stopped
+ACCUMULATE       AHEAD        a micro-batch of a finished group
 all others       LEARNING     what all workers do between two rollouts
 """
 
@@ -30,6 +31,7 @@ class Task(Generic[R]):
 
 GENERATE = Task(Worker.generate, State.GENERATING, has_beats=True)
 TRAIN_DRAFTER = Task(Worker.train_drafter, State.SPOT, has_beats=True)
+ACCUMULATE = Task(Worker.accumulate, State.AHEAD, has_beats=True)
 LEARN = Task(Worker.learn, has_beats=True)
 ADOPT = Task(Worker.adopt)
 DRAFTER = Task(Worker.drafter)

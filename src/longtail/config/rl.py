@@ -123,6 +123,9 @@ class RolloutSection(Section):
     """Largest number of requests that generate at the same time."""
     max_step_tokens: Count = 512
     """Most tokens of one engine step; longer prompts are prefilled in chunks."""
+    sharing: bool = True
+    """Whether running requests move to another worker where a forecast says that the step then ends
+    sooner; a text does not depend on its worker."""
     kv_tokens: Amount = 0
     """Capacity of the KV cache in tokens; 0 fits `max_running` longest requests."""
     dtype: Dtype = "auto"
@@ -220,6 +223,9 @@ class LearnerSection(OptimizerSection):
     tis_cap: Annotated[float, Field(gt=1)] | None = None
     """Cap of the truncated importance weights min(learner/rollout, cap), which correct the gap
     between rollout and learner; unset logs the gap without correcting it."""
+    streaming: bool | None = None
+    """Whether idle workers learn from finished groups while other texts are being written; the
+    update is the same. Unset is on where one worker can learn from a group by itself."""
     dynamic_sampling: bool | None = None
     """Whether to leave out groups with equal rewards, and to sample further prompts for them; unset
     is on for dapo only."""

@@ -8,10 +8,10 @@ from longtail.cluster.group import WorkerGroup
 from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, LoggedRollout
 from longtail.errors import GradingError
-from longtail.rl.data.requests import RequestBatch, eval_requests
+from longtail.rl.data.requests import eval_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.run.console import Console
-from longtail.types import Completion, Prompt, SamplingParams
+from longtail.types import Prompt, SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,8 @@ class Evaluator:
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
             rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
         with self.console.phase("grading"):
-            graded = grade(self.grader, self.config.reward.name, requests, rollout.completions)
+            pairs = list(zip(requests.prompts, rollout.completions, strict=True))
+            graded = some_graded(self.grader.grade(pairs), self.config.reward.name)
         mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
         self.console.log(
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
@@ -47,14 +48,11 @@ class Evaluator:
         return metrics, rollout.logged(step + 1, EVALUATION)
 
 
-def grade(
-    grader: GraderPool, reward: str, requests: RequestBatch, completions: Sequence[Completion]
-) -> Graded:
-    """Grade completions with the named reward. Raises GradingError if none can be graded."""
-    graded = grader.grade(list(zip(requests.prompts, completions, strict=True)))
+def some_graded(graded: Graded, reward: str) -> Graded:
+    """Return the grades. Raises GradingError if no completion could be graded."""
     if not graded.rollouts:
         raise GradingError(
-            f"all {len(completions)} completions failed to grade, the first with: "
+            f"all {len(graded.failures)} completions failed to grade, the first with: "
             f"{graded.failures[0].error}; fix reward.name = {reward!r}, then start again: the run "
             "resumes from its newest checkpoint"
         )

@@ -1,0 +1,204 @@
+"""Forecasts of a rollout from what is measured in it: speeds, lengths, and who slows whom.
+
+    tokens left of a text    from texts of its prompt, else from all texts that were longer
+    seconds per token        a + b n, where n requests run; fitted to the workers' progress
+    seconds of a worker      its texts end one after another, and those left become faster
+"""
+
+import bisect
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from longtail.cluster.idle import Forecast
+from longtail.cluster.records import Progress
+from longtail.types import Request
+
+_FADE = 0.98
+"""Weight of an observation relative to the next one."""
+_RECENT = 2048
+"""Number of texts whose lengths are remembered."""
+_LEAST_S = 0.1
+"""Seconds of an observation; less is the jitter of messages."""
+
+
+@final
+class TokenTimes:
+    """Seconds in which each of n running requests grows by one token: a + b n, both at least 0.
+
+    Fitted by least squares, weighted by time. What is observed beside other work of this machine
+    does not count; it gives `slowdown`.
+    """
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * 5
+        """Sums of w, w n, w n^2, w t and w n t."""
+        self._beside = [0.0, 0.0]
+        """Seconds beside other work, weighted by its workers, and what was lost of them."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was observed."""
+        return self._sums[0] > 0.0
+
+    @property
+    def slowdown(self) -> float:
+        """Seconds that a rollout loses for each second of a worker's other work; 0 if unknown."""
+        seconds, lost = self._beside
+        return max(lost / seconds, 0.0) if seconds > 0.0 else 0.0
+
+    def observe(self, num_running: float, num_tokens: int, seconds: float, beside: int) -> float:
+        """Add `num_tokens` written by one worker in some seconds, while `beside` others worked.
+
+        Return the seconds that it lost to these.
+        """
+        if num_tokens <= 0 or num_running <= 0.0:
+            return 0.0
+        each_s = seconds * num_running / num_tokens
+        if beside and self.is_known:
+            lost_s = seconds - self.seconds(num_running) * num_tokens / num_running
+            new = (seconds * beside, lost_s)
+            self._beside = [_FADE * a + b for a, b in zip(self._beside, new, strict=True)]
+            return lost_s
+        if not beside:
+            w, n = seconds, num_running
+            new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
+            self._sums = [_FADE * a + b for a, b in zip(self._sums, new_sums, strict=True)]
+        return 0.0
+
+    def seconds(self, num_running: float) -> float:
+        """Return the seconds of one token of each of `num_running` requests."""
+        start_s, more_s = self._line()
+        return start_s + more_s * num_running
+
+    def reading_s(self, num_tokens: int) -> float:
+        """Return the seconds in which a worker computes the KV of tokens that are known.
+
+        A token of a long chunk costs no more than one of a further request.
+        """
+        start_s, more_s = self._line()
+        return start_s + more_s * num_tokens
+
+    def _line(self) -> tuple[float, float]:
+        w, wn, wnn, wt, wnt = self._sums
+        if w <= 0.0:
+            return 0.0, 0.0
+        mean_n, mean_t = wn / w, wt / w
+        spread = wnn / w - mean_n**2
+        slope = (wnt / w - mean_n * mean_t) / spread if spread > 0.25 else 0.0
+        slope = min(max(slope, 0.0), mean_t / mean_n)
+        return mean_t - slope * mean_n, slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """An unfinished text as the forecast sees it."""
+
+    request: Request
+    written: int
+    """Generated tokens."""
+    left: float
+    """Expected number of tokens that are not written yet."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that another worker would have to read, the prompt included."""
+        return len(self.request.prompt_tokens) + self.written
+
+
+@final
+class Lengths:
+    """Expected lengths: of a prompt by its finished texts, else by all recent ones."""
+
+    def __init__(self) -> None:
+        self._recent: deque[int] = deque(maxlen=_RECENT)
+        self._groups: dict[str, list[int]] = {}
+        self._sorted: list[int] = []
+
+    def begin(self) -> None:
+        """Begin a rollout: its texts are of another policy."""
+        self._groups.clear()
+
+    def record(self, group_id: str, length: int) -> None:
+        """Record a finished text."""
+        if len(self._recent) == self._recent.maxlen:
+            self._sorted.remove(self._recent[0])
+        self._recent.append(length)
+        bisect.insort(self._sorted, length)
+        self._groups.setdefault(group_id, []).append(length)
+
+    def left(self, request: Request, written: int, known: float | None) -> float:
+        """Return the expected number of tokens left; `known` is the length in earlier epochs."""
+        most = request.sampling.max_tokens - written
+        siblings = [each for each in self._groups.get(request.group_id, ()) if each > written]
+        longer = self._sorted[bisect.bisect_right(self._sorted, written) :]
+        if siblings:
+            expected = sum(siblings) / len(siblings) - written
+        elif known is not None and known > written:
+            expected = known - written
+        elif longer:
+            expected = sum(longer) / len(longer) - written
+        else:
+            expected = most / 2
+        return max(min(expected, most), 1.0)
+
+
+@final
+class RolloutForecast:
+    """What is known of rollouts, and the forecast of the present one. Lives as long as the run."""
+
+    def __init__(self, num_workers: int, max_running: int) -> None:
+        self._num_workers, self.max_running = num_workers, max_running
+        self.times, self.lengths = TokenTimes(), Lengths()
+        self._seen: dict[int, tuple[float, Progress, int]] = {}
+        """Time and progress of each worker when it was last observed, and who worked beside it."""
+        self._loads: Mapping[int, Sequence[Text]] = {}
+        self._loaded_s = 0.0
+        self.stolen_s = 0.0
+        """Seconds that the present rollout lost to work beside it; the mean of the workers."""
+
+    def begin(self) -> None:
+        """Begin a rollout."""
+        self.lengths.begin()
+        self._seen.clear()
+        self._loads, self.stolen_s = {}, 0.0
+
+    def observe(self, progress: Mapping[int, Progress], now: float, beside: int) -> None:
+        """Learn from the progress of the generating workers."""
+        for worker, each in progress.items():
+            at_s, before, others = self._seen.get(worker, (now, each, beside))
+            written = each.num_generated - before.num_generated
+            if others != beside or written < 0 or worker not in self._seen:
+                self._seen[worker] = now, each, beside
+            elif now - at_s >= _LEAST_S and written:
+                running = (each.num_running + before.num_running) / 2
+                lost_s = self.times.observe(running, written, now - at_s, beside)
+                self.stolen_s += lost_s / len(progress)
+                self._seen[worker] = now, each, beside
+
+    def load(self, loads: Mapping[int, Sequence[Text]], now: float) -> None:
+        """Take the unfinished texts of all generating workers."""
+        self._loads, self._loaded_s = loads, now
+
+    def worker_s(self, texts: Iterable[Text]) -> float:
+        """Return the seconds until a worker has written its texts."""
+        lefts = sorted(each.left for each in texts)
+        seconds = before = 0.0
+        for index, left in enumerate(lefts):
+            num = len(lefts) - index
+            turns = max(num / self.max_running, 1.0)  # the others wait
+            seconds += (left - before) * turns * self.times.seconds(min(num, self.max_running))
+            before = left
+        return seconds
+
+    def now(self, now: float, num_generating: int) -> Forecast:
+        """Return the forecast."""
+        longest_s = max((self.worker_s(texts) for texts in self._loads.values()), default=0.0)
+        since_s = now - self._loaded_s
+        return Forecast(
+            num_workers=self._num_workers,
+            num_generating=num_generating,
+            rest_s=max(longest_s - since_s, 0.0) if num_generating else 0.0,
+            slowdown=self.times.slowdown,
+        )

@@ -1,0 +1,106 @@
+"""Learning as idle work: gradients of finished groups, while other texts are being written.
+
+    finished texts --> graders --> micro-batches of a group --> an idle worker's sums
+
+A worker adds the gradient of a micro-batch to its sums (`rl.sums`), which no order changes. When
+the last text is written all workers learn from what is left, one micro-batch at a time. What a lost
+worker had added is learned from again by another one, so nothing is counted twice.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from typing import Any, final
+
+from longtail.cluster import tasks
+from longtail.cluster.idle import Forecast, IdleWork
+from longtail.cluster.pool import TaskResult
+from longtail.cluster.states import State
+from longtail.cluster.supervisor import WorkerSupervisor
+from longtail.cluster.worker import Worker
+from longtail.rl.streaming import GroupStream
+from longtail.types import MicroBatch, SamplingParams
+
+_FADE = 0.8
+_UNKNOWN_S = 1e-3
+"""Gain of the first micro-batch, whose seconds are not known yet."""
+
+
+@final
+class LearningTimes:
+    """Seconds of learning from a token; lives as long as the run."""
+
+    def __init__(self) -> None:
+        self.token_s = 0.0
+        """0 as long as it is unknown."""
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Add the seconds of a micro-batch."""
+        each_s = seconds / max(num_tokens, 1)
+        self.token_s = _FADE * self.token_s + (1 - _FADE) * each_s if self.token_s else each_s
+
+
+@final
+class LearningWork(IdleWork):
+    """The micro-batches of one round of a step, from a stream of groups."""
+
+    name, state = "learning", State.AHEAD
+
+    def __init__(
+        self,
+        supervisor: WorkerSupervisor,
+        stream: GroupStream,
+        times: LearningTimes,
+        sampling: SamplingParams,
+        log: Callable[[str], None],
+    ) -> None:
+        self._supervisor, self._stream, self._times = supervisor, stream, times
+        self._sampling, self._log = sampling, log
+        self._ready: deque[MicroBatch] = deque()
+        self._running: dict[int, tuple[MicroBatch, float]] = {}
+        """Micro-batch of each worker at work, and when it began."""
+        self._done: dict[int, list[MicroBatch]] = {}
+        """Micro-batches in each worker's sums."""
+        self._is_off = False
+        """Whether a micro-batch failed: the step's own pass finds out why."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a micro-batch waits for a worker, or is being learned from."""
+        return bool(self._running or (self._ready and not self._is_off))
+
+    def seconds_of(self, num_more: int) -> float:
+        """Return the seconds of learning from what is ready and `num_more` tokens."""
+        return self._times.token_s * (num_more + sum(u.packed.num_tokens for u in self._ready))
+
+    def gain_s(self, worker: int, forecast: Forecast) -> float:
+        """Return the seconds of a micro-batch, which all workers would share after the rollout."""
+        if not self._ready or self._is_off:
+            return 0.0
+        seconds = self._ready[0].packed.num_tokens * self._times.token_s
+        return (seconds / forecast.num_workers or _UNKNOWN_S) - forecast.stolen_s(seconds)
+
+    def start(self, worker: int) -> None:
+        """Learn from the next micro-batch."""
+        unit = self._ready.popleft()
+        self._running[worker] = unit, self._supervisor.now()
+        self._supervisor.start(worker, tasks.ACCUMULATE, unit, self._sampling)
+
+    def on_ended(self, ended: TaskResult[Any]) -> None:
+        """Record that a micro-batch is in a worker's sums, or not."""
+        unit, began_s = self._running.pop(ended.worker)
+        if ended.error is None:
+            self._done.setdefault(ended.worker, []).append(unit)
+            self._times.observe(unit.packed.num_tokens, self._supervisor.now() - began_s)
+        elif ended.is_lost:
+            self._ready.appendleft(unit)
+        else:
+            self._is_off = True
+            self._log(f"worker {ended.worker}: {ended.error}; nothing is learned ahead in this step")
+
+    def on_lost(self, worker: int) -> None:
+        """Learn again from what was in its sums."""
+        self._ready.extend(self._done.pop(worker, ()))
+
+    def poll(self, answering: Collection[int], forecast: Forecast) -> None:
+        """Take the groups that were graded."""
+        self._ready.extend(self._stream.micro_batches())

@@ -1,0 +1,146 @@
+"""Groups are graded and packed while other texts of the step are still being written.
+
+    completions --group complete--> graders --graded--> advantages, packing --> micro-batches
+
+What is learned from is the same whenever a group comes: its advantages need no other group, and its
+micro-batches follow from it alone. Graders work beside the rollout, in one thread of this process.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import final
+
+from longtail.config.rl import RunConfig
+from longtail.rl.advantage import keep_informative, shaped_rewards
+from longtail.rl.data.requests import RequestBatch, regroup, visit_of
+from longtail.rl.grading.pool import Graded, GraderPool
+from longtail.rl.loss import LOSSES
+from longtail.rl.packing import pack_group
+from longtail.types import Completion, Group, GradingFailure, MicroBatch, Prompt, Rollout
+
+
+def streams(config: RunConfig) -> bool:
+    """Return whether groups are learned from while others are being written."""
+    own = config.learner.streaming
+    return why_not(config) is None if own is None else own
+
+
+def samples_dynamically(config: RunConfig) -> bool:
+    """Return whether groups with equal rewards are left out and replaced."""
+    own = config.learner.dynamic_sampling
+    return LOSSES[config.learner.loss].dynamic_sampling if own is None else own
+
+
+def group_micro_batches(group: Group, config: RunConfig) -> list[MicroBatch]:
+    """Pack one group, whose advantages need no other; empty if nothing can be learned from it."""
+    own = config.learner
+    (rewards,) = shaped_rewards(
+        [group], max_tokens=config.rollout.max_tokens, buffer=own.overlong_buffer
+    )
+    (advantages,) = LOSSES[own.loss].advantages([rewards])
+    return pack_group(
+        group.rollouts,
+        advantages,
+        name=visit_of(group.rollouts[0].completion.request_id),
+        budget=own.tokens_per_micro_batch,
+        keep_idle=own.kl_coef > 0,
+    )
+
+
+@final
+class GroupStream:
+    """The groups of one round of a step: graded as they come, and packed for the learners.
+
+    `num_learned`: groups of earlier rounds that this step learns from. With dynamic sampling only
+    groups are packed here that are sure to be among the first `rollout.prompts_per_step`.
+    """
+
+    def __init__(
+        self, requests: RequestBatch, grader: GraderPool, config: RunConfig, *, num_learned: int = 0
+    ) -> None:
+        self._grader, self._config = grader, config
+        self._members: dict[str, list[tuple[str, Prompt]]] = {}
+        """Request id and prompt of each text of a group."""
+        for request, prompt in zip(requests.requests, requests.prompts, strict=True):
+            members = self._members.setdefault(visit_of(request.request_id), [])
+            members.append((request.request_id, prompt))
+        surely = config.rollout.prompts_per_step - num_learned if streams(config) else 0
+        self._packed = set(list(self._members)[:surely])
+        """Groups that are packed here if anything can be learned from them."""
+        self._missing = {visit: len(members) for visit, members in self._members.items()}
+        """Number of unfinished texts of each group."""
+        self._completions: dict[str, Completion] = {}
+        self._complete: deque[str] = deque()
+        """Groups whose texts are finished, and not yet with the graders."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
+        self._graded: list[Future[Graded]] = []
+        self._num_read = 0
+        """Results of graders whose groups are packed."""
+
+    def add(self, completions: Iterable[Completion]) -> None:
+        """Add finished texts, in any order; texts that are known are ignored."""
+        for each in completions:
+            if each.request_id in self._completions:
+                continue
+            self._completions[each.request_id] = each
+            visit = visit_of(each.request_id)
+            self._missing[visit] -= 1
+            if not self._missing[visit]:
+                self._complete.append(visit)
+                self._graded.append(self._thread.submit(self._grade_complete))
+
+    def micro_batches(self) -> list[MicroBatch]:
+        """Return the micro-batches of groups that were graded since the last call.
+
+        Raises what grading raised.
+        """
+        found: list[MicroBatch] = []
+        while self._num_read < len(self._graded) and self._graded[self._num_read].done():
+            groups = regroup(self._graded[self._num_read].result().rollouts)
+            self._num_read += 1
+            chosen = keep_informative(groups) if samples_dynamically(self._config) else groups
+            for group in chosen:
+                if visit_of(group.rollouts[0].completion.request_id) in self._packed:
+                    found += group_micro_batches(group, self._config)
+        return found
+
+    def finish(self) -> Graded:
+        """Wait for all grades and return them in the order of the requests; the rollout is over."""
+        assert not any(self._missing.values()), "all texts are finished"
+        parts = [each.result() for each in self._graded]
+        self.close()
+        names = (name for members in self._members.values() for name, _ in members)
+        order = {name: number for number, name in enumerate(names)}
+
+        def by_request(graded: Rollout | GradingFailure) -> int:
+            return order[graded.completion.request_id]
+
+        return Graded(
+            rollouts=tuple(sorted((r for part in parts for r in part.rollouts), key=by_request)),
+            failures=tuple(sorted((f for part in parts for f in part.failures), key=by_request)),
+        )
+
+    def close(self) -> None:
+        """Wait for the task that is being graded, and drop the others."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _grade_complete(self) -> Graded:
+        """Grade all groups that are complete now, in one call: graders share the work."""
+        pairs: list[tuple[Prompt, Completion]] = []
+        while self._complete:
+            members = self._members[self._complete.popleft()]
+            pairs += [(prompt, self._completions[name]) for name, prompt in members]
+        return self._grader.grade(pairs) if pairs else Graded(rollouts=(), failures=())
+
+
+def why_not(config: RunConfig) -> str | None:
+    """Return why no group can be learned from before the step's last text is written."""
+    own = config.learner
+    if own.mini_batches > 1:
+        return f"learner.mini_batches = {own.mini_batches}: later updates need earlier ones"
+    if own.sharding == "full":
+        return "learner.sharding = 'full': the shards of a layer are computed by all workers"
+    if not LOSSES[own.loss].streams:
+        return f"learner.loss = {own.loss!r}: its advantages need the whole batch"
+    return None
