@@ -117,12 +117,15 @@ class Generator(abc.ABC):
         """Raise RequestError if this generator can never serve the request; thread-safe."""
 
     @abc.abstractmethod
-    def submit(self, request: Request) -> None:
-        """Queue a request. Raises RequestError as `check`."""
+    def submit(self, request: Request, begun: Completion | None = None) -> None:
+        """Queue a request, or continue one that another generator returned from `abort`.
+
+        Raises RequestError as `check`, and if `begun` is not its beginning under this policy.
+        """
 
     @abc.abstractmethod
     def abort(self, request_id: str) -> Completion:
-        """Remove an unfinished request and return its completion so far."""
+        """Remove an unfinished request and return its completion so far; see `submit`."""
 
     @abc.abstractmethod
     def step(self) -> StepReport:
@@ -165,28 +168,31 @@ class Generator(abc.ABC):
         self,
         requests: Sequence[Request],
         on_step: Callable[[StepReport], None] | None = None,
+        begun: Sequence[Completion] = (),
     ) -> list[Completion]:
         """Run until the requests are finished; return their completions in the same order.
 
-        Other requests in progress advance as well; `on_step` gets all reports. If anything raises,
-        or one of the requests fails, the requests are aborted.
+        Other requests in progress advance as well; `on_step` gets all reports. Those in `begun` are
+        continued. Requests that `on_step` aborts are left out. If anything raises, or one of the
+        requests fails, the requests are aborted.
         """
         for request in requests:
             self.check(request)
         done: dict[str, Completion] = {}
+        beginnings = {each.request_id: each for each in begun}
         awaited = {request.request_id for request in requests}
         try:
             for request in requests:
-                self.submit(request)
+                self.submit(request, beginnings.get(request.request_id))
             while awaited:
                 report = self.step()
                 report.raise_failure(awaited)
                 done.update((completion.request_id, completion) for completion in report.finished)
-                awaited.difference_update(completion.request_id for completion in report.finished)
                 if on_step is not None:
                     on_step(report)
+                awaited = {name for name in awaited if self.is_unfinished(name)}
         finally:
             for request in requests:
                 if self.is_unfinished(request.request_id):
                     self.abort(request.request_id)
-        return [done[request.request_id] for request in requests]
+        return [done[request.request_id] for request in requests if request.request_id in done]

@@ -1,7 +1,7 @@
 """A worker: an engine, a learner and a drafter trainer on one processor, one of them at a time.
 
     task        generate, learn, publish, train_drafter, adopt, ...   one after another, one thread
-    message     stop, offer, add_texts, texts, progress, ...          at any time, another thread
+    message     stop, offer, release, texts, progress, ...            at any time, another thread
 
 A worker knows neither the other workers nor its callers. The arguments of a message take effect
 between two engine steps or two micro-steps of training, and answers are copies, so no message waits
@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock
+from threading import Event
 from typing import Literal, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from longtail.cluster.mailbox import Mailbox
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
@@ -96,11 +97,11 @@ class Worker:
         self._components = components
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
-        self._lock = Lock()
-        self._offers: list[DrafterWeights] = []
-        self._new_texts: list[TextSnapshot] = []
-        self._adopted: list[int] = []
-        """Versions adopted since `drain_adopted`."""
+        self._offers = Mailbox[DrafterWeights]()
+        self._new_texts = Mailbox[TextSnapshot]()
+        self._adopted = Mailbox[int]()
+        self._asked_back = Mailbox[str]()
+        self._released = Mailbox[Completion]()
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
@@ -117,10 +118,16 @@ class Worker:
         """Count the policy's parameters."""
         return sum(parameter.numel() for parameter in self._components.policy.parameters())
 
-    def generate(self, requests: Sequence[Request], learns: bool = False) -> ShardResult:
-        """Generate all completions. Raises Stopped; then the requests are aborted.
+    def generate(
+        self,
+        requests: Sequence[Request],
+        learns: bool = False,
+        begun: Sequence[Completion] = (),
+    ) -> ShardResult:
+        """Generate all completions but those released. Raises Stopped; then they are aborted.
 
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
+        `begun`: what other workers released of some of them.
         """
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
@@ -132,18 +139,20 @@ class Worker:
             log.add(step)
             accepted.add(step)
             self._on_step(step)
+            self._release()
             self._take_offers()
 
         try:
             with compute_threads(self._components.rollout_threads):
                 self._take_offers()
-                completions = generator.generate(requests, on_step)
+                completions = generator.generate(requests, on_step, begun)
         except BaseException:
             if texts is not None:
                 texts.take()  # the next rollout begins with none
             raise
         finally:  # later messages are about another rollout
             self._shard = _Shard({}, [])
+            self._asked_back.take()
         return ShardResult(
             completions=tuple(completions),
             report=meter.report(),
@@ -267,8 +276,7 @@ class Worker:
         """Draft with other weights; return their version."""
         self._components.generator.load_drafter(weights.tensors)
         self._served = weights
-        with self._lock:
-            self._adopted.append(weights.version)
+        self._adopted.put([weights.version])
         return weights.version
 
     # ---- messages
@@ -305,15 +313,34 @@ class Worker:
         ]
         return texts
 
+    def completed(self, first: int) -> list[Completion]:
+        """Copy the completions of the present shard from `first` on, in order of their ends."""
+        return list(self._shard.finished)[first:]
+
+    def lengths(self) -> list[tuple[str, int]]:
+        """Return (id, generated tokens) of each unfinished request, in order of submission.
+
+        Those without a token come last.
+        """
+        unfinished = self._components.generator.unfinished()
+        found = [(name, len(tokens) - prompt_len) for name, tokens, prompt_len in unfinished]
+        return sorted(found, key=lambda each: each[1] == 0)
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        """Give up requests between two engine steps, as far as they are unfinished then."""
+        self._asked_back.put(request_ids)
+
+    def drain_released(self) -> list[Completion]:
+        """Return what was written of the requests released since the last call."""
+        return self._released.take()
+
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add texts to train the drafter on."""
-        with self._lock:
-            self._new_texts.extend(texts)
+        self._new_texts.put(texts)
 
     def offer(self, offer: DrafterWeights) -> None:
         """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
-        with self._lock:
-            self._offers.append(offer)
+        self._offers.put([offer])
 
     def candidate(self) -> Replica | None:
         """Return the best drafter that the present training has measured."""
@@ -321,9 +348,7 @@ class Worker:
 
     def drain_adopted(self) -> list[int]:
         """Return the versions of drafters adopted since the last call."""
-        with self._lock:
-            found, self._adopted = self._adopted, []
-        return found
+        return self._adopted.take()
 
     # ---- between two steps
 
@@ -344,19 +369,21 @@ class Worker:
         if self._stop.is_set():
             raise Stopped
 
+    def _release(self) -> None:
+        generator = self._components.generator
+        for name in self._asked_back.take():
+            if generator.is_unfinished(name):
+                self._released.put([generator.abort(name)])
+
     def _take_offers(self) -> None:
-        if self._offers:
-            with self._lock:
-                offers, self._offers = self._offers, []
+        if offers := self._offers.take():
             newest = max(offers, key=lambda offer: offer.version)
             # An offer that came as a rollout ended may be older than the weights adopted since.
             if self._served is None or newest.version > self._served.version:
                 self.adopt(newest)
 
     def _take_new_texts(self) -> None:
-        if self._new_texts:
-            with self._lock:
-                texts, self._new_texts = self._new_texts, []
+        if texts := self._new_texts.take():
             self._drafting().buffer.add(texts)
 
     def _texts_of(self, learns: bool) -> Statistics | None:

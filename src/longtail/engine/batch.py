@@ -140,6 +140,7 @@ def append_tokens(
         active.logprobs.append(logprob)
         reason = _finish_reason(active, token, decode)
         if reason is not None:
+            active.is_finished = True
             return complete(active, reason, decode)
     return None
 

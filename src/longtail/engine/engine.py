@@ -135,10 +135,10 @@ class RolloutEngine(ActiveRequests):
         if fully:
             self._kv.free_memory()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, begun: Completion | None = None) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
-        self.check(request)
-        self._scheduler.add(self._begin(request))
+        active = self._active[request.request_id] = self._checked(request, begun)
+        self._scheduler.add(active)
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""

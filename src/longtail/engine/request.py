@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from longtail.errors import RequestError
 from longtail.generator import Generator
 from longtail.speculation.drafter import Draftable
-from longtail.types import Request
+from longtail.types import Completion, FinishReason, Request
 
 PREFIX_BLOCK = 16
 """Fewest tokens of KV that requests of different groups share."""
@@ -17,7 +17,8 @@ class ActiveRequest:
 
     `tokens` is the prompt followed by the generated tokens. The KV of its first `num_computed`
     tokens is in the cache; the others are pending, and the last of them yields the next token. A
-    preempted request loses its KV (`num_computed` = 0), never its tokens.
+    preempted request loses its KV (`num_computed` = 0), never its tokens. So does one that moves
+    to another generator.
 
         prompt p0 p1 p2 | generated g0 g1            num_computed = 4, pending = [g1]
         KV     x  x  x    x
@@ -30,6 +31,8 @@ class ActiveRequest:
     num_computed: int = 0
     is_done: bool = False
     """Whether the request has left the engine."""
+    is_finished: bool = False
+    """Whether its text has ended."""
     beginnings: tuple[tuple[int, int], ...] = field(init=False)
     """Number of tokens and hash of each beginning of the prompt whose KV may be shared; see
     `scheduler.PrefixIndex`."""
@@ -109,15 +112,22 @@ class ActiveRequests(Generator):
         """Return whether the request waits or runs."""
         return request_id in self._active
 
-    def _begin(self, request: Request) -> ActiveRequest:
-        """Add a request that was checked."""
-        active = ActiveRequest(
+    def _checked(self, request: Request, begun: Completion | None) -> ActiveRequest:
+        """Return a request as it begins or continues here. Raises RequestError as `submit`."""
+        self.check(request)
+        if begun is not None:
+            own = (request.request_id, FinishReason.ABORT, self._policy_version)
+            if (found := (begun.request_id, begun.finish_reason, begun.policy_version)) != own:
+                raise RequestError(
+                    f"request {request.request_id!r} cannot continue {found}: it must be {own} "
+                    "(request, reason, policy version); submit it without a beginning"
+                )
+        return ActiveRequest(
             request=request,
-            tokens=list(request.prompt_tokens),
+            tokens=[*request.prompt_tokens, *(begun.tokens if begun else ())],
             policy_version=self._policy_version,
+            logprobs=list(begun.logprobs) if begun else [],
         )
-        self._active[request.request_id] = active
-        return active
 
     def _refuse_unless_idle(self, version: int) -> None:
         """Raise RequestError if a request is in progress, since a text is of one policy."""

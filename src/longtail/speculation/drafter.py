@@ -95,6 +95,8 @@ class Observed:
     start: int
     num_tokens: int
     prompt_len: int
+    is_finished: bool = False
+    """Whether the text has ended; all of it is in `tokens`."""
 
 
 class Noise(abc.ABC):
@@ -168,7 +170,7 @@ class Sums(Protocol):
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Adds up what the target computes, whether or not anything is drafted."""
+    """Adds up the finished texts of a target, whether or not anything is drafted."""
 
     is_on: bool
     """Whether to read what is observed."""

@@ -86,13 +86,14 @@ class VllmGenerator(ActiveRequests):
             raise RequestError(f"request {request.request_id!r} is already in progress")
         request.check(self._vocab_size, self._limits.max_len)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request."""
-        self.check(request)
-        prompt = {"prompt_token_ids": list(request.prompt_tokens)}
-        name = self._engine.add_request(request.request_id, prompt, _params(request))
+    def submit(self, request: Request, begun: Completion | None = None) -> None:
+        """Queue a request; vLLM reads what is begun as a part of the prompt."""
+        active = self._checked(request, begun)
+        prompt = {"prompt_token_ids": active.tokens.copy()}
+        params = _params(request.sampling, request.noise_key, active.num_generated)
+        name = self._engine.add_request(request.request_id, prompt, params)
         self._names[name] = request.request_id
-        self._begin(request)
+        self._active[request.request_id] = active
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""
@@ -280,24 +281,25 @@ def _kv_bytes(config: Any, limits: EngineLimits, dtype: torch.dtype) -> int:
     return 2 * tokens * layers * heads * model.get_head_size() * dtype.itemsize
 
 
-def _params(request: Request) -> Any:
+def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
     """Return a request's parameters as vLLM's; stop strings are found here."""
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
 
-    own: SamplingParams = request.sampling
     return Params(
         temperature=own.temperature,
         top_k=own.top_k,
         top_p=own.top_p,
         min_p=own.min_p,
-        max_tokens=own.max_tokens,
+        max_tokens=own.max_tokens - num_begun,
         stop_token_ids=list(own.stop_token_ids),
         ignore_eos=True,
-        seed=request.noise_key,
+        seed=noise_key,
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        # The states of what is begun are computed again, since a text's statistics need them all.
+        **({"skip_reading_prefix_cache": True} if num_begun else {}),
     )
 
 

@@ -94,6 +94,7 @@ class StateReader:
                         start=step.starts[name],
                         num_tokens=kept,
                         prompt_len=texts[name].prompt_len,
+                        is_finished=texts[name].is_finished,
                     )
                 )
             first += count

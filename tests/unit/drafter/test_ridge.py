@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -130,7 +131,8 @@ def test_law_sums_do_not_depend_on_who_adds_which_part_when(
         assert found.tensors()[name].equal(again.tensors()[name]), f"{name}, earlier texts faded"
 
 
-def test_a_text_whose_beginning_was_not_observed_is_left_out() -> None:
+def test_a_text_is_added_whole_or_not_at_all() -> None:
+    """Not with tokens missing, and not before its end: it may be continued elsewhere."""
     model = tiny_model()
     (tokens, states), *_ = _texts(model, (40,)).values()
     read = TextSums(model, SLOTS)
@@ -139,7 +141,14 @@ def test_a_text_whose_beginning_was_not_observed_is_left_out() -> None:
     assert read.take().num_tokens == 0
     read.observe([_seen("a", tokens, 3, 20)], states[3:20])
     read.observe([_seen("a", tokens, 25, 40)], states[25:])
-    assert read.take().num_tokens == 17
+    assert read.take().num_tokens == 0
+    moved = replace(_seen("a", tokens, 0, 20), is_finished=False)
+    read.observe([moved], states[:20])
+    assert read.take().num_tokens == 0
+    read.observe([moved], states[:20])
+    read.observe([_seen("a", tokens, 15, 40)], states[15:])
+    read.observe([_seen("a", tokens, 0, 40)], states)
+    assert read.take().num_tokens == 36
 
 
 def test_training_reads_the_states_of_completions_and_restores() -> None:
@@ -188,7 +197,12 @@ def _states(model: Transformer, tokens: Sequence[int]) -> Tensor:
 
 def _seen(name: str, tokens: Sequence[int], start: int, end: int) -> Observed:
     return Observed(
-        request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=3
+        request_id=name,
+        tokens=tokens,
+        start=start,
+        num_tokens=end - start,
+        prompt_len=3,
+        is_finished=True,
     )
 
 

@@ -36,7 +36,7 @@ _EMBEDDING_STEPS = 4096
 _COUNT_STEPS = 1024
 """Steps in the count of a token that was written once."""
 _CHUNK = 1024
-"""Tokens from which texts are added together."""
+"""Tokens from which finished texts are added together, and that are added at once."""
 _MOST_DRAFTED = 8192
 _FEWEST_DRAFTED = 64
 _FEWEST_COUNTED = 0.5
@@ -170,10 +170,11 @@ def _scale(gram: Float[Tensor, "inputs inputs"], count: float) -> Float[Tensor, 
 
 @final
 class TextSums:
-    """Adds up what a target writes, as it observes it; `take` returns the sums.
+    """Adds up the texts that a target finishes, as it observes them; `take` returns the sums.
 
     A text may come in parts, in order, with parts of others between them. Tokens that are observed
-    again count once.
+    again count once. A text is added whole, when it has ended: one that moves to another worker
+    counts there alone, which has read all of it, and where a worker is lost nothing is missing.
     """
 
     def __init__(self, target: Transformer, slots: int) -> None:
@@ -192,11 +193,11 @@ class TextSums:
         self._sums = LagSums.zeros(self._steps, self._slots, self._target.config.vocab_size)
         self._ends: dict[str, int] = {}
         """Number of tokens of each text that were observed, its prompt included."""
-        self._waiting: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """Tokens and states of each text that are not in the sums yet."""
+        self._parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Tokens and states of each text that has not ended."""
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        """Those of ended texts that are not in the sums yet, each text after tokens of -1."""
         self._num_waiting = 0
-        self._tails: dict[str, tuple[Tensor, Tensor]] = {}
-        """Last tokens of each text in the sums, and their states in steps; -1: no token."""
 
     @property
     def taps(self) -> Taps:
@@ -204,7 +205,7 @@ class TextSums:
         return Taps(final=True)
 
     def take(self) -> LagSums:
-        """Return the sums since the last call, on the CPU; texts in progress are forgotten."""
+        """Return the sums since the last call, on the CPU; other texts are forgotten."""
         self._flush()
         taken = LagSums(**{name: each.cpu() for name, each in self._sums.tensors().items()})
         self._begin()
@@ -221,29 +222,47 @@ class TextSums:
             if each.start <= begin < end:  # else known, or without its beginning
                 ids = torch.tensor(each.tokens[begin:end], device=features.device)
                 states = features[first + begin - each.start : first + end - each.start]
-                self._waiting.setdefault(each.request_id, []).append((ids, states))
-                self._ends[each.request_id] = end
-                self._num_waiting += len(ids)
+                # A copy: a view would keep the states of all texts of the step.
+                self._parts.setdefault(each.request_id, []).append((ids, states.clone()))
+                self._ends[each.request_id] = begin = end
+            if each.is_finished and begin == len(each.tokens) - 1:
+                self._end(self._parts.pop(each.request_id, []))
             first += each.num_tokens
         if self._num_waiting >= _CHUNK:
             self._flush()
 
+    def _end(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Let an ended text wait to be added; without parts it was, or has nothing to add."""
+        for ids, states in parts[:1]:
+            pad = ids.new_full((self._slots,), -1), states.new_zeros(self._slots, states.shape[1])
+            self._waiting += [pad, *parts]
+        self._num_waiting += sum(len(ids) for ids, _ in parts)
+
     @torch.no_grad()
     def _flush(self) -> None:
-        """Add the waiting tokens to the sums.
+        """Add the waiting texts to the sums."""
+        if not self._num_waiting:
+            return
+        tokens, states = (torch.cat(each) for each in zip(*self._waiting, strict=True))
+        self._waiting, self._num_waiting = [], 0
+        for begin in range(0, len(tokens) - self._slots, _CHUNK):
+            rows = slice(begin, begin + self._slots + _CHUNK)
+            self._add(tokens[rows], states[rows])
+
+    def _add(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> None:
+        """Add consecutive rows; the first ones, as many as slots, are in the sums already.
 
         Products with embeddings are first summed by token: texts write few different ones.
         """
-        if not self._num_waiting:
-            return
-        tokens, heads, is_new = self._joined()
-        h, sums = heads.shape[1], self._sums
+        h, sums = states.shape[1], self._sums
+        heads, is_new = (states.double() / self._steps[:h]).round(), tokens >= 0
+        is_new[: self._slots] = False
         sums.counts.index_add_(0, tokens[is_new], heads.new_ones(int(is_new.sum())))
         distinct, places = torch.unique(tokens, return_inverse=True)
         embedding = self._target.embedding(distinct.clamp(min=0)).double() / self._steps[h:]
         embedding = embedding.round() * (distinct >= 0)[:, None]
         signal, count = torch.cat((heads, embedding[places]), 1), len(heads)
-        # A product belongs to its later token: those before `is_new` have theirs in the sums.
+        # A product belongs to its later token.
         later = heads * is_new[:, None]
         for lag, products in enumerate(sums.products):
             begins = count - lag
@@ -254,21 +273,3 @@ class TextSums:
             by_token = heads.new_zeros(len(embedding), h)
             by_token.index_add_(0, places[:begins], later[lag:])
             products[h:, :h].addmm_(embedding.T, by_token)
-
-    def _joined(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return tokens, states in steps, and which are new; tails come before new ones."""
-        waiting, self._waiting, self._num_waiting = self._waiting, {}, 0
-        h, slots = len(self._steps) // 2, self._slots
-        tokens, heads, is_new = [], [], []
-        for name, parts in waiting.items():
-            ids, states = (torch.cat(each) for each in zip(*parts, strict=True))
-            scaled = (states.double() / self._steps[:h]).round()
-            before = self._tails.get(name)
-            if before is None:
-                before = ids.new_full((slots,), -1), scaled.new_zeros(slots, h)
-            tokens += [before[0], ids]
-            heads += [before[1], scaled]
-            is_new += [False] * slots + [True] * len(ids)
-            tail = torch.cat(tokens[-2:])[-slots:], torch.cat(heads[-2:])[-slots:]
-            self._tails[name] = tail
-        return torch.cat(tokens), torch.cat(heads), torch.tensor(is_new, device=tokens[0].device)

@@ -63,6 +63,7 @@ class RidgeTrainer:
                     start=0,
                     num_tokens=end - start - 1,
                     prompt_len=packed.loss_mask[start:end].tolist().count(0.0),
+                    is_finished=True,
                 )
                 self._texts.observe([seen], states[start : end - 1])
         sums = self._texts.take()

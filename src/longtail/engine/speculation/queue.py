@@ -141,6 +141,7 @@ class ObservationQueue:
                 start=start,
                 num_tokens=len(rows),
                 prompt_len=active.prompt_len,
+                is_finished=active.is_finished,
             )
             for active, own in spans.items()
             for start, rows in own
