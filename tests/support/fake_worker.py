@@ -22,7 +22,14 @@ from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
-from longtail.types import Completion, FinishReason, Request, TrainBatch
+from longtail.types import (
+    Completion,
+    FinishReason,
+    MicroBatch,
+    Request,
+    SamplingParams,
+    TrainBatch,
+)
 
 if TYPE_CHECKING:
     from support.scripted_pool import ScriptedPool
@@ -80,6 +87,10 @@ class Script:
     """The durations and faults of a simulation."""
 
     learn_s: float = LEARN_S
+    token_s: Callable[[int], float] = lambda num_running: TOKEN_S
+    """Seconds in which each of the running requests grows by a token."""
+    accumulate_s: float = 0.01
+    """Seconds of learning from a token."""
     short_task_s: float = 0.01
     """Seconds of a task without steps."""
     faults: Sequence[Fault] = ()
@@ -127,7 +138,15 @@ class FakeWorker:
         self._quality = QUALITY
         self._learned = self._stretches = 0
         self._best: Replica | None = None
-        self._shard: Sequence[Request] = ()
+        self._shard: dict[str, Request] = {}
+        self._left: dict[str, int] = {}
+        """Tokens that each unfinished request has left."""
+        self._finished: list[Completion] = []
+        self._added: list[tuple[Sequence[Request], Sequence[Completion]]] = []
+        self._asked_back: list[str] = []
+        self._released: list[Completion] = []
+        self.held: list[str] = []
+        """Names of the micro-batches in its sums."""
         self._num_written = self._beats = 0
         self._is_waiting = False
 
@@ -136,24 +155,58 @@ class FakeWorker:
     def ready(self) -> Steps:
         yield READY_S
 
-    def generate(self, shard: Sequence[Request], learns: bool = False) -> Steps:
+    def generate(
+        self, shard: Sequence[Request], learns: bool = False, begun: Sequence[Completion] = ()
+    ) -> Steps:
         assert self.engine is not None, "a policy is published before texts are generated"
-        self._shard, self._num_written = shard, 0
+        self._shard, self._finished, self._left = {}, [], {}
+        self._begin(shard, begun)
+        self._num_written = 0
         self._take_offers()
-        for _ in range(max(request.noise_key % 1000 for request in shard)):
-            yield TOKEN_S
-            self._num_written += 1
+        while self._left:
+            yield self._script.token_s(len(self._left))
+            self._num_written += len(self._left)
+            for name in list(self._left):
+                self._left[name] -= 1
+                self._end(name)
             self._beats += 1
+            self._give_back()
+            for requests, beginnings in self._added:
+                self._begin(requests, beginnings)
+            self._added = []
             self._take_offers()
             if self._is_stopped:
                 raise Stopped
-        completions = tuple(self._completion(request) for request in shard)
-        num_generated = sum(len(each.tokens) for each in completions)
         return ShardResult(
-            completions=completions,
-            report=replace(RolloutMeter().report(), num_generated=num_generated),
+            completions=tuple(self._finished),
+            report=replace(RolloutMeter().report(), num_generated=self._num_written),
             series=None,
         )
+
+    def _begin(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
+        known = {each.request_id: len(each.tokens) for each in begun}
+        for request in requests:
+            self._shard[request.request_id] = request
+            written = known.get(request.request_id, 0)
+            self._left[request.request_id] = request.noise_key % 1000 - written
+            self._end(request.request_id)
+
+    def _end(self, name: str) -> None:
+        if self._left[name] <= 0:
+            del self._left[name]
+            self._finished.append(self._completion(self._shard[name]))
+
+    def _give_back(self) -> None:
+        for name in self._asked_back:
+            if self._left.pop(name, None) is not None:
+                request = self._shard.pop(name)
+                self._released.append(self._completion(request, self._written_of(request)))
+        self._asked_back = []
+
+    def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> Steps:
+        yield self._script.accumulate_s * micro_batch.packed.num_tokens
+        self._beats += 1
+        self.held.append(micro_batch.name)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> Steps:
         spot_script = self._script.spot_scripts(self.number, self._stretches)
@@ -261,12 +314,11 @@ class FakeWorker:
         self._is_stopped = True
 
     def progress(self) -> Progress:
-        lengths = [request.noise_key % 1000 for request in self._shard]
         return Progress(
             beats=self._beats,
-            num_finished=sum(length <= self._num_written for length in lengths),
-            num_generated=sum(min(length, self._num_written) for length in lengths),
-            num_running=sum(length > self._num_written for length in lengths),
+            num_finished=len(self._finished),
+            num_generated=self._num_written,
+            num_running=len(self._left),
             is_waiting=self._is_waiting,
         )
 
@@ -283,9 +335,24 @@ class FakeWorker:
         )
 
     def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
-        done = [self._written(r, step) for r in self._shard if self._left(r) <= 0]
-        done.sort(key=lambda each: len(each.tokens))
-        return done[first:] + [self._written(r, step) for r in self._shard if self._left(r) > 0]
+        done = [self._written(self._shard[each.request_id], step) for each in self._finished]
+        return done[first:] + [self._written(self._shard[name], step) for name in self._left]
+
+    def completed(self, first: int) -> list[Completion]:
+        return self._finished[first:]
+
+    def lengths(self) -> list[tuple[str, int]]:
+        return [(name, len(self._written_of(self._shard[name]))) for name in self._left]
+
+    def release(self, request_ids: Sequence[str]) -> None:
+        self._asked_back += request_ids
+
+    def drain_released(self) -> list[Completion]:
+        found, self._released = self._released, []
+        return found
+
+    def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
+        self._added.append((requests, begun))
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         self.received += texts
@@ -302,27 +369,28 @@ class FakeWorker:
 
     # ---- parts
 
-    def _left(self, request: Request) -> int:
-        return request.noise_key % 1000 - self._num_written
+    def _written_of(self, request: Request) -> tuple[int, ...]:
+        return text(request)[: request.noise_key % 1000 - self._left.get(request.request_id, 0)]
 
     def _written(self, request: Request, step: int) -> TextSnapshot:
         return TextSnapshot(
             request_id=request.request_id,
-            tokens=(*request.prompt_tokens, *text(request)[: self._num_written]),
+            tokens=(*request.prompt_tokens, *self._written_of(request)),
             prompt_len=len(request.prompt_tokens),
             step=step,
-            is_finished=self._left(request) <= 0,
+            is_finished=request.request_id not in self._left,
         )
 
-    def _completion(self, request: Request) -> Completion:
-        tokens, policy = text(request), self.engine
+    def _completion(self, request: Request, begun: tuple[int, ...] | None = None) -> Completion:
+        """Return the text of a request, or its beginning."""
+        tokens, policy = text(request) if begun is None else begun, self.engine
         assert policy is not None
         return Completion(
             request_id=request.request_id,
             tokens=tokens,
             logprobs=(-1.0,) * len(tokens),
             text="",
-            finish_reason=FinishReason.STOP,
+            finish_reason=FinishReason.STOP if begun is None else FinishReason.ABORT,
             policy_version=len(policy),
         )
 

@@ -188,7 +188,7 @@ class RolloutForecast:
         for index, left in enumerate(lefts):
             num = len(lefts) - index
             turns = max(num / self.max_running, 1.0)  # the others wait
-            seconds += (left - before) * turns * self.times.seconds(min(num, self.max_running))
+            seconds += (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
             before = left
         return seconds
 

@@ -1,11 +1,11 @@
 """The timeline of a step: the states of each worker as spans, its metrics, and its file.
 
-    worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot
-    worker 1   GGGGGGGG . sssssssssss. LLL          . idle         L learning
+    worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot      a learning ahead
+    worker 1   GGGGGGGG . aaaasssssss. LLL          . idle         L learning
                |      phase      |st |
 
 A phase is a maximal interval in which a worker generates; a step with an evaluation has several.
-Idle utilization is the share of spot training in the time that workers do not generate in phases.
+Idle utilization is the share of other work in the time that workers do not generate in phases.
 Stop latency (st) is the time with a worker in SPOT and none generating: the step waits for it.
 
 `TraceFile` appends each step to trace.json, for Perfetto: an array of Chrome's trace events without
@@ -104,24 +104,26 @@ class Timeline:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step.
 
-        cluster/generating_s, idle_s, spot_s, learning_s   seconds, summed over the workers
-        cluster/idle_utilization          spot / (spot + idle) seconds in phases; 0 without any
+        cluster/generating_s, idle_s, spot_s, learning_ahead_s, learning_s   seconds of all workers
+        cluster/idle_utilization          share of spot and learning ahead in these and idle, in
+                                          phases; 0 without any
         cluster/spot_stop_latency_s       seconds with a worker in SPOT and none generating
         cluster/spot_stop_latency_share   share of these in the step
         """
         totals = self.seconds().values()
-        named = (State.GENERATING, State.IDLE, State.SPOT, State.LEARNING)
+        named = (State.GENERATING, State.IDLE, State.SPOT, State.AHEAD, State.LEARNING)
         metrics = {
             f"cluster/{state.value}_s": sum((each[state] for each in totals), 0.0)
             for state in named
         }
         phases = self.phases
-        spot, idle = (self._overlap(state, phases) for state in (State.SPOT, State.IDLE))
+        used = sum(self._overlap(state, phases) for state in (State.SPOT, State.AHEAD))
+        idle = self._overlap(State.IDLE, phases)
         generating_or_spot = _joined([*phases, *self._in_state(State.SPOT)])
         spot_stop_latency_s = max(_length(generating_or_spot) - _length(phases), 0.0)
         step_s = self.end_s - self.begin_s
         return metrics | {
-            "cluster/idle_utilization": spot / (spot + idle) if spot + idle else 0.0,
+            "cluster/idle_utilization": used / (used + idle) if used + idle else 0.0,
             "cluster/spot_stop_latency_s": spot_stop_latency_s,
             "cluster/spot_stop_latency_share": spot_stop_latency_s / step_s if step_s else 0.0,
         }

@@ -39,7 +39,7 @@ from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
 from longtail.system import memory
 from longtail.system.device import compute_threads
-from longtail.types import Completion, Request, TrainBatch
+from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
 
 _MOST_TEXT = 1000
 """Most characters of a text that progress carries."""
@@ -85,7 +85,7 @@ class WorkerComponents:
 class _Shard(NamedTuple):
     """The shard being generated; replaced as a whole, since another thread reads it."""
 
-    requests: Mapping[str, Request]
+    requests: dict[str, Request]
     finished: list[Completion]
 
 
@@ -100,6 +100,7 @@ class Worker:
         self._offers = Mailbox[DrafterWeights]()
         self._new_texts = Mailbox[TextSnapshot]()
         self._adopted = Mailbox[int]()
+        self._added = Mailbox[tuple[Sequence[Request], Sequence[Completion]]]()
         self._asked_back = Mailbox[str]()
         self._released = Mailbox[Completion]()
         self._candidate: Replica | None = None
@@ -138,21 +139,28 @@ class Worker:
             meter.add(step)
             log.add(step)
             accepted.add(step)
+            step.raise_failure(self._shard.requests)
             self._on_step(step)
             self._release()
+            self._submit_added()
             self._take_offers()
 
         try:
             with compute_threads(self._components.rollout_threads):
                 self._take_offers()
-                completions = generator.generate(requests, on_step, begun)
+                generator.generate(requests, on_step, begun)
+                while generator.num_unfinished:  # what was added
+                    on_step(generator.step())
         except BaseException:
             if texts is not None:
                 texts.take()  # the next rollout begins with none
             raise
         finally:  # later messages are about another rollout
-            self._shard = _Shard({}, [])
+            completions, self._shard = self._shard.finished, _Shard({}, [])
+            for name, _, _ in generator.unfinished():
+                generator.abort(name)
             self._asked_back.take()
+            self._added.take()
         return ShardResult(
             completions=tuple(completions),
             report=meter.report(),
@@ -160,6 +168,12 @@ class Worker:
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
             sums=None if texts is None else texts.take(),
         )
+
+    def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
+        """Add the gradient of a micro-batch to the sums of the next learner step."""
+        self._components.generator.sleep()
+        self._components.learner.accumulate(micro_batch, sampling)
+        self._beats += 1
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step, together with its process group."""
@@ -326,6 +340,13 @@ class Worker:
         found = [(name, len(tokens) - prompt_len) for name, tokens, prompt_len in unfinished]
         return sorted(found, key=lambda each: each[1] == 0)
 
+    def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
+        """Add requests to the present shard, from the next engine step on.
+
+        They are ignored if it has ended by then; its result shows it.
+        """
+        self._added.put([(requests, begun)])
+
     def release(self, request_ids: Sequence[str]) -> None:
         """Give up requests between two engine steps, as far as they are unfinished then."""
         self._asked_back.put(request_ids)
@@ -371,9 +392,16 @@ class Worker:
 
     def _release(self) -> None:
         generator = self._components.generator
-        for name in self._asked_back.take():
-            if generator.is_unfinished(name):
-                self._released.put([generator.abort(name)])
+        names = [name for name in self._asked_back.take() if generator.is_unfinished(name)]
+        self._released.put([generator.abort(name) for name in names])
+
+    def _submit_added(self) -> None:
+        for requests, begun in self._added.take():
+            before = {each.request_id: each for each in begun}
+            shard = self._shard.requests | {each.request_id: each for each in requests}
+            self._shard = _Shard(shard, self._shard.finished)
+            for request in requests:
+                self._components.generator.submit(request, before.get(request.request_id))
 
     def _take_offers(self) -> None:
         if offers := self._offers.take():

@@ -42,7 +42,6 @@ def group_micro_batches(group: Group, config: RunConfig) -> list[MicroBatch]:
     return pack_group(
         group.rollouts,
         advantages,
-        name=visit_of(group.rollouts[0].completion.request_id),
         budget=own.tokens_per_micro_batch,
         keep_idle=own.kl_coef > 0,
     )
@@ -141,6 +140,6 @@ def why_not(config: RunConfig) -> str | None:
         return f"learner.mini_batches = {own.mini_batches}: later updates need earlier ones"
     if own.sharding == "full":
         return "learner.sharding = 'full': the shards of a layer are computed by all workers"
-    if not LOSSES[own.loss].streams:
+    if not LOSSES[own.loss].by_group:
         return f"learner.loss = {own.loss!r}: its advantages need the whole batch"
     return None

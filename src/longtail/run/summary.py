@@ -14,7 +14,7 @@ from longtail.run.metrics import Number
 from longtail.system.files import write_atomically
 
 FILE = "summary.json"
-PARTS = ("rollout", "reward", "logprob", "update")
+PARTS = ("rollout", "reward", "learn")
 """Parts of a step that the summary lists; the rest is `other`."""
 _SHOWN_LENGTHS = 12
 _LINES = (
@@ -23,8 +23,8 @@ _LINES = (
     ("rollout speed", "{tokens_per_s:,.0f} tokens/s"),
     (
         "time of a step",
-        "rollout {rollout_share:.0%}, reward {reward_share:.0%}, logprob {logprob_share:.0%}, "
-        "update {update_share:.0%}, other {other_share:.0%}",
+        "rollout {rollout_share:.0%}, reward {reward_share:.0%}, learn {learn_share:.0%}, "
+        "other {other_share:.0%}",
     ),
     ("lost to the tail", "{tail_idle_share:.0%} of the rollout's slots were empty"),
     (
@@ -38,7 +38,7 @@ _LINES = (
         "all tokens",
     ),
     ("tuner", "{num_switches:d} switches, {tuner_share:.1%} of the time"),
-    ("idle workers", "trained the drafter for {idle_utilization:.0%} of their idle time"),
+    ("idle workers", "did other work for {idle_utilization:.0%} of the time without a text to write"),
 )
 
 Row = Mapping[str, Number | None]
@@ -85,7 +85,6 @@ def summarize_run(
         "steps": steps,
         "tokens_per_s": sum(known("rollout/generated_tokens")) / rollout_s,
         **parts,
-        # Workers learn in parallel, so their seconds may exceed the wall time.
         "other_share": max(1.0 - sum(parts.values()), 0.0) if rows else 0.0,
         "tail_idle_share": per_rollout_s("rollout/tail_idle_share"),
         "length_p50": middle("response_length/p50"),
@@ -96,7 +95,9 @@ def summarize_run(
         "num_switches": int(sum(switches)) if switches else None,
         "tuner_share": per_rollout_s("speculation/tuner_share") if switches else None,
         "idle_utilization": (
-            middle("cluster/idle_utilization") if any(known("cluster/spot_s")) else None
+            middle("cluster/idle_utilization")
+            if any(known("cluster/spot_s") + known("cluster/learning_ahead_s"))
+            else None
         ),
         "drafter_accept_lengths": [
             length

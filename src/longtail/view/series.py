@@ -94,7 +94,7 @@ def short(value: int | float | None) -> float | None:
 FILE = "metrics.jsonl"
 MOST_POINTS = 400
 """Largest number of points of an extract."""
-PHASES = ("rollout", "reward", "logprob", "update", "publish", "drafter")
+PHASES = ("rollout", "reward", "learn", "publish", "drafter")
 """Parts of a step; `other` is the rest of it."""
 HELD_OUT, VERSION = "eval/reward_mean", "drafter/version"
 
@@ -108,7 +108,7 @@ def _mean(values: Sequence[float]) -> float:
 _MEANS = (
     "reward/mean", "response_length/p50", "response_length/p90", "response_length/p99",
     "rollout/tokens_per_s", "speculation/accept_length", "drafter/expected_accept_length",
-    "cluster/idle_s", "cluster/spot_s", "cluster/idle_utilization",
+    "cluster/idle_s", "cluster/spot_s", "cluster/learning_ahead_s", "cluster/idle_utilization",
     "timing_s/step", *(f"timing_s/{phase}" for phase in PHASES),
 )  # fmt: skip
 _JOINS: dict[str, _Joined] = {

@@ -19,7 +19,7 @@ _TELLING = 3
 """Fewest steps from which a gain is concluded: first steps are disturbed most."""
 _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
-_PARTS = ("rollout", "reward", "logprob", "update", "publish", "drafter", "step")
+_PARTS = ("rollout", "reward", "learn", "publish", "drafter", "step")
 _SIMULATED = 1000
 """Number of simulated rollouts."""
 
@@ -252,8 +252,8 @@ def _median(result: ArmResult, name: str) -> float:
 
 
 def _idle_share(result: ArmResult) -> float:
-    """Return the workers' idle share; spot training counts as idle time."""
-    names = ("generating", "idle", "spot", "learning")
+    """Return the workers' idle share; work of idle workers counts as idle time."""
+    names = ("generating", "idle", "spot", "learning_ahead", "learning")
     sums = {name: sum(result.column(f"cluster/{name}_s")) for name in names}
     total = sum(sums.values())
-    return (sums["idle"] + sums["spot"]) / total if total else 0.0
+    return sum(sums[n] for n in ("idle", "spot", "learning_ahead")) / total if total else 0.0

@@ -3,12 +3,12 @@ import { color, el, fill, known, num, Panel, percent, runColor, seconds, table }
 import { bars, Chart, stacked } from "/static/charts.js";
 
 const PHASES = [
-  ["rollout", "timing_s/rollout", "--generating"], ["logprob", "timing_s/logprob", "--logprob"],
-  ["update", "timing_s/update", "--learning"], ["reward", "timing_s/reward", "--dead"],
+  ["rollout", "timing_s/rollout", "--generating"], ["learn", "timing_s/learn", "--learning"],
+  ["reward", "timing_s/reward", "--dead"],
   ["publish", "timing_s/publish", "--starting"], ["drafter", "timing_s/drafter", "--spot"],
   ["other", "timing_s/other", "--idle-ink"],
 ];
-const IDLE = [["trained the drafter", "cluster/spot_s", "--spot"], ["idle", "cluster/idle_s", "--idle-ink"]];
+const IDLE = [["learned ahead", "cluster/learning_ahead_s", "--ahead"], ["trained the drafter", "cluster/spot_s", "--spot"], ["idle", "cluster/idle_s", "--idle-ink"]];
 
 const last = (values) => values.findLast((value) => known(value));
 const at = (view, name, index) => view.columns[name]?.[index];

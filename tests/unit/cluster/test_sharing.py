@@ -1,0 +1,124 @@
+"""Forecasts and moves: a move is chosen only if the step then ends sooner."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from longtail.cluster.forecast import Lengths, RolloutForecast, Text, TokenTimes
+from longtail.cluster.sharing import best_move
+from longtail.types import Request, SamplingParams
+
+
+def request(name: str, group: str = "", max_tokens: int = 1000) -> Request:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Request(
+        request_id=name, prompt_tokens=(1, 2), noise_key=0, sampling=params, group_id=group
+    )
+
+
+def texts(worker: int, *lefts: float) -> list[Text]:
+    return [
+        Text(request=request(f"{worker}#{n}"), written=10, left=float(left))
+        for n, left in enumerate(lefts)
+    ]
+
+
+def forecast(start_s: float, more_s: float, num_workers: int = 2) -> RolloutForecast:
+    """Return a forecast that has seen steps of `start_s` + n `more_s` seconds."""
+    found = RolloutForecast(num_workers, max_running=32)
+    for n in (1, 2, 4, 8):
+        found.times.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 0)
+    return found
+
+
+@given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.integers(1, 64))
+def test_seconds_of_a_token_are_learned_from_exact_observations(start_s, more_s, num_running):
+    found = forecast(start_s, more_s).times
+    assert found.seconds(float(num_running)) == pytest.approx(start_s + more_s * num_running, rel=1e-6)
+
+
+def test_what_is_seen_beside_other_work_is_its_cost_and_no_speed():
+    found = TokenTimes()
+    assert found.slowdown == 0.0
+    found.observe(4.0, 400, 10.0, 0)
+    usual = found.seconds(4.0)
+    lost = found.observe(4.0, 400, 12.5, 2)
+    assert lost == pytest.approx(2.5)
+    assert found.slowdown == pytest.approx(2.5 / 25.0)
+    assert found.seconds(4.0) == usual
+
+
+def test_lengths_follow_siblings_then_the_epoch_before_then_all_texts():
+    lengths = Lengths()
+    one = request("p@0#1", "p@0")
+    assert lengths.left(one, 0, None) == 500.0
+    for each in (10, 200, 400):
+        lengths.record("q@0", each)
+    assert lengths.left(one, 100, None) == 200.0
+    assert lengths.left(one, 100, 150.0) == 50.0
+    lengths.record("p@0", 120)
+    assert lengths.left(one, 100, 150.0) == 20.0
+    assert lengths.left(one, 990, None) == 5.0
+    lengths.begin()
+    assert lengths.left(one, 100, 150.0) == 50.0
+
+
+def test_where_each_text_costs_the_busiest_worker_shares_with_an_idle_one():
+    move = best_move({0: texts(0, 500, 400, 300, 200)}, [1], 0.0, forecast(0.0, 0.01))
+    assert move is not None
+    assert (move.source, move.target, move.names) == (0, 1, ("0#1", "0#3"))
+    assert move.gain_s > 1.0
+
+
+def test_where_a_step_costs_as_much_for_one_text_none_moves():
+    assert best_move({0: texts(0, 500, 500)}, [1], 0.0, forecast(0.01, 0.0)) is None
+
+
+def test_a_worker_hands_its_texts_over_if_it_has_something_to_learn():
+    loads = {0: texts(0, 500, 400), 1: texts(1, 450)}
+    cheap = forecast(0.01, 1e-5)
+    assert best_move(loads, [], 0.0, cheap) is None
+    move = best_move(loads, [], 4.0, cheap)
+    assert move is not None
+    assert (move.source, move.target, move.names) == (1, 0, ("1#0",))
+    assert best_move(loads, [], 4.0, forecast(1e-5, 0.01)) is None
+
+
+def test_nothing_moves_before_speeds_are_known():
+    assert best_move({0: texts(0, 500, 500)}, [1], 9.0, RolloutForecast(2, 32)) is None
+
+
+@given(
+    st.lists(st.lists(st.floats(1.0, 1000.0), min_size=1, max_size=8), min_size=1, max_size=5),
+    st.integers(0, 3),
+    st.floats(0.0, 50.0),
+    st.floats(0.0, 0.05),
+    st.floats(0.0, 0.05),
+)
+def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s):
+    known = forecast(start_s + 1e-6, more_s)
+    given_loads = {worker: texts(worker, *lefts) for worker, lefts in enumerate(loads)}
+    idle = list(range(len(loads), len(loads) + num_idle))
+    move = best_move(given_loads, idle, early_s, known)
+    if move is None:
+        return
+    after = {worker: list(own) for worker, own in given_loads.items()}
+    moved = [each for each in after[move.source] if each.request.request_id in move.names]
+    after[move.source] = [each for each in after[move.source] if each not in moved]
+    reading_s = known.times.reading_s(sum(each.num_known for each in moved))
+    assert moved
+    assert move.target != move.source
+
+    def end_s(of, extra):
+        seconds = [known.worker_s(own) + (extra if worker == move.target else 0.0)
+                   for worker, own in of.items()]  # fmt: skip
+        longest = max(seconds)
+        spare = (len(loads) + num_idle) * longest - math.fsum(seconds)
+        return longest - min(early_s, spare) / (len(loads) + num_idle)
+
+    after.setdefault(move.target, [])
+    after[move.target] += moved
+    assert move.gain_s == pytest.approx(end_s(given_loads, 0.0) - end_s(after, reading_s))
+    assert move.gain_s > 0.0
