@@ -241,6 +241,8 @@ class PackedSequences:
 class MicroBatch:
     """Packed sequences with the inputs of the loss; values are 0 where loss_mask is 0."""
 
+    name: str
+    """Group and number, as "p/17@2/0": no other micro-batch of a step has it."""
     packed: PackedSequences
     rollout_logprobs: Float[Tensor, "tokens"]
     """Logprob of each generated token, as the rollout engine reported it."""
@@ -251,8 +253,7 @@ class MicroBatch:
 class TrainBatch:
     """The input of one learner step: micro-batches whose gradients are summed.
 
-    The normalisers are counted over the whole batch, so the gradient does not depend on the cut
-    into micro-batches.
+    Counts are of the whole batch; the loss is divided by one of them (`rl.loss`).
     """
 
     micro_batches: tuple[MicroBatch, ...]

@@ -15,8 +15,8 @@ from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
 from longtail.rl.learner import Learner, LearnerState
-from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.rl.packing import pack_mini_batches
+from longtail.rl.sums import GradientSums
 from longtail.types import SamplingParams, TrainBatch
 from support.rollouts import rollout
 from support.tiny_models import tiny_model
@@ -184,16 +184,16 @@ class _Rank:
 
     def lose_group(self) -> None:
         """Close this rank's group in its next step, between last reduction and update."""
-        all_reduce = LearnerMetrics.all_reduce
+        reduce = GradientSums.reduce
 
-        def interrupted(metrics: LearnerMetrics, group: ProcessGroup) -> None:
-            LearnerMetrics.all_reduce = all_reduce  # type: ignore[method-assign]
-            all_reduce(metrics, group)
+        def interrupted(sums: GradientSums, group: ProcessGroup) -> None:
+            GradientSums.reduce = reduce  # type: ignore[method-assign]
+            reduce(sums, group)
             assert self._group is not None
             self._group.close()
             raise ProcessGroupError("the sum is lost")
 
-        LearnerMetrics.all_reduce = interrupted  # type: ignore[method-assign]
+        GradientSums.reduce = interrupted  # type: ignore[method-assign]
 
     def digest(self) -> tuple[str, int]:
         """Return a digest of all state of the next step, and the version."""

@@ -11,6 +11,7 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import shape_of
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
+from longtail.model.kernels.fixed import num_limbs
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
@@ -54,13 +55,19 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     trained = shard
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
+    # Of shards the gradients themselves; otherwise their sums, in int64.
+    sums = (
+        trained
+        if config.is_sharded
+        else 8 * num_limbs(getattr(torch, learner.dtype)) * trained // master
+    )
     has_drafter = config.speculation.drafter not in ("none", "history")
     found = {
         "rollout weights": parameters
         * small
         * (2 if on_cpu and rollout.dtype == "bfloat16" else 1),
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small),
-        "weights, their copy and gradients": 2 * shard + trained,
+        "weights, their copy and gradients": 2 * shard + sums,
         "optimizer moments": 2 * trained,
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),

@@ -11,7 +11,7 @@ supervisor of the processes forms a new group. Batches and losses are unknown he
 import os
 import socket
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longtail.errors import ConfigError, ProcessGroupError
@@ -79,30 +79,6 @@ def all_gather_scalar(group: ProcessGroup, number: float) -> list[float]:
     row[group.rank] = number
     group.all_reduce([row])
     return row.tolist()
-
-
-def reduce_gradients(
-    group: ProcessGroup,
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    computed: bool,
-    void: bool,
-) -> list[int]:
-    """Sum the gradients of all ranks in place; return the ranks whose gradients are void.
-
-    A rank that computed no gradient adds zeros, and so does one whose loss failed (`void`), so that
-    the others need not wait for it. A sum with a void rank must not be used.
-    """
-    gradients = []
-    for name, parameter in parameters.items():
-        if parameter.grad is None and (void or not computed):
-            parameter.grad = torch.zeros_like(parameter)
-        assert parameter.grad is not None, f"no gradient reached {name}: was the model packed?"
-        gradients.append(parameter.grad)
-    flags = gradients[0].new_zeros(group.size)
-    flags[group.rank] = void
-    group.all_reduce([*gradients, flags])
-    return flags.nonzero()[:, 0].tolist()
 
 
 @final

@@ -3,17 +3,20 @@
 It owns the training copy of the policy, its optimizer and its version. Rollouts, checkpoints and
 readers of the weights are unknown here.
 
-    step([batch, ...]):   old logprobs ---> for each mini-batch: [micro-batches: score, loss,
+    accumulate(micro-batch):  score, loss, backward, before the rest of its batch is known
+    step([batch, ...]):   old logprobs ---> for each mini-batch: [other micro-batches: score, loss,
                           (only if there are several updates)     backward], reduce, update
 
 In a process group every rank is given the same batches, computes its part of the micro-batches, and
-makes the update of the whole batch: gradients are summed, so weights have the same bits on all
-ranks. With `sharding = "full"` each rank updates its shard (`rl.sharded`), and a step ends by
+makes the update of the whole batch. Gradients are summed as whole numbers (`rl.sums`): weights have
+the same bits on all ranks, and for any number of ranks and order of micro-batches. With `sharding =
+"full"` each rank updates its shard, from floating-point sums (`rl.sharded`), and a step ends by
 gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
 """
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -22,17 +25,19 @@ import torch
 from torch import Tensor
 
 from longtail.config.rl import LearnerSection
-from longtail.errors import ClusterError, ConfigError, NonFiniteError
+from longtail.errors import ClusterError, ConfigError
 from longtail.model.hf.model import PolicyTransformer
+from longtail.model.kernels.fixed import num_limbs
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl import optim
-from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance, reduce_gradients
-from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
+from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
+from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
-from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
-from longtail.rl.optim import Optimizer, load_parameters, loss_error
+from longtail.rl.loss import LOSSES, LossInputs, LossSettings
+from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
+from longtail.rl.sums import GradientSums
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
@@ -58,11 +63,12 @@ class Learner:
     """Owns the policy's training copy; the model given becomes the learner's, and is not packed.
 
     Lifecycle: construct with the *initial* weights (they are the KL reference), `restore` if the
-    run continues from a checkpoint, then `step` and `weights` in turn. An update whose loss or
-    gradient is not finite is not made and raises NonFiniteError on all ranks; earlier updates of
-    the same step stand. A step that loses its process group raises ProcessGroupError and changes
-    nothing: `join` another group, and repeat the step unless the version shows that another rank
-    has made it. A sharded learner cannot join another group.
+    run continues from a checkpoint, then `step` and `weights` in turn, with any calls of
+    `accumulate` before a step. An update whose loss or gradient is not finite is not made and
+    raises NonFiniteError on all ranks; earlier updates of the same step stand. A step that loses
+    its process group raises ProcessGroupError and changes nothing: `join` another group, and repeat
+    the step unless the version shows that another rank has made it. A sharded learner cannot join
+    another group.
     """
 
     def __init__(
@@ -88,11 +94,42 @@ class Learner:
         self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=total_steps)
         self._reference = model.reference() if settings.kl_coef > 0 else None
         self._version = 0
+        self._sums = GradientSums(self._parameters)
+        self._holds_casts = False
 
     @property
     def version(self) -> int:
         """Number of steps made, which is the version of the present weights."""
         return self._version
+
+    def accumulate(
+        self,
+        micro_batch: MicroBatch,
+        sampling: SamplingParams,
+        on_progress: OnProgress = lambda is_waiting: None,
+    ) -> None:
+        """Add the gradient of a micro-batch to the sums of the next step, which then leaves it out.
+
+        The next step must make a single update, of a batch with this micro-batch. A loss that is
+        not finite raises NonFiniteError and adds nothing. What is in the sums is not added again.
+        """
+        if self._shards is not None:
+            raise ClusterError(
+                "learner.sharding = 'full': shards learn from a micro-batch together, in a step"
+            )
+        _refuse_greedy(sampling)
+        name, rows = micro_batch.name, self._sums.rows
+        if name not in rows:
+            self._hold_casts()
+            self._learn(micro_batch, sampling, LearnerMetrics())
+            if not math.isfinite(rows[name].loss):
+                self._sums.refuse(self._version, {name: rows.pop(name)})
+        on_progress(False)
+
+    def forget(self) -> None:
+        """Drop what was accumulated; the next step computes it again."""
+        self._sums.clear()
+        self._drop_casts()
 
     def step(
         self, batches: Sequence[TrainBatch], on_progress: OnProgress = lambda is_waiting: None
@@ -111,38 +148,41 @@ class Learner:
         undo = partial(self.restore, self.state(), self.learned()) if can_undo else None
         try:
             with optim.undone_on_loss(undo), self._group.guarded():
+                names = [one.name for batch in batches for one in batch.micro_batches]
+                held = self._sums.agree(self._group, [] if several else names)
                 self._hold_casts()
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
-                    if index:
-                        self._hold_casts()
-                    failure = self._backward(batch, old[index] if old else {}, metrics, on_progress)
+                    self._hold_casts()
+                    self._backward(batch, held, old[index] if old else {}, metrics, on_progress)
                     on_progress(True)
-                    self._reduce(batch, failure, metrics)
-                    if index == len(batches) - 1:
-                        # NOTE: before the last update, so that a rank that loses the group here
-                        # has not made a step that other ranks lack.
-                        metrics.all_reduce(self._group)
+                    self._reduce(batch, metrics)
                     self._update(metrics)
                 if self._shards is not None:
                     self._shards.gather()
         finally:
             self._optimizer.discard()  # gradients left by a failure
-            self._model.hold_casts(None)
+            self.forget()
         self._version += 1
         return metrics.report(self._version, batches)
 
     def _hold_casts(self) -> None:
         """Convert the weights for autocast, once until the next update; shards are gathered."""
         is_whole = self._shards is None and can_hold_casts(self._model.device)
-        if self._settings.autocast is True and is_whole:
+        if self._settings.autocast is True and is_whole and not self._holds_casts:
             self._model.hold_casts(torch.bfloat16)
+            self._holds_casts = True
 
-    def _assigned(self, batch: TrainBatch) -> tuple[Sequence[int], int]:
+    def _drop_casts(self) -> None:
+        self._model.hold_casts(None)
+        self._holds_casts = False
+
+    def _assigned(self, batch: TrainBatch, held: Collection[str] = ()) -> tuple[Sequence[int], int]:
         """Return this rank's micro-batches, and its number of extra passes for others' sake."""
-        tokens = [one.packed.num_tokens for one in batch.micro_batches]
+        rest = [i for i, one in enumerate(batch.micro_batches) if one.name not in held]
+        tokens = [batch.micro_batches[i].packed.num_tokens for i in rest]
         assigned = balance(tokens, self._group.size)
-        own = assigned[self._group.rank]
+        own = [rest[i] for i in assigned[self._group.rank]]
         return own, 0 if self._shards is None else max(map(len, assigned)) - len(own)
 
     def _old(
@@ -163,80 +203,86 @@ class Learner:
     def _backward(
         self,
         batch: TrainBatch,
+        held: Collection[str],
         old: Mapping[int, Tensor],
         metrics: LearnerMetrics,
         on_progress: OnProgress,
-    ) -> NonFiniteError | None:
-        """Accumulate the gradient of this rank's micro-batches; return the first bad loss."""
-        (own, extra), device = self._assigned(batch), self._trained.device
-        failure: NonFiniteError | None = None
+    ) -> None:
+        """Add the gradients of this rank's micro-batches, except for those that are `held`."""
+        own, extra = self._assigned(batch, held)
+        factor = 1.0 / self._spec.normaliser(batch)
         for index in own:
-            with metrics.timed("logprob", device):
-                output = self._loss(batch, batch.micro_batches[index], old.get(index), metrics)
-                failure = failure or loss_error(
-                    self._parameters, output.loss, self._version, f"the loss (micro-batch {index})"
-                )
-            with metrics.timed("backward", device):
-                torch.autograd.backward(output.loss)
+            one = batch.micro_batches[index]
+            self._learn(one, batch.sampling, metrics, old=old.get(index), factor=factor)
             on_progress(False)
         for _ in range(extra):
             logprobs = self._score(_EMPTY, batch.sampling).logprobs
             self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
-        return failure
+        if self._shards is not None:
+            self._shards.reduce_gradients(computed=bool(own))
 
-    def _reduce(
-        self, batch: TrainBatch, failure: NonFiniteError | None, metrics: LearnerMetrics
+    def _learn(
+        self,
+        micro_batch: MicroBatch,
+        sampling: SamplingParams,
+        metrics: LearnerMetrics,
+        *,
+        old: Tensor | None = None,
+        factor: float = 1.0,
     ) -> None:
-        """Sum the gradients of all ranks; NonFiniteError if a loss of any rank is not finite."""
-        computed, void = bool(self._assigned(batch)[0]), failure is not None
+        """Add the gradient of a micro-batch, unless its loss is not finite, and its metrics.
+
+        Shards add that of the loss times a factor.
+        """
+        with metrics.timed("logprob", self._trained.device):
+            loss, row = self._loss(micro_batch, sampling, old)
+        with metrics.timed("backward", self._trained.device):
+            if self._shards is None and math.isfinite(row.loss):
+                self._sums.add(micro_batch.name, loss, row)
+                return
+            self._sums.rows[micro_batch.name] = row
+            if self._shards is not None:
+                torch.autograd.backward(loss * factor)
+
+    def _reduce(self, batch: TrainBatch, metrics: LearnerMetrics) -> None:
+        """Sum the gradients of all ranks; NonFiniteError if a number of any is not finite."""
+        names, normaliser = [one.name for one in batch.micro_batches], self._spec.normaliser(batch)
         with metrics.timed("update", self._trained.device):
+            rows = metrics.gather(self._group, names, self._sums.rows)
+            self._sums.refuse(self._version, dict(zip(names, rows, strict=True)))
             if self._shards is None:
-                if computed:
-                    self._model.complete_gradients()
-                void_ranks = reduce_gradients(
-                    self._group, self._parameters, computed=computed, void=void
-                )
-            else:
-                void_ranks = self._shards.reduce_gradients(computed=computed, void=void)
-        if failure is not None:
-            raise failure
-        if void_ranks:
-            raise NonFiniteError(
-                f"step {self._version}: the loss is not finite on ranks {void_ranks} of the "
-                "group; no update was made"
-            )
+                # NOTE: the last message before the update, so that a rank that loses the group
+                # has not made a step that other ranks lack.
+                self._sums.reduce(self._group)
+                self._sums.settle(1.0 / normaliser)
+        self._sums.clear()
+        metrics.add(rows, normaliser)
 
     def _update(self, metrics: LearnerMetrics) -> None:
         with metrics.timed("update", self._trained.device):
             update = self._optimizer.update(self._version)
+        self._drop_casts()
         metrics.grad_norms.append(update.grad_norm)
         metrics.learning_rate = update.learning_rate
 
     def _loss(
-        self,
-        batch: TrainBatch,
-        micro_batch: MicroBatch,
-        old: Tensor | None,
-        metrics: LearnerMetrics,
-    ) -> LossOutput:
+        self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None
+    ) -> tuple[Tensor, MetricsRow]:
         """Run the policy, and the reference if there is one, over a micro-batch."""
-        scores = self._score(micro_batch.packed, batch.sampling)
+        scores = self._score(micro_batch.packed, sampling)
         rows, logprobs = scores.rows, scores.logprobs
         inputs = LossInputs(
             logprobs=logprobs,
             old_logprobs=logprobs.detach() if old is None else old,
             rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
-            reference_logprobs=self._reference_logprobs(micro_batch.packed, batch.sampling),
+            reference_logprobs=self._reference_logprobs(micro_batch.packed, sampling),
             advantages=micro_batch.advantages.to(logprobs)[rows],
             sequence=micro_batch.packed.sequence.to(rows.device)[rows],
             num_here=micro_batch.packed.num_sequences,
-            num_sequences=batch.num_sequences,
-            num_generated=batch.num_generated,
         )
-        output = self._spec.function(inputs, self._loss_settings(batch.sampling.max_tokens))
-        metrics.add(inputs, output, scores)
-        return output
+        output = self._spec.function(inputs, self._loss_settings())
+        return output.loss, MetricsRow.of(inputs, output, scores)
 
     def _reference_logprobs(
         self, packed: PackedSequences, sampling: SamplingParams
@@ -246,12 +292,11 @@ class Learner:
         with torch.no_grad():
             return self._score(packed, sampling, self._reference).logprobs
 
-    def _loss_settings(self, max_tokens: int) -> LossSettings:
+    def _loss_settings(self) -> LossSettings:
         own, spec = self._settings, self._spec
         return LossSettings(
             clip_low=spec.clip_low if own.clip_low is None else own.clip_low,
             clip_high=spec.clip_high if own.clip_high is None else own.clip_high,
-            max_tokens=max_tokens,
             kl_coef=own.kl_coef,
             tis_cap=own.tis_cap,
         )
@@ -284,9 +329,12 @@ class Learner:
         return [*self._model.parameters(), *self._optimizer.moments().values()]
 
     def state_bytes(self) -> int:
-        """Return the bytes of the weights and of their gradients and moments while it steps."""
+        """Return the bytes of the weights, and of the sums of their gradients and the moments."""
         sizes = [parameter.nbytes for parameter in self._model.parameters()]
-        return sum(sizes) + 3 * sum(each.nbytes for each in self._model.trainable().values())
+        return sum(sizes) + sum(
+            2 * each.nbytes + 8 * num_limbs(each.dtype) * each.numel()
+            for each in self._parameters.values()
+        )
 
     def digest(self) -> str:
         """Return the SHA-256 of the learned weights: their names, shapes and bytes."""
@@ -307,6 +355,8 @@ class Learner:
                 "start again: the run resumes from its newest checkpoint"
             )
         versions = optim.gather_versions(group, self._version)
+        if self._version < max(versions):
+            self.forget()  # gradients of other weights
         self._group, newest = group, max(versions)
         if self._version < newest:
             self._version = optim.INCOMPLETE  # until all tensors have come
@@ -339,6 +389,7 @@ class Learner:
         Raises CheckpointError if they are another model's.
         """
         assert self._shards is None, "restored before it is sharded"
+        self.forget()
         self._optimizer.load(state.tensors)
         load_parameters(self._parameters, weights)
         self._version = state.numbers["version"]

@@ -1,9 +1,13 @@
-"""Metrics of a learner step: sums over its micro-batches, and the report made from them."""
+"""Metrics of a learner step: one row per micro-batch, and the report made from all rows.
 
+Sums are rounded once (`math.fsum`), so they do not depend on which rank computed which row.
+"""
+
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, fields
 from typing import Literal, get_args
 
 import torch
@@ -79,46 +83,69 @@ class LearnerReport:
         }
 
 
-@dataclass(slots=True, kw_only=True)
-class LearnerMetrics:
-    """Sums over the micro-batches of a step, as plain floats."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsRow:
+    """Metrics of one micro-batch, sums over its tokens but for the extremes; plain floats."""
 
-    loss: float = 0.0
-    entropy: float = 0.0
-    clipped: float = 0.0
-    capped: float = 0.0
-    old_kl: float = 0.0
-    reference_kl: float = 0.0
+    loss: float
+    entropy: float
+    clipped: float
+    capped: float
+    old_kl: float
+    reference_kl: float
+    num_scored: float
     gap: float = 0.0
     gap_max: float = 0.0
     ratio: float = 0.0
-    ratio_min: float = float("inf")
+    ratio_min: float = math.inf
     ratio_max: float = 0.0
-    num_scored: float = 0.0
+    largest: float = 0.0
+    """Largest magnitude in the gradient; infinity if it is not finite."""
+    where: float = 0.0
+    """Number of the parameter that has it."""
+
+    @classmethod
+    def of(cls, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> "MetricsRow":
+        """Return the metrics of a forward pass."""
+        gap = inputs.old_logprobs - inputs.rollout_logprobs
+        ratio = gap.exp()
+        extremes = (
+            {
+                "gap": gap.abs().sum(),
+                "gap_max": gap.abs().max(),
+                "ratio": ratio.sum(),
+                "ratio_min": ratio.min(),
+                "ratio_max": ratio.max(),
+            }
+            if len(gap)
+            else {}
+        )
+        return cls(
+            loss=output.loss.item(),
+            entropy=scores.entropy.sum().item(),
+            clipped=output.sums.clipped.item(),
+            capped=output.sums.capped.item(),
+            old_kl=output.sums.old_kl.item(),
+            reference_kl=output.sums.reference_kl.item(),
+            num_scored=float(len(gap)),
+            **{name: value.item() for name, value in extremes.items()},
+        )
+
+
+_NAMES = tuple(each.name for each in fields(MetricsRow))
+
+
+@dataclass(slots=True, kw_only=True)
+class LearnerMetrics:
+    """Rows of a step, with what it has once an update."""
+
+    rows: list[MetricsRow] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     seconds: dict[Section, float] = field(
         default_factory=lambda: dict.fromkeys(get_args(Section), 0.0)
     )
-
-    def add(self, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> None:
-        """Count one micro-batch."""
-        self.num_scored += len(scores.rows)
-        self.loss += output.loss.item()
-        self.entropy += scores.entropy.sum().item()
-        self.clipped += output.sums.clipped.item()
-        self.capped += output.sums.capped.item()
-        self.old_kl += output.sums.old_kl.item()
-        self.reference_kl += output.sums.reference_kl.item()
-        if len(scores.rows) == 0:
-            return
-        gap = inputs.old_logprobs - inputs.rollout_logprobs
-        ratio = gap.exp()
-        self.gap += gap.abs().sum().item()
-        self.gap_max = max(self.gap_max, gap.abs().max().item())
-        self.ratio += ratio.sum().item()
-        self.ratio_min = min(self.ratio_min, ratio.min().item())
-        self.ratio_max = max(self.ratio_max, ratio.max().item())
 
     @contextmanager
     def timed(self, section: Section, device: torch.device) -> Iterator[None]:
@@ -127,49 +154,56 @@ class LearnerMetrics:
         yield
         self.seconds[section] += _now(device) - start
 
-    def all_reduce(self, group: ProcessGroup) -> None:
-        """Combine the metrics of all ranks: counts are summed, extremes are of all ranks.
+    def gather(
+        self, group: ProcessGroup, names: Sequence[str], own: Mapping[str, MetricsRow]
+    ) -> list[MetricsRow]:
+        """Return the rows of these micro-batches, each from the rank that computed it.
 
-        Seconds become the slowest rank's. Gradient norms and the rate are the same on all ranks.
+        Seconds become the slowest rank's.
         """
-        sums = [self.loss, self.entropy, self.clipped, self.capped]
-        sums += [self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored]
-        most = [self.gap_max, self.ratio_max, -self.ratio_min]
-        most += self.seconds.values()
-        rows = torch.zeros(group.size, len(sums) + len(most), dtype=torch.float64)
-        rows[group.rank] = torch.tensor([*sums, *most], dtype=torch.float64)
-        group.all_reduce([rows])  # the other rows are zeros here, so this gathers all rows
-        sums, most = rows[:, : len(sums)].sum(0).tolist(), rows[:, len(sums) :].amax(0).tolist()
-        self.loss, self.entropy, self.clipped, self.capped = sums[:4]
-        self.old_kl, self.reference_kl, self.gap, self.ratio, self.num_scored = sums[4:]
-        self.gap_max, self.ratio_max, self.ratio_min = most[0], most[1], -most[2]
-        self.seconds = dict(zip(self.seconds, most[3:], strict=True))
+        # Numbers are zeros on all other ranks, so a sum gathers them.
+        table = torch.zeros(len(names), len(_NAMES), dtype=torch.float64)
+        for index, name in enumerate(names):
+            if name in own:
+                table[index] = torch.tensor(astuple(own[name]), dtype=torch.float64)
+        seconds = torch.zeros(group.size, len(self.seconds), dtype=torch.float64)
+        seconds[group.rank] = torch.tensor(list(self.seconds.values()), dtype=torch.float64)
+        group.all_reduce([table, seconds])
+        self.seconds = dict(zip(self.seconds, seconds.amax(0).tolist(), strict=True))
+        return [MetricsRow(**dict(zip(_NAMES, row, strict=True))) for row in table.tolist()]
+
+    def add(self, rows: Sequence[MetricsRow], normaliser: int) -> None:
+        """Count the rows of an update."""
+        self.rows += rows
+        self.losses.append(math.fsum(row.loss for row in rows) / normaliser)
 
     def report(self, version: int, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Return the means; a step without scored tokens reports zeros and a ratio of 1."""
-        generated = sum(batch.num_generated for batch in batches)
-        updates, scored = max(len(batches), 1), int(self.num_scored)
+        columns = zip(*map(astuple, self.rows), strict=True)
+        values = dict(zip(_NAMES, columns, strict=True)) if self.rows else {}
+        total = {name: math.fsum(values.get(name, ())) for name in _NAMES}
+        updates, scored = max(len(batches), 1), int(total["num_scored"])
         tokens = max(scored, 1)
         return LearnerReport(
             step=version - 1,
             version=version,
             num_updates=len(batches),
             num_tokens=sum(m.packed.num_tokens for b in batches for m in b.micro_batches),
-            num_generated=generated,
+            num_generated=sum(batch.num_generated for batch in batches),
             num_scored=scored,
-            loss=self.loss / updates,
+            loss=sum(self.losses) / updates,
             grad_norm=sum(self.grad_norms) / updates,
             learning_rate=self.learning_rate,
-            entropy=self.entropy / tokens,
-            clip_fraction=self.clipped / tokens,
-            old_kl=self.old_kl / tokens,
-            reference_kl=self.reference_kl / tokens,
-            capped_fraction=self.capped / tokens,
-            gap_mean=self.gap / tokens,
-            gap_max=self.gap_max,
-            rollout_ratio_mean=self.ratio / tokens if scored else 1.0,
-            rollout_ratio_min=self.ratio_min if scored else 1.0,
-            rollout_ratio_max=self.ratio_max if scored else 1.0,
+            entropy=total["entropy"] / tokens,
+            clip_fraction=total["clipped"] / tokens,
+            old_kl=total["old_kl"] / tokens,
+            reference_kl=total["reference_kl"] / tokens,
+            capped_fraction=total["capped"] / tokens,
+            gap_mean=total["gap"] / tokens,
+            gap_max=max(values.get("gap_max", (0.0,))),
+            rollout_ratio_mean=total["ratio"] / tokens if scored else 1.0,
+            rollout_ratio_min=min(values["ratio_min"]) if scored else 1.0,
+            rollout_ratio_max=max(values["ratio_max"]) if scored else 1.0,
             logprob_seconds=self.seconds["logprob"],
             backward_seconds=self.seconds["backward"],
             update_seconds=self.seconds["backward"] + self.seconds["update"],

@@ -9,8 +9,9 @@ Rows are the generated tokens of one micro-batch. Symbols, used by every equatio
     kl_t = exp(ref_t - logprob_t) - (ref_t - logprob_t) - 1                   "k3" estimator
 
 A token's term is  l_t = -w_t surrogate(r_t, A_t) + kl_coef kl_t.  The losses differ in the average
-over terms, and in whether the ratio is a token's or a sequence's. Averages use counts of the
-*whole* batch, so the losses of micro-batches add up to the batch's, however it is divided.
+over terms, and in whether the ratio is a token's or a sequence's. A function returns the sum of a
+micro-batch. The batch's loss L is the sum of these divided by the loss's normaliser, a number that
+is known when the whole batch is: so groups can be learned from before the others are complete.
 
 k3: Schulman 2020 (joschu.net/blog/kl-approx.html), unbiased under the policy's own samples, never
 negative. w: Yao et al. 2025 ("truncated importance sampling"), for the gap between the rollout
@@ -25,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.rl import advantage
+from longtail.types import TrainBatch
 
 MAX_LOG_RATIO = 20.0
 """Largest log-ratio, so that exp never overflows float32; there is no gradient beyond it."""
@@ -32,7 +34,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Input of a loss: one row per generated token, and the counts of the whole batch.
+    """Input of a loss: one row per generated token of a micro-batch.
 
     Example: two sequences that generated 2 and 1 tokens: sequence = (0, 0, 1), num_here = 2.
     """
@@ -50,23 +52,17 @@ class LossInputs:
     """Index, in this micro-batch, of the token's sequence."""
     num_here: int
     """Number of sequences in this micro-batch."""
-    num_sequences: int
-    """Number of sequences in the whole batch."""
-    num_generated: int
-    """Number of generated tokens in the whole batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """Constants of a loss.
 
-    Example: LossSettings(clip_low=0.2, clip_high=0.28, max_tokens=2048)
+    Example: LossSettings(clip_low=0.2, clip_high=0.28)
     """
 
     clip_low: float
     clip_high: float
-    max_tokens: int
-    """Longest completion in tokens; the constant of dr_grpo."""
     kl_coef: float = 0.0
     tis_cap: float | None = None
 
@@ -86,7 +82,7 @@ class LossSums:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
-    """A micro-batch's summand of the batch's loss, and sums for metrics."""
+    """A micro-batch's loss before division by the normaliser, and sums for metrics."""
 
     loss: Float[Tensor, ""]
     sums: LossSums
@@ -95,46 +91,31 @@ class LossOutput:
 LossFunction = Callable[[LossInputs, LossSettings], LossOutput]
 
 
-def grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+def sequence_means(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     """Average over the tokens of each sequence, then over sequences.
 
-    Shao et al. 2024 (arXiv 2402.03300), equation 3:
+    GRPO, Shao et al. 2024 (arXiv 2402.03300), equation 3:
     L = 1/num_sequences sum_i 1/|o_i| sum_t l_it
     """
     terms = _token_terms(inputs, settings)
-    loss = _sequence_means(terms.loss, inputs).sum() / inputs.num_sequences
-    return _output(loss, terms, inputs)
+    return _output(_sequence_means(terms.loss, inputs).sum(), terms, inputs)
 
 
-def dr_grpo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Sum over tokens and divide by a constant, so that the weight of a token ignores length.
+def token_sum(inputs: LossInputs, settings: LossSettings) -> LossOutput:
+    """Sum over tokens, so that the weight of a token ignores length.
 
-    Liu et al. 2025 (arXiv 2503.20783), section 3.2, with their code's constant, the generation
-    budget: L = 1/(num_sequences max_tokens) sum_i sum_t l_it
+    dr_grpo: Liu et al. 2025 (arXiv 2503.20783), section 3.2, with their code's constant, the
+    generation budget: L = 1/(num_sequences max_tokens) sum_i sum_t l_it
+
+    dapo: Yu et al. 2025 (arXiv 2503.14476), equation 8: L = 1/num_generated sum_i sum_t l_it, with
+    a wider clip range above than below. The paper averages over one prompt's group; here, as in its
+    code, over the batch.
+
+    reinforce_pp: Hu 2025 (arXiv 2501.03262), as dapo, with advantages normalised over the batch
+    (`advantage.reinforce_pp`) and no critic.
     """
     terms = _token_terms(inputs, settings)
-    loss = terms.loss.sum() / (inputs.num_sequences * settings.max_tokens)
-    return _output(loss, terms, inputs)
-
-
-def dapo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Average over all generated tokens of the batch, with a wider clip range above than below.
-
-    Yu et al. 2025 (arXiv 2503.14476), equation 8: L = 1/num_generated sum_i sum_t l_it. The paper
-    averages over one prompt's group; here, as in its code, over the batch.
-    """
-    terms = _token_terms(inputs, settings)
-    loss = terms.loss.sum() / max(inputs.num_generated, 1)
-    return _output(loss, terms, inputs)
-
-
-def reinforce_pp(inputs: LossInputs, settings: LossSettings) -> LossOutput:
-    """Average PPO's token terms over the batch; only the advantage differs from dapo.
-
-    Hu 2025 (arXiv 2501.03262): L = 1/num_generated sum_i sum_t l_it, with advantages normalised
-    over the batch (`advantage.reinforce_pp`) and no critic.
-    """
-    return dapo(inputs, settings)
+    return _output(terms.loss.sum(), terms, inputs)
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -159,26 +140,51 @@ def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     return _sequence_loss(inputs, settings, _sequence_sums)
 
 
+def _sequences(batch: TrainBatch) -> int:
+    return batch.num_sequences
+
+
+def _budgets(batch: TrainBatch) -> int:
+    return batch.num_sequences * batch.sampling.max_tokens
+
+
+def _tokens(batch: TrainBatch) -> int:
+    return max(batch.num_generated, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
     """A loss with the constants and the advantages of its paper."""
 
     function: LossFunction
     advantages: advantage.Estimator
+    normaliser: Callable[[TrainBatch], int] = _sequences
+    """Number by which the sum over a batch is divided."""
+    by_group: bool = True
+    """Whether a group's advantages need no other group, so that it can be learned from alone."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dynamic_sampling: bool = False
 
 
 LOSSES: dict[str, LossSpec] = {
-    "grpo": LossSpec(function=grpo, advantages=advantage.grpo),
-    "dr_grpo": LossSpec(function=dr_grpo, advantages=advantage.dr_grpo),
+    "grpo": LossSpec(function=sequence_means, advantages=advantage.grpo),
+    "dr_grpo": LossSpec(function=token_sum, advantages=advantage.dr_grpo, normaliser=_budgets),
     "dapo": LossSpec(
-        function=dapo, advantages=advantage.grpo, clip_high=0.28, dynamic_sampling=True
+        function=token_sum,
+        advantages=advantage.grpo,
+        normaliser=_tokens,
+        clip_high=0.28,
+        dynamic_sampling=True,
     ),
     "gspo": LossSpec(function=gspo, advantages=advantage.grpo, clip_low=3e-4, clip_high=4e-4),
     "rloo": LossSpec(function=rloo, advantages=advantage.rloo),
-    "reinforce_pp": LossSpec(function=reinforce_pp, advantages=advantage.reinforce_pp),
+    "reinforce_pp": LossSpec(
+        function=token_sum,
+        advantages=advantage.reinforce_pp,
+        normaliser=_tokens,
+        by_group=False,
+    ),
 }
 
 
@@ -263,7 +269,7 @@ def _sequence_loss(
         reduce(_kl(inputs), inputs),
         settings,
     )
-    return _output(terms.loss.sum() / inputs.num_sequences, terms.of(inputs.sequence), inputs)
+    return _output(terms.loss.sum(), terms.of(inputs.sequence), inputs)
 
 
 def _output(loss: Tensor, terms: _Terms, inputs: LossInputs) -> LossOutput:

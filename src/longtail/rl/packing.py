@@ -11,6 +11,7 @@ from itertools import accumulate, chain, pairwise
 
 import torch
 
+from longtail.rl.data.requests import visit_of
 from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams, TrainBatch
 
 _MOST_LAID = 2
@@ -162,6 +163,35 @@ def _cost(lengths: Sequence[int], prompt_len: int) -> int:
     return max(laid - (len(lengths) - 1) * prompt_len, -(-laid // _MOST_LAID))
 
 
+def pack_group(
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
+    *,
+    budget: int,
+    keep_idle: bool = True,
+) -> list[MicroBatch]:
+    """Pack the graded rollouts of one prompt, each with its advantage; no other group takes part.
+
+    Without `keep_idle` rollouts of advantage 0 are left out, which changes no gradient unless there
+    is a KL term. They are often the longest.
+    """
+    kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
+    packs = pack_shared(
+        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in kept],
+        [len(rollouts[i].prompt.tokens) for i in kept],
+        budget,
+    )
+    return [
+        _micro_batch(
+            f"{visit_of(rollouts[0].completion.request_id)}/{number}",
+            one.packed,
+            [rollouts[kept[i]] for i in one.indices],
+            [advantages[kept[i]] for i in one.indices],
+        )
+        for number, one in enumerate(packs)
+    ]
+
+
 def pack_rollouts(
     rollouts: Sequence[Rollout],
     advantages: Sequence[float],
@@ -172,27 +202,18 @@ def pack_rollouts(
 ) -> TrainBatch:
     """Pack graded rollouts, each with its advantage, into one batch of the learner.
 
-    Groups with equal rewards have zero advantage. Without `keep_idle` their tokens are counted but
-    not computed, which changes no gradient unless there is a KL term. They are often the longest.
+    Every group is packed by itself; the tokens of what `pack_group` leaves out are counted.
     """
-    assert len(rollouts) == len(advantages), (
-        f"{len(rollouts)} rollouts with {len(advantages)} advantages"
-    )
-    kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
-    packs = pack_shared(
-        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in kept],
-        [len(rollouts[i].prompt.tokens) for i in kept],
-        budget,
-    )
+    groups: dict[str, list[tuple[Rollout, float]]] = {}
+    for rollout, advantage in zip(rollouts, advantages, strict=True):
+        visit = visit_of(rollout.completion.request_id)
+        groups.setdefault(visit, []).append((rollout, advantage))
+    packs = [
+        pack_group(*zip(*members, strict=True), budget=budget, keep_idle=keep_idle)
+        for members in groups.values()
+    ]
     return TrainBatch(
-        micro_batches=tuple(
-            _micro_batch(
-                one.packed,
-                [rollouts[kept[i]] for i in one.indices],
-                [advantages[kept[i]] for i in one.indices],
-            )
-            for one in packs
-        ),
+        micro_batches=tuple(chain.from_iterable(packs)),
         sampling=sampling,
         num_sequences=len(rollouts),
         num_generated=sum(len(rollout.completion.tokens) for rollout in rollouts),
@@ -226,7 +247,10 @@ def pack_mini_batches(
 
 
 def _micro_batch(
-    packed: PackedSequences, rollouts: Sequence[Rollout], advantages: Sequence[float]
+    name: str,
+    packed: PackedSequences,
+    rollouts: Sequence[Rollout],
+    advantages: Sequence[float],
 ) -> MicroBatch:
     """Add one rollout logprob and advantage per token; they are 0 in prompts."""
     generated = packed.loss_mask.bool()
@@ -235,6 +259,7 @@ def _micro_batch(
     rollout_logprobs[generated] = torch.tensor(list(logprobs), dtype=torch.float64)
     by_sequence = torch.tensor(list(advantages), dtype=torch.float64)
     return MicroBatch(
+        name=name,
         packed=packed,
         rollout_logprobs=rollout_logprobs,
         advantages=by_sequence[packed.sequence] * generated,

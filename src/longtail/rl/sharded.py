@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from longtail.config.sections import OptimizerSection
 from longtail.model.hf.model import PolicyTransformer
-from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, all_gather_scalar
+from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
 from longtail.rl.optim import Optimizer
 
 
@@ -58,8 +58,8 @@ class Shards:
         """Optimizer of this rank's rows."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
 
-    def reduce_gradients(self, *, computed: bool, void: bool) -> list[int]:
-        """Give the gradients, already summed, to the optimizer; return the ranks with void ones."""
+    def reduce_gradients(self, *, computed: bool) -> None:
+        """Give the gradients, already summed, to the optimizer; zeros if no rank had a pass."""
         passed = computed or any(p.grad is not None for p in self._parameters.values())
         for name, parameter in self._parameters.items():
             row, gradient = self._rows[name], parameter.grad
@@ -71,9 +71,6 @@ class Shards:
         self.model.reshard()
         if passed and isinstance(self._reference, FSDPModule):
             self._reference.reset_iter_state()
-        return [
-            rank for rank, is_void in enumerate(all_gather_scalar(self._group, void)) if is_void
-        ]
 
     def gather(self) -> None:
         """Assemble the whole policy from the shards of all ranks."""

@@ -311,7 +311,7 @@ def test_published_weights_are_never_modified():
     ("broken", "message"),
     [
         ("weight", r"step 1: layers\.1\.feed_forward\.down\.weight is not finite"),
-        ("advantage", r"step 1: the loss \(micro-batch \d\) is not finite"),
+        ("advantage", r"step 1: the loss \(micro-batch /\d\) is not finite"),
         ("gradient", r"step 1: the gradient of layers\.0\.attention\.qkv\.weight is not finite"),
     ],
 )

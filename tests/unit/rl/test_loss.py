@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from longtail.rl.loss import LOSSES, LossInputs, LossOutput, LossSettings
+from longtail.types import SamplingParams, TrainBatch
 
 NOW = (-1.0, -0.5, -2.0)
 OLD = (-1.1, -0.9, -1.6)
@@ -19,6 +20,12 @@ ROLLOUT = (-1.3, -0.8, -1.9)
 REFERENCE = (-0.9, -0.7, -2.2)
 BETTER, WORSE = 1.0, -0.5
 SEQUENCES, TOKENS, BUDGET = 3, 5, 4  # of the whole batch; the rest of it is in another micro-batch
+BATCH = TrainBatch(
+    micro_batches=(),
+    sampling=SamplingParams(max_tokens=BUDGET),
+    num_sequences=SEQUENCES,
+    num_generated=TOKENS,
+)
 
 R0, R1, R2 = exp(0.1), exp(0.4), exp(-0.4)  # ratios new / old of the three tokens
 KL = [exp(ref - now) - (ref - now) - 1 for ref, now in zip(REFERENCE, NOW, strict=True)]
@@ -37,20 +44,21 @@ def inputs(**changes) -> LossInputs:
         advantages=tensor(BETTER, BETTER, WORSE),
         sequence=torch.tensor([0, 0, 1]),
         num_here=2,
-        num_sequences=SEQUENCES,
-        num_generated=TOKENS,
     )
     return replace(example, **changes)
 
 
 def settings(name: str, **changes) -> LossSettings:
     spec = LOSSES[name]
-    constants = LossSettings(clip_low=spec.clip_low, clip_high=spec.clip_high, max_tokens=BUDGET)
+    constants = LossSettings(clip_low=spec.clip_low, clip_high=spec.clip_high)
     return replace(constants, **changes)
 
 
 def run(name: str, given: LossInputs, **changes) -> LossOutput:
-    return LOSSES[name].function(given, settings(name, **changes))
+    """Return the micro-batch's part of the batch's loss."""
+    spec = LOSSES[name]
+    output = spec.function(given, settings(name, **changes))
+    return replace(output, loss=output.loss / spec.normaliser(BATCH))
 
 
 def gradient(output: LossOutput, given: LossInputs) -> list[float]:

@@ -173,8 +173,7 @@ def test_a_value_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, sharded):
     before = call_all(ranks, "digest")
     results = call_all(ranks, "step", replace(STEPS[1], bad_advantage=3))
     assert all(isinstance(error, NonFiniteError) for error in results), results
-    assert all(str(error).startswith("step 1: the loss") for error in results)
-    assert sorted("micro-batch" in str(error) for error in results) == [False, False, True]
+    assert all(str(error).startswith("step 1: the loss (micro-batch /") for error in results)
     assert call_all(ranks[1:2], "break_backward") == [None]
     results = call_all(ranks, "step", STEPS[1])
     assert {str(error) for error in results} == {

@@ -102,6 +102,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "stream_norm": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
     "stream_norm_backward": [_PTR] * 7 + [_INT] * 2 + [_FLOAT],
     "accumulate": [_PTR] * 2 + [_INT] * 2 + [_THREADS],
+    "add_fixed": [_PTR] * 2 + [_INT, _PTR, _THREADS],
+    "from_fixed": [_PTR] * 2 + [_INT, ctypes.c_double, _THREADS],
     "rotate_backward": [_PTR, _INT] + [_PTR] * 4 + [_INT] + [_PTR] * 2 + [_INT] * 3 + [_FLOAT],
     "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
     "attend_packed": [_PTR] * 3 + [_INT, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_THREADS],

@@ -156,6 +156,31 @@ void NAME(accumulate)(float *restrict sum, const T *restrict part, int64_t size,
   }
 }
 
+/* sum += part * 2^40, rounded to even; `largest` becomes the largest magnitude of a part, infinite
+ * if one is not finite. Parts of 2^22 and more are not added. */
+void NAME(add_fixed)(int64_t *restrict sum, const T *restrict part, int64_t size, float *largest,
+                     int threads) {
+  float most = 0.0f;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1) reduction(max : most)
+  for (int64_t start = 0; start < size; start += 4096) {
+    const int64_t end = size - start < 4096 ? size : start + 4096;
+    for (int64_t i = start; i < end; i++) {
+      const float x = LOAD(part[i]), magnitude = fabsf(x);
+      sum[i] += (int64_t)rintf(magnitude < 0x1p22f ? x * 0x1p40f : 0.0f);
+      const float seen = magnitude < INFINITY ? magnitude : INFINITY;
+      most = seen > most ? seen : most;
+    }
+  }
+  *largest = most;
+}
+
+/* out = sum * step. */
+void NAME(from_fixed)(const int64_t *restrict sum, T *restrict out, int64_t size, double step,
+                      int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (int64_t i = 0; i < size; i++) out[i] = STORE((float)((double)sum[i] * step));
+}
+
 /* Gradient of `rotate` on `heads` heads that share a norm weight (or have none): the inverse
  * rotation, then the norm as above. The input is the projection before `rotate`, at `stride`. */
 void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *restrict weight,
