@@ -25,6 +25,7 @@ from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
+from longtail.rl.streaming import why_not
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
@@ -142,6 +143,8 @@ def _check(config: RunConfig, directory: Path) -> None:
     """Raise ConfigError if this machine lacks what the run needs."""
     check_policy(directory, config)
     uses_vllm(config, directory)
+    if config.learner.streaming and (why := why_not(config)) is not None:
+        raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
     if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
         raise ConfigError(
             f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
