@@ -168,4 +168,3 @@ class SpotCoordinator:
             self._supervisor.tell(worker, Worker.offer, offer)
             self._publisher.mark_offered(worker, version)
             self.marks.append(Mark(worker=worker, at_s=now, name=f"drafter v{version} offered"))
-DrafterWork = SpotCoordinator
