@@ -56,6 +56,8 @@ class Plan:
     idle: tuple[int, ...] = ()
     """Indices of rollouts with advantage 0."""
     keep_idle: bool = True
+    names: str = ""
+    """Visit of the rollouts, with which names of micro-batches begin."""
 
     def batches(self) -> list[TrainBatch]:
         """Return the batches, equal in every process."""
@@ -72,7 +74,10 @@ class Plan:
                 advantages[index] = float("nan")
             made.append(
                 rollout(
-                    tokens.tolist(), prompt_len, number=index, logprobs=tuple(logprobs.tolist())
+                    tokens.tolist(),
+                    prompt_len,
+                    logprobs=tuple(logprobs.tolist()),
+                    request_id=f"{self.names}#{index}",
                 )
             )
         return pack_mini_batches(
@@ -172,23 +177,37 @@ class _Rank:
         self._model = tiny_model(**{"dtype": torch.float64, **model})
         self._learner = Learner(self._model, settings, total_steps=9)
         self._passes_left: int | None = None
+        self._passes = 0
 
     def step(self, plan: Plan) -> Any:
         return self._learner.step(plan.batches(), self._count_pass)
 
+    def accumulate(self, plan: Plan, number: int) -> None:
+        (batch,) = plan.batches()
+        self._learner.accumulate(batch.micro_batches[number], batch.sampling)
+
+    def num_passes(self) -> int:
+        """Return the number of micro-batches that steps computed."""
+        return self._passes
+
     def _count_pass(self, is_waiting: bool) -> None:
+        self._passes += not is_waiting
         if self._passes_left is not None:
             self._passes_left -= 1
             if self._passes_left < 0:
                 os._exit(9)
 
-    def lose_group(self) -> None:
-        """Close this rank's group in its next step, between last reduction and update."""
+    def lose_group(self, update: int) -> None:
+        """Close this rank's group between reduction and update number `update` of its next step."""
         reduce = GradientSums.reduce
 
         def interrupted(sums: GradientSums, group: ProcessGroup) -> None:
-            GradientSums.reduce = reduce  # type: ignore[method-assign]
+            nonlocal update
             reduce(sums, group)
+            update -= 1
+            if update >= 0:
+                return
+            GradientSums.reduce = reduce  # type: ignore[method-assign]
             assert self._group is not None
             self._group.close()
             raise ProcessGroupError("the sum is lost")

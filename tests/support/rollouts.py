@@ -22,5 +22,6 @@ def rollout(
 ) -> Rollout:
     """Return a rollout; `fields` are those of the completion."""
     prompt = Prompt(prompt_id=f"p{number}", tokens=tuple(tokens[:prompt_len]), text="")
-    made = completion(f"r{number}", tokens[prompt_len:], **fields)
+    request_id = str(fields.pop("request_id", f"r{number}"))
+    made = completion(request_id, tokens[prompt_len:], **fields)
     return Rollout(prompt=prompt, completion=made, reward=reward)

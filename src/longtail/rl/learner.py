@@ -148,8 +148,7 @@ class Learner:
         undo = partial(self.restore, self.state(), self.learned()) if can_undo else None
         try:
             with optim.undone_on_loss(undo), self._group.guarded():
-                names = [one.name for batch in batches for one in batch.micro_batches]
-                held = self._sums.agree(self._group, [] if several else names)
+                held = self._held(batches)
                 self._hold_casts()
                 old = [self._old(batch, metrics, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
@@ -165,6 +164,13 @@ class Learner:
             self.forget()
         self._version += 1
         return metrics.report(self._version, batches)
+
+    def _held(self, batches: Sequence[TrainBatch]) -> set[str]:
+        """Return the micro-batches that some rank has accumulated; none for several updates."""
+        if self._shards is not None:
+            return set()
+        only = batches[0].micro_batches if len(batches) == 1 else ()
+        return self._sums.agree(self._group, [one.name for one in only])
 
     def _hold_casts(self) -> None:
         """Convert the weights for autocast, once until the next update; shards are gathered."""
@@ -210,31 +216,26 @@ class Learner:
     ) -> None:
         """Add the gradients of this rank's micro-batches, except for those that are `held`."""
         own, extra = self._assigned(batch, held)
-        factor = 1.0 / self._spec.normaliser(batch)
         for index in own:
             one = batch.micro_batches[index]
-            self._learn(one, batch.sampling, metrics, old=old.get(index), factor=factor)
+            self._learn(one, batch.sampling, metrics, old.get(index))
             on_progress(False)
         for _ in range(extra):
             logprobs = self._score(_EMPTY, batch.sampling).logprobs
             self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         if self._shards is not None:
-            self._shards.reduce_gradients(computed=bool(own))
+            factor = 1.0 / self._spec.normaliser(batch)
+            self._shards.reduce_gradients(factor, computed=bool(own))
 
     def _learn(
         self,
         micro_batch: MicroBatch,
         sampling: SamplingParams,
         metrics: LearnerMetrics,
-        *,
         old: Tensor | None = None,
-        factor: float = 1.0,
     ) -> None:
-        """Add the gradient of a micro-batch, unless its loss is not finite, and its metrics.
-
-        Shards add that of the loss times a factor.
-        """
+        """Add the gradient of a micro-batch, unless its loss is not finite, and its metrics."""
         with metrics.timed("logprob", self._trained.device):
             loss, row = self._loss(micro_batch, sampling, old)
         with metrics.timed("backward", self._trained.device):
@@ -243,7 +244,7 @@ class Learner:
                 return
             self._sums.rows[micro_batch.name] = row
             if self._shards is not None:
-                torch.autograd.backward(loss * factor)
+                torch.autograd.backward(loss)
 
     def _reduce(self, batch: TrainBatch, metrics: LearnerMetrics) -> None:
         """Sum the gradients of all ranks; NonFiniteError if a number of any is not finite."""

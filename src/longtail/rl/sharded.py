@@ -58,13 +58,14 @@ class Shards:
         """Optimizer of this rank's rows."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
 
-    def reduce_gradients(self, *, computed: bool) -> None:
-        """Give the gradients, already summed, to the optimizer; zeros if no rank had a pass."""
+    def reduce_gradients(self, factor: float, *, computed: bool) -> None:
+        """Give the sums of gradients times a factor to the optimizer; zeros if there are none."""
         passed = computed or any(p.grad is not None for p in self._parameters.values())
         for name, parameter in self._parameters.items():
             row, gradient = self._rows[name], parameter.grad
             assert gradient is not None or not passed, f"no gradient reached {name}"
-            row.grad = torch.zeros_like(row) if gradient is None else _dtensor(gradient).to_local()
+            found = torch.zeros_like(row) if gradient is None else _dtensor(gradient).to_local()
+            row.grad = found.mul_(factor)
             parameter.grad = None
         # After a pass without gradient, embedding and head stay gathered for a later pass.
         assert isinstance(self.model, FSDPModule)

@@ -313,6 +313,7 @@ def test_published_weights_are_never_modified():
         ("weight", r"step 1: layers\.1\.feed_forward\.down\.weight is not finite"),
         ("advantage", r"step 1: the loss \(micro-batch /\d\) is not finite"),
         ("gradient", r"step 1: the gradient of layers\.0\.attention\.qkv\.weight is not finite"),
+        ("size", r"of layers\.0\.attention\.qkv\.weight is up to 9e\+06, over 4.2e\+06; no"),
     ],
 )
 def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, message):
@@ -327,15 +328,16 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
         bad = batch(
             tiny_model(dtype=torch.float64), budget=8, advantages=[1.0, -1.0, math.nan, 0.0]
         )
-    elif broken == "gradient":
+    elif broken in ("gradient", "size"):
         qkv = model.layers[0].attention.qkv.weight
-        hook = qkv.register_hook(lambda gradient: gradient * math.inf)
+        factor = math.inf if broken == "gradient" else 1e7
+        hook = qkv.register_hook(lambda gradient: gradient * factor)
     else:
         kept = weight[0, 0].item()
         weight.data[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=message):
         one.step([bad])
-    if broken == "gradient":
+    if broken in ("gradient", "size"):
         hook.remove()
     elif broken == "weight":
         weight.data[0, 0] = kept
