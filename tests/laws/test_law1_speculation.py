@@ -262,6 +262,7 @@ class Turn:
     max_running: int
     leaves: int | None
     returns: bool
+    goes_on: bool
 
 
 TURNS = st.builds(
@@ -272,6 +273,7 @@ TURNS = st.builds(
     max_running=st.sampled_from([0, 0, 4]),
     leaves=st.sampled_from([None, None, *range(12)]),
     returns=st.booleans(),
+    goes_on=st.booleans(),
 )
 
 
@@ -315,7 +317,7 @@ def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, tur
                     assert gone.tokens == kept
                     done[request.request_id] = gone
                     if turn.returns:
-                        engine.submit(request)
+                        engine.submit(request, gone if turn.goes_on else None)
                         del done[request.request_id]
         if engine.num_unfinished:
             done.update((each.request_id, each) for each in engine.step().finished)

@@ -12,6 +12,7 @@ import torch
 
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.sums import TextSums
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
@@ -21,7 +22,8 @@ from longtail.sampling import noise_key
 from longtail.speculation.drafter import Sums
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.tuner import OffTuner
-from longtail.types import Request, SamplingParams
+from longtail.types import Completion, Request, SamplingParams
+from support.contract import wander
 from support.eagle_requests import text
 from support.tiny_models import tiny_model
 
@@ -41,14 +43,11 @@ def _request(index: int) -> Request:
     )
 
 
-def _write(
-    requests: list[Request],
-    limits: EngineLimits,
-    strategy: Strategy | None = None,
-    learned: Sums | None = None,
-) -> Sums:
-    """Return the sums over what an engine writes with these limits and drafts."""
-    model, meter = tiny_model(), RolloutMeter()
+def _engine(
+    limits: EngineLimits, strategy: Strategy | None = None, learned: Sums | None = None
+) -> tuple[RolloutEngine, TextSums]:
+    """Return an engine with these limits and drafts, and what adds up its texts."""
+    model = tiny_model()
     model.pack()
     drafter = RidgeDrafter(RidgeLayer(RidgeConfig(target=model.config, slots=4)), model)
     if learned is not None:
@@ -58,6 +57,18 @@ def _write(
     drafts = plain if strategy is None else Speculation.fixed(drafter, strategy)
     engine = RolloutEngine(model, lambda ids: "".join(map(chr, ids)), limits)
     engine.speculate(replace(drafts, texts=texts))
+    return engine, texts
+
+
+def _write(
+    requests: list[Request],
+    limits: EngineLimits,
+    strategy: Strategy | None = None,
+    learned: Sums | None = None,
+) -> Sums:
+    """Return the sums over what an engine writes."""
+    meter = RolloutMeter()
+    engine, texts = _engine(limits, strategy, learned)
     engine.generate(requests, meter.add)
     assert strategy is None or meter.report().accept_length > 1.3, "texts also end in drafts"
     return texts.take()
@@ -83,3 +94,33 @@ def test_sums_do_not_depend_on_workers_batches_drafts_or_preemption(seed: int) -
     }
     assert solved.keys() == weights.keys()
     assert all(each.equal(weights[name]) for name, each in solved.items())
+
+
+def test_a_text_that_moves_counts_once_and_where_it_ends() -> None:
+    """So nothing is lost with a worker that a text has left, and nothing counts twice."""
+    requests = [_request(index) for index in range(24)]
+    roomy = EngineLimits(max_running=24, max_step_tokens=240, max_len=64)
+    tight = EngineLimits(max_running=5, max_step_tokens=16, max_len=64, kv_tokens=96)
+    whole = _write(requests, roomy)
+    shape = Strategy(depth=3)
+    (one, ones), (other, others) = _engine(tight, shape, whole), _engine(roomy, shape, whole)
+    wander([one, other], requests, [], seed=1)
+    found, apart = ones.take(), others.take()
+    assert min(found.num_tokens, apart.num_tokens) > 50
+    found.add(apart)
+    for name, tensor in whole.tensors().items():
+        assert found.tensors()[name].equal(tensor), name
+    (lost, _), (last, lasts) = _engine(tight), _engine(tight, shape, whole)
+    begun: list[Completion] = []
+    for request in requests:
+        lost.submit(request)
+        while lost.is_unfinished(request.request_id):
+            lost.step()
+            for name, tokens, prompt_len in lost.unfinished():
+                if len(tokens) - prompt_len > len(begun):
+                    begun.append(lost.abort(name))
+    assert len(begun) > 4
+    last.generate(requests, None, begun)
+    found = lasts.take()
+    for name, tensor in whole.tensors().items():
+        assert found.tensors()[name].equal(tensor), f"{name}, after a worker was lost"

@@ -3,8 +3,10 @@
 `tests/laws/test_generators.py` calls them with longtail's engine, `tests/vllm_wheel` with vLLM.
 """
 
+import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 import torch
 
@@ -92,6 +94,28 @@ def texts(done: Sequence[Completion]) -> list[tuple[object, ...]]:
     return [(each.tokens, each.text, each.finish_reason, each.policy_version) for each in done]
 
 
+def wander(
+    generators: Sequence[Generator],
+    requests: Sequence[Request],
+    begun: Sequence[Completion],
+    seed: int,
+) -> list[Completion]:
+    """Write texts that move to another generator, or leave and return, at random steps."""
+    choose, known = random.Random(seed), {each.request_id: each for each in begun}
+    done: dict[str, Completion] = {}
+    for request in requests:
+        choose.choice(generators).submit(request, known.get(request.request_id))
+    while len(done) < len(requests):
+        for generator in (each for each in generators if each.num_unfinished):
+            done |= {each.request_id: each for each in generator.step().finished}
+            for request in requests:
+                if generator.is_unfinished(request.request_id) and choose.random() < 0.15:
+                    so_far = generator.abort(request.request_id)
+                    assert so_far.finish_reason is FinishReason.ABORT
+                    choose.choice(generators).submit(request, so_far)
+    return [done[each.request_id] for each in requests]
+
+
 def refusal(act: Callable[[], object]) -> str:
     """Return the message of a refusal; empty if nothing is refused."""
     try:
@@ -123,6 +147,42 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
     own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
     with opening(DRAFTERS[0]) as (generator, _):
         assert texts(generator.generate(requests())) == texts(own.generate(requests()))
+
+
+def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:
+    """One that begins elsewhere, leaves and returns is the same, and counts once where it ends."""
+    asked, target = requests(), toy_target()
+    own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
+    plain, begun = own.generate(asked), dict[str, Completion]()
+
+    def give_up(report: StepReport) -> None:
+        for name, tokens, prompt_len in own.unfinished():
+            if len(tokens) - prompt_len > 4 * len(begun):
+                begun[name] = own.abort(name)
+
+    ended = own.generate(asked, give_up)
+    assert len(begun) > len(ended) > 0
+    assert len(begun) + len(ended) == len(asked)
+    assert len({len(each.tokens) for each in begun.values()}) > 3
+    for name in (DRAFTERS[1], FRESH):
+        with opening(name) as (generator, learned):
+            if learned and learned.texts:
+                learned.texts.take()
+            moved = wander([generator], asked, list(begun.values()), seed=5)
+            assert texts(moved) == texts(plain), name
+            for request, one, other in zip(asked, moved, plain, strict=True):
+                gaps = torch.tensor(one.logprobs) - torch.tensor(other.logprobs)
+                assert request.sampling.temperature == 0 or gaps.abs().max() < 1e-4, name
+            if learned and learned.texts:
+                written = sum(max(len(each.tokens) - 1, 0) for each in plain)
+                assert learned.texts.take().num_tokens == written  # type: ignore[attr-defined]
+            again = generator.generate(asked[:1], None, [begun[each] for each in begun])
+            assert texts(again) == texts(plain[:1])
+            other = replace(next(iter(begun.values())), policy_version=3)
+            asked_again = next(each for each in asked if each.request_id == other.request_id)
+            message = refusal(lambda: generator.submit(asked_again, other))  # noqa: B023
+            assert "cannot continue" in message
+            assert generator.num_unfinished == 0
 
 
 def law_3_logprobs_are_the_learners(opening: Open) -> None:
@@ -230,6 +290,7 @@ def a_request_that_cannot_be_served_is_refused(opening: Open) -> None:
 
 LAWS = (
     law_1_texts_are_those_of_longtails_engine,
+    law_1_a_moved_text_is_the_same_text,
     law_3_logprobs_are_the_learners,
     law_4_no_request_depends_on_its_neighbours,
     law_6_no_text_begins_under_old_weights,

@@ -1,5 +1,10 @@
 """Messages to a worker: they take effect between two steps, and only if they are new."""
 
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Event
+
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
@@ -15,7 +20,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.rl.learner import Learner
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
+from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ModelChains
 from support.rank_processes import Plan
 
@@ -128,6 +133,50 @@ def test_texts_are_of_the_present_rollout_only(worker, asked):
     worker.generate(asked)
     assert max(seen) == len(asked)
     assert worker.texts(2) == []
+
+
+def size(texts: Iterable[Completion]) -> int:
+    return sum(len(each.tokens) for each in texts)
+
+
+def test_a_request_is_released_in_mid_rollout_and_goes_on_elsewhere(workshop, asked):
+    """Messages come from another thread; every text is in a result or released, never in both."""
+    first, second = (
+        Worker(make_components(workshop, "--speculation.drafter=none")) for _ in range(2)
+    )
+    for worker in (first, second):
+        worker.publish()
+    expected = {each.request_id: each for each in second.generate(asked).completions}
+    longest = [replace(r, sampling=replace(r.sampling, max_tokens=40)) for r in asked[:2]]
+    whole = second.generate(longest).completions
+    went_on, may_go_on, seen = Event(), Event(), list[Completion]()
+
+    def on_step(progress: Progress) -> None:
+        seen.extend(first.completed(len(seen)))
+        if progress.num_generated >= 8 and not went_on.is_set():
+            went_on.set()
+            assert may_go_on.wait(60)
+
+    first.on_step = on_step
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(first.generate, [*longest, *asked[2:]])
+        assert went_on.wait(60)
+        lengths = first.lengths()
+        assert [name for name, _ in lengths] == ["0", "1", "2", "3"]
+        assert sum(length for _, length in lengths) == first.progress().num_generated
+        assert first.drain_released() == first.completed(0) == []
+        first.release(["1", "0", "unknown", "1"])
+        may_go_on.set()
+        result = task.result(60)
+    released = first.drain_released()
+    assert [each.request_id for each in released] == ["1", "0"]
+    assert list(result.completions) == [expected["2"], expected["3"]]
+    assert tuple(seen) == result.completions
+    assert result.report.num_generated == size(result.completions) + size(released)
+    continued = second.generate(longest, begun=released)
+    assert continued.completions == whole
+    assert continued.report.num_generated == size(whole) - size(released)
+    assert first.drain_released() == second.completed(0) == second.lengths() == []
 
 
 def train(components: WorkerComponents, asked: list[Request], step: int) -> SpotReport:
