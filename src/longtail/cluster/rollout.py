@@ -16,10 +16,11 @@ from typing import Any, final
 
 from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Publisher
+from longtail.cluster.idle import Forecast
 from longtail.cluster.placement import PromptGroup, part_sizes, place
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.spot import SpotCoordinator
+from longtail.cluster.spot import DrafterWork
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.worker import Stopped, Worker
@@ -92,7 +93,7 @@ class RolloutCoordinator:
         self,
         supervisor: WorkerSupervisor,
         publisher: Publisher | None,
-        spot: SpotCoordinator | None,
+        spot: DrafterWork | None,
         on_progress: Callable[[Progress], None],
         *,
         learns: bool = False,
@@ -112,8 +113,9 @@ class RolloutCoordinator:
         self._waiting = _shards(requests, expected, self._supervisor.size)
         while self._waiting or self._running:
             self._start_shards()
-            if self._spot is not None:
-                self._spot.start_idle()
+            for worker in self._supervisor.workers(State.IDLE):
+                if self._spot is not None and self._spot.gain_s(worker, self._forecast()) > 0.0:
+                    self._spot.start(worker)
             for ended in self._supervisor.wait(_POLL_S):
                 self._on_ended(ended)
             self._poll()
@@ -138,21 +140,27 @@ class RolloutCoordinator:
         for worker in self._supervisor.workers(State.SPOT)[: len(self._waiting)]:
             self._supervisor.stop(worker)
 
+    def _forecast(self) -> Forecast:
+        num = len(self._running)
+        rest_s = 1.0 if num else 0.0
+        return Forecast(
+            num_workers=self._supervisor.size, num_generating=num, rest_s=rest_s, slowdown=0.0
+        )
+
     def _offer_missed(self, worker: int) -> None:
-        """Offer a worker the published drafter if it was never offered it."""
+        """Offer a worker the published drafter if it drafts with an older one."""
         if self._publisher is not None:
-            offer = self._publisher.missed_by(worker)
-            if offer is not None:
-                self._supervisor.tell(worker, Worker.offer, offer)
-                self._publisher.mark_offered(worker, offer.version)
+            version = self._supervisor.ask(worker, Worker.drafter_version)
+            if version is not None and version < self._publisher.published.version:
+                self._supervisor.tell(worker, Worker.offer, self._publisher.published)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         shard = self._running.pop(ended.worker, None)
         if ended.is_lost and self._spot is not None:
-            self._spot.on_worker_lost(ended.worker)
+            self._spot.on_lost(ended.worker)
         if shard is None:
-            if self._spot is not None and not ended.is_lost:
-                self._spot.on_trained(ended)
+            if self._spot is not None:
+                self._spot.on_ended(ended)
         elif ended.is_lost or isinstance(ended.error, Stopped):
             # NOTE: generators are never stopped; Stopped is left of an earlier spot training whose
             # `clear_stop` was not answered in time.
@@ -167,8 +175,7 @@ class RolloutCoordinator:
         if self._spot is not None:
             self._spot.add_completions(shard, completions)
         if self._publisher is not None:
-            adopted = self._supervisor.ask(ended.worker, Worker.drain_adopted)
-            self._publisher.record(adopted or [])
+            self._publisher.record(self._supervisor.ask(ended.worker, Worker.drafter_version))
 
     def _poll(self) -> None:
         """Report the progress of the rollout; exchange texts and offers."""
@@ -177,7 +184,7 @@ class RolloutCoordinator:
             running = [each for worker, each in progress.items() if worker in self._running]
             self._on_progress(self._total(running))
             if self._spot is not None:
-                self._spot.poll(progress.keys())
+                self._spot.poll(progress.keys(), self._forecast())
 
     def _total(self, running: Sequence[Progress]) -> Progress:
         """Add up the shards that are done and those that are running."""

@@ -99,8 +99,6 @@ class Worker:
         self._lock = Lock()
         self._offers: list[DrafterWeights] = []
         self._new_texts: list[TextSnapshot] = []
-        self._adopted: list[int] = []
-        """Versions adopted since `drain_adopted`."""
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
@@ -242,7 +240,7 @@ class Worker:
             self._components.drafter.save(path)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
-        """Train the drafter until it is stopped, `limit_s` have passed, or it gains no more."""
+        """Train the drafter until it is stopped or `limit_s` have passed."""
         drafting = self._drafting()
         trainer = drafting.trainer
         if trainer is None:
@@ -267,8 +265,6 @@ class Worker:
         """Draft with other weights; return their version."""
         self._components.generator.load_drafter(weights.tensors)
         self._served = weights
-        with self._lock:
-            self._adopted.append(weights.version)
         return weights.version
 
     # ---- messages
@@ -316,14 +312,13 @@ class Worker:
             self._offers.append(offer)
 
     def candidate(self) -> Replica | None:
-        """Return the best drafter that the present training has measured."""
-        return self._candidate
-
-    def drain_adopted(self) -> list[int]:
-        """Return the versions of drafters adopted since the last call."""
-        with self._lock:
-            found, self._adopted = self._adopted, []
+        """Return the best drafter of the present training; None unless measured since."""
+        found, self._candidate = self._candidate, None
         return found
+
+    def drafter_version(self) -> int | None:
+        """Return the version of the drafter in use; None without one that can be trained."""
+        return None if self._served is None else self._served.version
 
     # ---- between two steps
 
