@@ -20,7 +20,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     [
         ("--learner.kl_coef=0.1", "--learner.gradient_checkpointing=true"),
         ("--model.path=tied", "--learner.loss=gspo", "--rollout.dtype=bfloat16"),
-        ("--speculation.drafter=drafter", "--spot.train=serial"),
+        ("--speculation.drafter=drafter",),
     ],
     ids=["plain", "tied", "drafter"],
 )

@@ -5,7 +5,7 @@ run that drafts, teaches its drafter and swaps it is that of the run that does n
 """
 
 import math
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, read_lines, write_lines
-from longtail.assembly import worker as worker_parts
-from longtail.cluster import group
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
-from longtail.drafter.training.spot import SpotSettings
+from longtail.drafter.training.gain import DrafterGain
+from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -77,22 +77,38 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
     return found
 
 
+def a_dozen(train: Callable[..., SpotReport]) -> Callable[..., SpotReport]:
+    """Return `train` that is stopped after a dozen updates and their last measurement."""
+
+    def train_a_dozen(
+        self: SpotTrainer, buffer: Any, stopped: Any, on_measured: Callable[[Replica], None]
+    ) -> SpotReport:
+        measured: list[Replica] = []
+
+        def keep(replica: Replica) -> None:
+            measured.append(replica)
+            on_measured(replica)
+
+        return train(self, buffer, lambda: len(measured) == 3, keep)
+
+    return train_a_dozen
+
+
 @pytest.mark.slow
 def test_a_run_with_any_accelerator_is_the_run_without_one_bit_for_bit(shop, monkeypatch):
     # A lesson of a dozen updates after each rollout, whatever the clock says.
-    monkeypatch.setattr(group, "SHARE", math.inf)
-    brief = partial(SpotSettings, patience=1, min_gain=10.0)
-    monkeypatch.setattr(worker_parts, "SpotSettings", brief)
+    monkeypatch.setattr(DrafterGain, "share_s", lambda *_: math.inf)
+    monkeypatch.setattr(SpotTrainer, "train", a_dozen(SpotTrainer.train))
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")
     drafter = str(new_drafter(shop))
     plain = outcome(shop, "plain", "none")
     assert outcome(shop, "history", "history", *fixed) == plain
-    assert outcome(shop, "serial", drafter, *fixed, "--spot.train=serial") == plain
+    assert outcome(shop, "trained", drafter, *fixed) == plain
     theirs = "--learner.model=transformers"
     plain = outcome(shop, "theirs-plain", "none", theirs)
-    assert outcome(shop, "theirs-serial", drafter, *fixed, "--spot.train=serial", theirs) == plain
-    for run in ("history", "serial"):
+    assert outcome(shop, "theirs-trained", drafter, *fixed, theirs) == plain
+    for run in ("history", "trained"):
         # The guard may pause drafting for the second step.
         assert any(row["speculation/nodes_per_step"] for row in shop.metrics(run))
-    decisions = [row["what"] for row in read_lines(shop.path / "serial" / "drafter.jsonl")]
+    decisions = [row["what"] for row in read_lines(shop.path / "trained" / "drafter.jsonl")]
     assert decisions == ["trained", "offered", "published"] * 2

@@ -39,7 +39,7 @@ MESSAGES = (
     "texts",
     "add_texts",
     "offer",
-    "drain_adopted",
+    "drafter_version",
     "candidate",
     "stop",
 )
@@ -133,7 +133,6 @@ def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
 @given(
     lengths=lengths,
     workers=st.integers(2, 4),
-    training=st.sampled_from(("spot", "serial", "never")),
     deaths=st.lists(
         st.builds(
             Death,
@@ -144,16 +143,16 @@ def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
         max_size=5,
     ),
 )
-@example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0)])
-@example([9, 9], 2, "never", [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0, kind="frozen")])
+@example([9, 9], 2, [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0)])
+@example([9, 9], 2, [Death(worker=0, at_s=3.5), Death(worker=1, at_s=5.0, kind="frozen")])
 def test_processes_that_die_at_any_time_change_nothing_or_end_the_run_with_a_remedy(
-    lengths, workers, training, deaths
+    lengths, workers, deaths
 ):
     """At any time: at work, while they start or stop, and idle, where no task ends with them."""
     deaths = [death for death in deaths if death.worker < workers]
     pool, reason = ScriptedPool(workers, deaths=deaths), ""
     try:
-        two_steps(begun(pool, training), requests(*lengths))
+        two_steps(begun(pool), requests(*lengths))
     except ClusterError as error:
         reason = str(error)
     if reason:

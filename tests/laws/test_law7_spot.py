@@ -1,19 +1,21 @@
 """Law 7: stopping spot training anywhere loses nothing and delays nothing beyond one micro-step.
 
-Here the drafter's side: wherever a stop comes, what is left is the state after the last whole
-update, and training from there ends where an uninterrupted run does, bit for bit. Counted,
-not timed: after the stop no micro-batch is begun.
+Here the drafter's side: wherever a stop comes, finished micro-batches are kept, each is learned
+once, and training from there ends where an uninterrupted run does, bit for bit. Counted, not timed:
+after the stop no micro-batch is begun.
 """
 
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.training.texts import pack_texts
+from longtail.drafter.weights import DrafterWeights
 from longtail.rl.data.examples import Example
 from support.spot_training import SETTINGS, SpotSetup, counting, same, stop_at
 
@@ -55,28 +57,56 @@ def _passes_more(room: SpotSetup, count: int) -> Callable[[], bool]:
 
 
 @pytest.mark.parametrize("matrix_rate", LEARNING)
-def test_an_update_stopped_anywhere_has_not_begun(matrix_rate) -> None:
-    """Asked before each micro-batch, in it and before the update: nowhere anything is kept."""
-    stopped, whole, asked = (SpotSetup(matrix_rate=matrix_rate) for _ in range(3))
-    batch = _packed()
-    for room in (stopped, whole, asked):
-        room.spot._trainer.step(batch)  # so that there are moments to lose
+def test_an_update_stopped_anywhere_keeps_what_is_finished(matrix_rate, monkeypatch) -> None:
+    """Asked before each micro-batch, in it and before the update; each gradient is added once."""
+    whole, asked = (SpotSetup(matrix_rate=matrix_rate) for _ in range(2))
+    batch, learned = _packed(), list[float]()
+    backward = torch.autograd.backward
+    monkeypatch.setattr(
+        torch.autograd, "backward", lambda loss: (learned.append(loss.item()), backward(loss))
+    )
     passes = _asked(asked, lambda stopped: asked.spot._trainer.try_step(batch, stopped))
-    learned = [packed for packed in batch if Pairs.of(packed).trained.any()]
+    parts = [packed for packed in batch if Pairs.of(packed).trained.any()]
     layers = len(asked.target.layers)
     # before every micro-batch and the update; in one with a loss before each layer, before the
     # drafter's pass and before each chunk of rows that are scored
-    assert len(passes) == len(batch) + 1 + len(learned) * (layers + 1 + _NUM_CHUNKS)
+    assert len(passes) == len(batch) + 1 + len(parts) * (layers + 1 + _NUM_CHUNKS)
+    expected, losses = whole.spot._trainer.step(batch), learned[len(parts) :]
     for call, begun in enumerate(passes):
-        before = stopped.num_passes
+        stopped = SpotSetup(matrix_rate=matrix_rate)
+        before = stopped.tensors()
+        learned.clear()
         assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
-        assert stopped.num_passes - before == begun
+        assert stopped.num_passes == begun
+        assert same(stopped.tensors(), before), "no weight or moment moves before the update"
+        assert learned == losses[: len(learned)]
+        assert len(learned) >= begun - 1, "all but the one that was stopped"
+        for _ in range(2):  # stopped at once, it stays as it is
+            assert stopped.spot._trainer.try_step(batch, stop_at(0)) is None
+        assert stopped.spot._trainer.step(batch) == expected
+        assert learned == losses, "none twice"
         assert same(stopped.tensors(), whole.tensors())
-        assert stopped.spot._trainer.steps == 1
-        assert all(p.grad is None for p in stopped.layer.parameters())
-    report = stopped.spot._trainer.try_step(batch, stop_at(len(passes)))
-    assert report == whole.spot._trainer.step(batch)
-    assert same(stopped.tensors(), whole.tensors())
+
+
+@pytest.mark.parametrize("matrix_rate", LEARNING)
+def test_updates_that_no_measurement_has_seen_are_added_to_a_newer_drafter(matrix_rate) -> None:
+    """Also with an update that is stopped in the middle: it goes on from the newer weights."""
+    room = SpotSetup(matrix_rate=matrix_rate)
+    room.train(_after(room, SETTINGS.measure_every))
+    room.train(lambda: len(room.measured) == 1)
+    measured = room.measured[0].weights
+    room.train(_after(room, SETTINGS.measure_every + 2))
+    room.train(_passes_more(room, 2))  # the first one is finished
+    left = len(pack_texts(room.spot._batch, SETTINGS.tokens_per_micro_batch)) - 1
+    moved = {name: own - measured[name] for name, own in room.spot._trainer.weights().items()}
+    assert any(move.any() for move in moved.values())
+    newer = {name: tensor + 0.5 for name, tensor in room.published.tensors.items()}
+    room.spot.begin(DrafterWeights(version=2, tensors=newer))
+    now = room.spot._trainer.weights()
+    assert same(now, {name: newer[name] + moved[name] for name in newer})
+    passes = room.num_passes
+    room.train(_after(room, SETTINGS.measure_every + 3))
+    assert room.num_passes - passes == left
 
 
 def test_a_measurement_stopped_anywhere_says_nothing() -> None:
@@ -93,7 +123,7 @@ def test_a_measurement_stopped_anywhere_says_nothing() -> None:
 def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
     """Every other call of `stopped` in the first updates and around a measurement.
 
-    The texts of an update that was not made are learned first thing in the next stretch.
+    An update that was not made goes on in the next stretch.
     """
     counted, calls = SpotSetup(), []
     ends = {}

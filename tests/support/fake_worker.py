@@ -74,7 +74,7 @@ class SpotScript:
     gain: float = 0.05
     """Relative gain of each measurement over the one before."""
     ends_s: float = math.inf
-    reason: SpotEnd = SpotEnd.NO_GAIN
+    reason: SpotEnd = SpotEnd.NO_TEXTS
     stop_s: float = 0.05
     """Seconds from `stop` to the end; infinite: it never stops."""
     weight: float | None = None
@@ -133,7 +133,6 @@ class FakeWorker:
         """All texts that it received by `add_texts`."""
         self.team: str | None = None
         self._offers: list[DrafterWeights] = []
-        self._adopted: list[int] = []
         self._base: DrafterWeights | None = None
         self._quality = QUALITY
         self._learned = self._stretches = 0
@@ -147,6 +146,7 @@ class FakeWorker:
         self._released: list[Completion] = []
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
+        self._candidate: Replica | None = None
         self._num_written = self._beats = 0
         self._is_waiting = False
 
@@ -225,7 +225,7 @@ class FakeWorker:
             self._learned += 100
             if round(elapsed / BEAT_S) % round(spot_script.measures_s / BEAT_S) == 0:
                 self._quality *= 1 + spot_script.gain
-                self._best = self._measured(spot_script)
+                self._best = self._candidate = self._measured(spot_script)
         if spot_script.error is not None:
             raise spot_script.error
         return self._report(
@@ -234,7 +234,6 @@ class FakeWorker:
 
     def adopt(self, weights: DrafterWeights) -> int:
         self.served = weights
-        self._adopted.append(weights.version)
         return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> Steps:
@@ -361,11 +360,11 @@ class FakeWorker:
         self._offers.append(offer)
 
     def candidate(self) -> Replica | None:
-        return self._best
-
-    def drain_adopted(self) -> list[int]:
-        found, self._adopted = self._adopted, []
+        found, self._candidate = self._candidate, None
         return found
+
+    def drafter_version(self) -> int:
+        return self.served.version
 
     # ---- parts
 
@@ -407,6 +406,7 @@ class FakeWorker:
             weights={"w": torch.tensor([weight])},
             num_tokens=self._learned,
             num_steps=self._learned // 100,
+            seconds=self._learned / 100 * BEAT_S,
             accept_len=self._quality,
             base_accept_len=self._base.tensors["w"].item(),
         )
@@ -417,7 +417,6 @@ class FakeWorker:
             num_tokens=self._learned,
             num_reused=self._learned // 2,
             seconds=1.0,
-            max_micro_step_s=0.05,
             reason=reason,
             replica=None if reason is SpotEnd.NOT_FINITE else self._best,
         )

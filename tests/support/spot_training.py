@@ -28,8 +28,6 @@ SETTINGS = SpotSettings(
     heldout_tokens=60,
     num_depths=2,
     measure_every=3,
-    min_gain=0.0,
-    patience=1000,
 )
 
 

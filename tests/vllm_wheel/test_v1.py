@@ -14,7 +14,7 @@ import torch
 
 import longtail
 from longtail.assembly.drafters import read_drafter
-from longtail.cluster.group import DrafterState
+from longtail.cluster.drafter.publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer

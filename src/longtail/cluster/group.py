@@ -1,7 +1,7 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
     rollout(step, requests) -> RolloutResult   shards, work for idle workers, offers
-    train_drafter()                            by one worker, if spot.train is "serial"
+    train_drafter()                            by the only worker, which is never idle
     learn(batches) -> LearnerReport            one update by all learners together
     publish()                                  learner -> engine on every worker
     offer_drafter()                            the newly trained drafter -> every worker
@@ -10,15 +10,12 @@ The loss of a worker costs time, but no text, gradient or update: its task is do
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, final
-
-from torch import Tensor
+from typing import final
 
 from longtail.cluster import tasks
-from longtail.cluster.drafter.publisher import Decision, Publisher
+from longtail.cluster.drafter.publisher import Decision, DrafterState, Publisher
 from longtail.cluster.forecast import RolloutForecast
 from longtail.cluster.idle import IdleCoordinator, IdleWork
 from longtail.cluster.learning import LearningTimes, LearningWork
@@ -26,54 +23,23 @@ from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.rollout import RolloutCoordinator, RolloutParts, RolloutResult
-from longtail.cluster.spot import SpotCoordinator
+from longtail.cluster.spot import DrafterWork
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.team import LearnerTeam
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.config.rl import RunConfig
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.weights import DrafterWeights, with_prefix, without_prefix
-from longtail.errors import CheckpointError
+from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.streaming import GroupStream, streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
-SHARE = 0.1
-"""Seconds of serial training after a rollout, as a share of the rollout's."""
-FADE = 0.8
-"""Weight of a text in the sums relative to one of the next step: its policy is older."""
 _POLL_S = 0.2
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
-_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
-
-
-def with_new(sums: Sums, new: Iterable[Sums]) -> tuple[Sums, int]:
-    """Return sums with those of a step's texts, and the number of these texts' tokens."""
-    known = sums.faded(FADE)
-    before = known.num_tokens
-    for each in new:
-        known.add(each)
-    return known, round(known.num_tokens - before)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterState:
-    """The published drafter in the middle of a run, with its texts and the lengths of prompts."""
-
-    tensors: Mapping[str, Tensor]
-    numbers: Mapping[str, Any]
-
-    def drafter(self) -> dict[str, Tensor]:
-        """Return the drafter's own parameters."""
-        return without_prefix(_DRAFTER, self.tensors)
-
-    def sums(self) -> dict[str, Tensor]:
-        """Return the sums that the drafter follows from; empty without any."""
-        return without_prefix(_SUMS, self.tensors)
 
 
 @final
@@ -104,7 +70,6 @@ class WorkerGroup:
         )
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
-        self._buffer = DrafterBuffer(config.spot.buffer_mb * 2**20, seed=config.run.seed)
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._forecast = RolloutForecast(pool.size, config.rollout.max_running)
@@ -112,14 +77,11 @@ class WorkerGroup:
         self._learning: tuple[IdleCoordinator, LearningWork] | None = None
         """Learning from the groups of the last rollout, until `learn`."""
         self._publisher: Publisher | None = None
-        self._sums: Sums | None = None
-        """Sums over the texts of all steps; None if no drafter learns from sums."""
         self._new_sums: list[Sums] = []
-        """Sums over the texts of this step, not yet among those."""
-        self._spot: SpotCoordinator | None = None
+        """Sums over the texts of this step, if the drafter learns from sums."""
+        self._spot: DrafterWork | None = None
         """Texts and replicas of the last rollout, until `offer_drafter`."""
-        self._train_s = 0.0
-        """Seconds of serial training after the last rollout."""
+        self._rollout_s = 0.0
         self._num_trained = 0
         """Tokens that the newest drafter has learned more than the one before."""
         self._marks: list[Mark] = []
@@ -130,8 +92,10 @@ class WorkerGroup:
         (self.num_parameters,) = self._supervisor.run_on((0,), tasks.NUM_PARAMETERS)
         (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
         if drafter is not None:
-            weights, self._sums = drafter
-            self._publisher = Publisher(weights, self._buffer)
+            weights, sums = drafter
+            own = self._config
+            buffer = DrafterBuffer(own.spot.buffer_mb * 2**20, seed=own.run.seed)
+            self._publisher = Publisher(weights, buffer, sums)
 
     def rollout(
         self,
@@ -169,25 +133,24 @@ class WorkerGroup:
         for request, completion in zip(requests, result.completions, strict=True):
             self.lengths.record(_prompt_id(request), len(completion.tokens))
         if spot is not None:
-            self._spot, self._train_s = spot, SHARE * result.seconds
+            self._spot, self._rollout_s = spot, result.seconds
             self._marks += spot.marks
         found = [shard.value().sums for shard in result.shards]
         self._new_sums += [sums for sums in found if sums is not None]
         return result
 
     def train_drafter(self) -> None:
-        """Train the drafter on the texts of the last rollout, while all wait, if it is serial.
+        """Train the drafter after a rollout if the only worker is never idle and it gains by that.
 
         Called before `learn`, so that features of the rollout are reused.
         """
-        if self._publisher is None or self._spot is None or self._config.spot.train != "serial":
+        if self._publisher is None or self._spot is None or self._pool.size > 1:
             return
-        self._supervisor.wait_ready()
-        self._spot.send_texts(0)
-        task = {0: (self._publisher.published, self._train_s)}
-        ended = self._supervisor.run(tasks.TRAIN_DRAFTER, task)[0]
-        if not ended.is_lost:
-            self._spot.on_trained(ended)
+        limit_s = self._publisher.gain.share_s(self._rollout_s)
+        if limit_s:
+            self._spot.send_texts(0)
+            task = {0: (self._publisher.published, limit_s)}
+            self._spot.on_ended(self._supervisor.run(tasks.TRAIN_DRAFTER, task)[0])
 
     def abandon(self) -> None:
         """Stop the tasks of an interrupted rollout, and drop their results."""
@@ -198,11 +161,7 @@ class WorkerGroup:
         if self._learning is not None:
             self._learn_rest(*self._learning)
             self._learning = None
-        report = self._team.learn(batches)
-        scored = report.num_tokens * report.num_scored / max(report.num_generated, 1)
-        seconds = report.logprob_seconds + report.backward_seconds
-        self._learning_times.observe(round(scored / self._pool.size), seconds)
-        return report
+        return self._team.learn(batches)
 
     def _learn_rest(self, idle: IdleCoordinator, learning: LearningWork) -> None:
         """Learn from the micro-batches that are left, one at a time on each worker."""
@@ -227,31 +186,29 @@ class WorkerGroup:
             return
         mark = f"drafter v{offer.version} offered"
         self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
-        publisher.record(self._supervisor.run_on_all(tasks.ADOPT, offer))
-        self._mark_offered(publisher, offer.version)
+        self._supervisor.run_on_all(tasks.ADOPT, offer)
+        publisher.record(offer.version)
 
     def _new_drafter(self) -> DrafterWeights | None:
         """Return the drafter that was learned since the last call; None if it is no better."""
         publisher, spot = self._publisher, self._spot
         if publisher is None:
             return None
-        if self._sums is not None:
-            known, self._num_trained = with_new(self._sums, self._new_sums)
+        if publisher.sums is not None:
+            self._num_trained = publisher.add_sums(self._new_sums)
             self._new_sums = []
             if not self._num_trained:
                 return None
-            self._sums = known
             num = min(self._pool.size, _MOST_SOLVERS)
-            args = {worker: (known, worker, num) for worker in range(num)}
+            args = {worker: (publisher.sums, worker, num) for worker in range(num)}
             parts = self._supervisor.run_each(tasks.SOLVE_DRAFTER, args)
             tensors = {name: part[name] for part in parts for name in part}
             return publisher.offer_solved(dict(sorted(tensors.items())), self._num_trained)
         if spot is None:
             return None
-        publisher.withdraw()
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
-        return publisher.offer(spot.replicas, renews=True)
+        return publisher.offer(spot.replicas, is_last=True)
 
     # ---- observation
 
@@ -312,20 +269,7 @@ class WorkerGroup:
         """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
         if self._publisher is None:
             return None
-        weights, texts = self._publisher.published, self._buffer.tensors()
-        sums = {} if self._sums is None else self._sums.tensors()
-        return DrafterState(
-            tensors=with_prefix(_DRAFTER, weights.tensors)
-            | with_prefix(_BUFFER, texts)
-            | with_prefix(_SUMS, sums),
-            numbers={
-                "version": weights.version,
-                "num_tokens": weights.num_tokens,
-                "accept_len": self._publisher.accept_len,
-                "buffer": self._buffer.state(),
-                "lengths": self.lengths.state(),
-            },
-        )
+        return self._publisher.state(lengths=self.lengths.state())
 
     def restore_drafter(self, state: DrafterState) -> None:
         """Serve a published drafter again, with its texts.
@@ -333,21 +277,9 @@ class WorkerGroup:
         Raises CheckpointError if its tensors have other shapes.
         """
         assert self._publisher is not None, "there is a drafter to restore"
-        tensors = state.drafter()
-        if not self._publisher.published.is_shaped_as(tensors):
-            raise CheckpointError("the drafter of the checkpoint is of another shape")
-        if self._sums is not None:
-            self._sums = self._sums.restored(state.sums())
-        self._buffer.restore(without_prefix(_BUFFER, state.tensors), state.numbers["buffer"])
+        weights = self._publisher.restore(state)
         self.lengths.restore(state.numbers["lengths"])
-        weights = DrafterWeights(
-            version=state.numbers["version"],
-            tensors=tensors,
-            num_tokens=state.numbers.get("num_tokens", 0),
-        )
-        self._publisher.restore(weights, state.numbers.get("accept_len"))
         self._supervisor.run_on_all(tasks.ADOPT, weights)
-        self._mark_offered(self._publisher, weights.version)
 
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
@@ -368,8 +300,6 @@ class WorkerGroup:
 
     def _on_replaced(self, worker: int) -> None:
         self._team.mark_stale()
-        if self._publisher is not None:
-            self._publisher.forget(worker)
 
     def _begin_learning(
         self, stream: GroupStream | None, requests: Sequence[Request]
@@ -381,27 +311,16 @@ class WorkerGroup:
             self._supervisor, stream, self._learning_times, requests[0].sampling, self._log
         )
 
-    def _begin_spot(self, step: int) -> SpotCoordinator | None:
+    def _begin_spot(self, step: int) -> DrafterWork | None:
         """Begin to collect texts, if there is a drafter that gradients train."""
-        if self._publisher is None or self._sums is not None:
+        if self._publisher is None or self._publisher.sums is not None:
             return None
-        return SpotCoordinator(
-            self._supervisor,
-            self._publisher,
-            self._buffer,
-            step=step,
-            trains_idle=self._config.spot.train == "spot",
-            log=self._log,
-        )
+        return DrafterWork(self._supervisor, self._publisher, step=step, log=self._log)
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return the length of each group in earlier epochs, if it is known."""
         expected = {each.group_id: self.lengths.expected(_prompt_id(each)) for each in requests}
         return {group: length for group, length in expected.items() if length is not None}
-
-    def _mark_offered(self, publisher: Publisher, version: int) -> None:
-        for worker in range(self._pool.size):
-            publisher.mark_offered(worker, version)
 
 
 def _prompt_id(request: Request) -> str:

@@ -188,11 +188,12 @@ class RolloutCoordinator:
         return [self._begun[name] for name in names if name in self._begun]
 
     def _offer_missed(self, worker: int) -> None:
-        """Offer a worker the published drafter if it was never offered it."""
+        """Offer a worker the published drafter if it drafts with an older one."""
         publisher = self._parts.publisher
-        if publisher is not None and (offer := publisher.missed_by(worker)) is not None:
-            self._supervisor.tell(worker, Worker.offer, offer)
-            publisher.mark_offered(worker, offer.version)
+        if publisher is not None:
+            version = self._supervisor.ask(worker, Worker.drafter_version)
+            if version is not None and version < publisher.published.version:
+                self._supervisor.tell(worker, Worker.offer, publisher.published)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         if self._idle.on_ended(ended) or ended.worker not in self._held:
@@ -219,8 +220,8 @@ class RolloutCoordinator:
             requests = [held[each.request_id] for each in completions]
             self._spot.add_completions(requests, completions)
         if self._parts.publisher is not None:
-            adopted = self._supervisor.ask(ended.worker, Worker.drain_adopted)
-            self._parts.publisher.record(adopted or [])
+            version = self._supervisor.ask(ended.worker, Worker.drafter_version)
+            self._parts.publisher.record(version)
 
     def _take(self, completions: Sequence[Completion]) -> None:
         """Record finished texts; those that are known already are the same."""

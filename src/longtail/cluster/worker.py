@@ -99,7 +99,6 @@ class Worker:
         self._stop = Event()
         self._offers = Mailbox[DrafterWeights]()
         self._new_texts = Mailbox[TextSnapshot]()
-        self._adopted = Mailbox[int]()
         self._added = Mailbox[tuple[Sequence[Request], Sequence[Completion]]]()
         self._asked_back = Mailbox[str]()
         self._released = Mailbox[Completion]()
@@ -265,7 +264,7 @@ class Worker:
             self._components.drafter.save(path)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
-        """Train the drafter until it is stopped, `limit_s` have passed, or it gains no more."""
+        """Train the drafter until it is stopped or `limit_s` have passed."""
         drafting = self._drafting()
         trainer = drafting.trainer
         if trainer is None:
@@ -290,7 +289,6 @@ class Worker:
         """Draft with other weights; return their version."""
         self._components.generator.load_drafter(weights.tensors)
         self._served = weights
-        self._adopted.put([weights.version])
         return weights.version
 
     # ---- messages
@@ -364,12 +362,13 @@ class Worker:
         self._offers.put([offer])
 
     def candidate(self) -> Replica | None:
-        """Return the best drafter that the present training has measured."""
-        return self._candidate
+        """Return the best drafter of the present training; None unless measured since."""
+        found, self._candidate = self._candidate, None
+        return found
 
-    def drain_adopted(self) -> list[int]:
-        """Return the versions of drafters adopted since the last call."""
-        return self._adopted.take()
+    def drafter_version(self) -> int | None:
+        """Return the version of the drafter in use; None without one that can be trained."""
+        return None if self._served is None else self._served.version
 
     # ---- between two steps
 

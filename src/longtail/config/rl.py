@@ -159,16 +159,16 @@ class SpeculationSection(Section):
 class SpotSection(Section):
     """Training of the drafter during the run."""
 
-    train: Literal["spot", "serial", "never"] = "spot"
+    train: Literal["spot", "never"] = "spot"
     """When an EAGLE drafter is trained. `spot`: by workers that have finished their share of a
-    rollout, until the last one has. `serial`: by one worker after each rollout, for a tenth of its
-    time. A ridge drafter learns from all that is written. `never`: no drafter learns."""
+    rollout, until the last one has; by a single worker after each rollout, for a tenth of its time.
+    A ridge drafter learns from all that is written. `never`: no drafter learns."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None
     """Learning rate of Muon, for the matrices; 0 uses AdamW for them, too; unset is 0.005."""
     batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
-    """Tokens of one update; small, because an unfinished update is discarded."""
+    """Tokens of one update; small, so that idle time has several and they can be measured."""
     buffer_mb: Count = 64
     """Most memory for training texts, in MiB."""
     features_mb: Amount = 64

@@ -96,6 +96,8 @@ class Learner:
         self._version = 0
         self._sums = GradientSums(self._parameters)
         self._holds_casts = False
+        self._metrics = LearnerMetrics()
+        """Metrics of the next step, with the seconds of what was accumulated."""
 
     @property
     def version(self) -> int:
@@ -121,7 +123,7 @@ class Learner:
         name, rows = micro_batch.name, self._sums.rows
         if name not in rows:
             self._hold_casts()
-            self._learn(micro_batch, sampling, LearnerMetrics())
+            self._learn(micro_batch, sampling, self._metrics)
             if not math.isfinite(rows[name].loss):
                 self._sums.refuse(self._version, {name: rows.pop(name)})
         on_progress(False)
@@ -129,6 +131,7 @@ class Learner:
     def forget(self) -> None:
         """Drop what was accumulated; the next step computes it again."""
         self._sums.clear()
+        self._metrics = LearnerMetrics()
         self._drop_casts()
 
     def step(
@@ -142,7 +145,7 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        metrics, several = LearnerMetrics(), len(batches) > 1
+        metrics, several = self._metrics, len(batches) > 1
         # A single update happens after the last reduction, so it needs no undo.
         can_undo = several and self._group.size > 1 and self._shards is None
         undo = partial(self.restore, self.state(), self.learned()) if can_undo else None

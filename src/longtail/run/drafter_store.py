@@ -20,7 +20,7 @@ from typing import final
 
 import torch
 
-from longtail.cluster.group import DrafterState
+from longtail.cluster.drafter.publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import CheckpointError, ConfigError

@@ -20,6 +20,7 @@ def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 10
         weights={"w": torch.tensor([weight])},
         num_tokens=tokens,
         num_steps=1,
+        seconds=1.0,
         accept_len=2.0 * (1 + gain),
         base_accept_len=2.0,
     )
@@ -55,10 +56,12 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
     one = publisher()
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
-    assert (offer.version, one.measured(1)) == (1, pytest.approx(2.2))
+    assert offer.version == 1
     assert one.published.version == 0, "no worker serves it yet"
-    one.record([1, 1])
+    for version in (None, 1, 1, 7):
+        one.record(version)
     assert one.published is offer
+    assert one.accept_len == pytest.approx(2.2)
     decisions = one.drain_decisions()
     assert [(each.what, each.version) for each in decisions] == [
         ("trained", 0),
@@ -97,7 +100,7 @@ def test_replicas_of_older_drafters_must_beat_later_publications():
     one = publisher()
     first = one.offer([replica(0.1)])
     assert first is not None
-    one.record([1])
+    one.record(1)
     assert one.offer([replica(0.09)]) is None
     assert one.offer([replica(MIN_GAIN / 2, base=1)]) is None
     second = one.offer([replica(0.11, weight=5.0), replica(0.05, base=1, weight=9.0)])
@@ -121,7 +124,7 @@ def test_the_same_decision_is_recorded_once_per_rollout():
         st.one_of(
             st.tuples(st.just("offer"), st.floats(-0.2, 0.5), st.integers(0, 4)),
             st.tuples(st.just("adopted"), st.none(), st.integers(0, 8)),
-            st.tuples(st.sampled_from(("begin", "withdraw")), st.none(), st.none()),
+            st.tuples(st.sampled_from(("begin", "end")), st.none(), st.none()),
         ),
         max_size=30,
     )
@@ -134,12 +137,12 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
             offer = one.offer([replica(value, base=number)])
             offered += [] if offer is None else [offer.version]
         elif what == "adopted":
-            one.record([number])
+            one.record(number)
             adopted.add(number)
         elif what == "begin":
             one.begin_rollout()
-        else:
-            one.withdraw()
+        elif (last := one.offer([replica(0.1)], is_last=True)) is not None:
+            offered.append(last.version)
         published.append(one.published.version)
     assert offered == list(range(len(offered)))
     assert published == sorted(published)
@@ -149,10 +152,10 @@ def test_versions_rise_and_published_ones_were_offered_and_adopted(events):
 def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor([5, 6])}
     one = publisher((5, 5, 7), DrafterWeights(version=0, tensors=tensors))
-    offer = one.offer([], renews=True)
+    offer = one.offer([], is_last=True)
     assert offer is not None
     assert offer.tensors[DRAFT_IDS].tolist() == [5, 7]
     assert offer.tensors["w"] is one.published.tensors["w"]
-    one.record([1])
+    one.record(1)
     assert one.published is offer
-    assert one.offer([], renews=True) is None, "it covers all tokens now"
+    assert one.offer([], is_last=True) is None, "it covers all tokens now"

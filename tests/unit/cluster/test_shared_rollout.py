@@ -11,7 +11,6 @@ from longtail.cluster.rollout import reused_share
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import STOP_S
 from longtail.cluster.timeline import Span
-from longtail.drafter.training.replica import SpotEnd
 from longtail.system.interrupt import Interrupted
 from support.fake_worker import READY_S, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
@@ -61,13 +60,6 @@ def test_no_worker_trains_on_texts_of_an_evaluation():
     assert state.numbers["buffer"]["texts"] == []
 
 
-@pytest.mark.parametrize("training", ["serial", "never"])
-def test_no_worker_trains_during_the_rollout_unless_configured(training):
-    pool = ScriptedPool(2)
-    begun(pool, training).rollout(1, TAIL)
-    assert not pool.starts("train_drafter")
-
-
 def test_without_a_drafter_nothing_is_trained_or_saved():
     pool = ScriptedPool(2, has_drafter=False)
     group = begun(pool)
@@ -77,20 +69,10 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
     assert not {name for _, name in pool.answered} & {
         "texts",
         "add_texts",
-        "drain_adopted",
+        "drafter_version",
         "candidate",
     }
     assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)
-
-
-def test_a_worker_whose_training_does_not_pay_is_idle_until_the_next_rollout():
-    spot_script = SpotScript(ends_s=1.0, reason=SpotEnd.NO_GAIN)
-    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: spot_script)
-    group = begun(pool)
-    group.rollout(1, TAIL)
-    assert [worker for _, worker in pool.starts("train_drafter")] == [1, 2]
-    group.rollout(2, TAIL)
-    assert sorted(worker for _, worker in pool.starts("train_drafter")[2:]) == [1, 2]
 
 
 def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():

@@ -80,8 +80,7 @@ def test_the_newest_drafter_is_served_whatever_the_order_of_offers(
     worker.generate(asked)
     known = worker.drafter()
     assert known is not None
-    assert known[0].version == newest
-    assert worker.drain_adopted() == [newest]
+    assert known[0].version == worker.drafter_version() == newest
 
 
 def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
@@ -207,13 +206,6 @@ def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, 
     Worker(components).publish()  # the same texts, of a policy that is gone
     report = learn(components)
     assert report.num_tokens > report.num_reused == 0
-
-
-@pytest.mark.slow
-def test_features_are_kept_for_training_after_a_rollout_too(workshop, asked):
-    components = make_components(workshop, "--cluster.workers=2", "--spot.train=serial")
-    report = train(components, asked, 1)
-    assert report.num_reused == report.num_tokens > 0
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
-"""Publication of drafters: of the replicas that were trained, which one the workers serve.
+"""Publication of drafters: what they learn from, and which one the workers serve.
 
-    replicas of spot workers, measured --merge--> offer --> every worker adopts it between two steps
+    replicas of spot workers, measured --mean--> offer --> every worker adopts it between two steps
 
 Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
 measures better on held-out recent texts than all before it, by more than noise, and published once
@@ -14,20 +14,47 @@ ratio of a drafter's accept length to that of the drafter published when the rol
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor
 
 from longtail.drafter.eagle.fresh import renewed_ids
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.replica import Replica, merge
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
+from longtail.drafter.training.gain import FADE, DrafterGain
+from longtail.drafter.training.replica import Replica
+from longtail.drafter.weights import (
+    DRAFT_IDS,
+    DrafterWeights,
+    are_finite,
+    weighted_mean,
+    with_prefix,
+    without_prefix,
+)
+from longtail.errors import CheckpointError
+from longtail.speculation.drafter import Sums
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
 _RENEWED = "draft vocabulary renewed"
+_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterState:
+    """The published drafter in the middle of a run, with its texts or their sums."""
+
+    tensors: Mapping[str, Tensor]
+    numbers: Mapping[str, Any]
+
+    def drafter(self) -> dict[str, Tensor]:
+        """Return the drafter's own parameters."""
+        return without_prefix(_DRAFTER, self.tensors)
+
+    def sums(self) -> dict[str, Tensor]:
+        """Return the sums that the drafter follows from; empty without any."""
+        return without_prefix(_SUMS, self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,188 +76,155 @@ class Decision:
     reason: str = ""
 
 
+class _Offer(NamedTuple):
+    """Weights that may be adopted in this rollout."""
+
+    weights: DrafterWeights
+    gain: float
+    """Accept length relative to that of the drafter published when the rollout began."""
+    decision: Decision
+
+
 @final
 class Publisher:
-    """Owns the published drafter and the decisions about it. Versions rise and are not reused."""
+    """Owns the published drafter, what it learns from, and the decisions about it.
 
-    def __init__(self, published: DrafterWeights, buffer: DrafterBuffer) -> None:
-        self._published, self._buffer = published, buffer
+    Versions rise and are not reused. `sums`: those over the texts of all steps, if it learns from
+    such; else `buffer` has its texts.
+    """
+
+    def __init__(
+        self, published: DrafterWeights, buffer: DrafterBuffer, sums: Sums | None = None
+    ) -> None:
+        self._published, self.buffer, self.sums = published, buffer, sums
+        self.gain = DrafterGain()
+        """What training brings."""
         self.accept_len: float | None = None
         """Expected accept length of the published drafter when it was adopted; None: unknown."""
-        self._first = self._last = published.version
-        """Version that workers begin with, and the newest version given."""
-        self._has: dict[int, int] = {}
-        """Newest version that each worker was offered."""
+        self._last = published.version
+        """Newest version given."""
         self._decisions: list[Decision] = []
         self._recorded: set[Decision] = set()
         """Decisions about replicas in this rollout: each is recorded once."""
-        self._gains: dict[int, float] = {}
-        """Gain of each version over the drafter published when the rollout began."""
-        self._offered: dict[int, tuple[DrafterWeights, Decision]] = {}
-        """Weights offered in this rollout by version, each with its decision."""
-        self._adopted: set[int] = set()
-        self.begin_rollout()
+        self._offers: dict[int, _Offer] = {}
+        """By version: the drafter published when the rollout began, and the offers since."""
+        self._forget_offers()
 
     @property
     def published(self) -> DrafterWeights:
         """Newest drafter that any worker serves."""
         return self._published
 
-    def restore(self, published: DrafterWeights, accept_len: float | None = None) -> None:
+    def publish(self, weights: DrafterWeights, accept_len: float | None) -> None:
         """Continue from a published drafter."""
-        self._published, self.accept_len = published, accept_len
-        self._last = max(self._last, published.version)
-        self.begin_rollout()
+        self._published, self.accept_len = weights, accept_len
+        self._last = max(self._last, weights.version)
+        self._forget_offers()
 
     def begin_rollout(self) -> None:
-        """Forget earlier measurements: they were made with another policy."""
-        self._gains = {self._published.version: 1.0}
-        self._recorded.clear()
-        self._offered.clear()
-        self._adopted.clear()
+        """Forget or fade earlier measurements: they were made with another policy."""
+        self.gain.begin_rollout()
+        self._forget_offers()
 
     # ---- offers
 
-    def offer(self, replicas: Sequence[Replica], *, renews: bool = False) -> DrafterWeights | None:
-        """Merge the replicas that measure better than all drafters before; None without any.
+    def offer(self, replicas: Sequence[Replica], *, is_last: bool = False) -> DrafterWeights | None:
+        """Return the mean of the replicas that measure better than all drafters; None without any.
 
-        `renews`: a reduced draft vocabulary may be renewed for the texts of the rollout, with
-        merged weights or the published ones.
+        `is_last`: the rollout has ended, so they are compared with the published drafter, whatever
+        was offered; and a reduced draft vocabulary may be renewed for the texts of the rollout,
+        with the mean or the published weights.
         """
-        better = [replica for replica in replicas if self._is_better(replica)]
-        if not better:
-            return self._renewal() if renews else None
-        best = max(better, key=self._gain)
-        merged = [each for each in better if each.base_version == best.base_version]
-        tensors = merge(merged)
-        renewed = self._renewed_ids(tensors) if renews else {}
-        return self._new_offer(
-            tensors | renewed,
-            self._gain(best),
+        known = self._offers[self._published.version]
+        best_gain = known.gain if is_last else max(each.gain for each in self._offers.values())
+        better = [replica for replica in replicas if self._is_better(replica, best_gain)]
+        if better:
+            tensors, gain, decision = self._mean(better)
+        else:
+            tensors, gain, decision = known.weights.tensors, known.gain, self._unmeasured("offered")
+        renewed = self._renewed_ids(tensors) if is_last else {}
+        if not (better or renewed):
+            return None
+        decision = replace(decision, reason=_RENEWED if renewed else "")
+        return self._new_offer({**tensors, **renewed}, gain, decision)
+
+    def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, Decision]:
+        """Return the mean of the best replica and those of its base, by tokens (local SGD).
+
+        Stich 2018 (arXiv 1805.09767) bounds the cost of averaging while replicas stay close.
+        """
+        best = max(replicas, key=self._gain)
+        same = [each for each in replicas if each.base_version == best.base_version]
+        counts = [each.num_tokens for each in same]
+        decision = replace(
+            self._unmeasured("offered", sum(counts)),
             before=best.base_accept_len,
             after=best.accept_len,
-            num_tokens=sum(each.num_tokens for each in merged),
-            reason=_RENEWED if renewed else "",
         )
+        return weighted_mean([each.weights for each in same], counts), self._gain(best), decision
+
+    def add_sums(self, new: Iterable[Sums]) -> int:
+        """Add the sums over the texts of a step; return the number of these texts' tokens."""
+        assert self.sums is not None, "the drafter learns from sums"
+        known = self.sums.faded(FADE)
+        before = known.num_tokens
+        for each in new:
+            known.add(each)
+        added = round(known.num_tokens - before)
+        self.sums = known if added else self.sums
+        return added
 
     def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
         """Return new weights that follow from sums: the texts decide, so nothing is measured."""
-        self.begin_rollout()
-        return self._new_offer(tensors, 1.0, num_tokens=num_tokens)
+        self._forget_offers()
+        return self._new_offer(tensors, 1.0, self._unmeasured("offered", num_tokens))
 
-    def measured(self, version: int) -> float:
-        """Return the expected accept length of offered weights; NaN if they were not measured."""
-        return self._offered[version][1].after
+    def _new_offer(
+        self, tensors: Mapping[str, Tensor], gain: float, decision: Decision
+    ) -> DrafterWeights:
+        self._last += 1
+        num_known = self._published.num_tokens + decision.num_tokens
+        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
+        self._offers[self._last] = _Offer(weights, gain, decision)
+        self._decisions.append(decision)
+        return weights
 
-    def withdraw(self) -> None:
-        """Forget offers that no worker has adopted, so that their replicas can be offered again."""
-        missed = self._offered.keys() - self._adopted
-        for version in missed:
-            del self._offered[version], self._gains[version]
-        if missed:
-            self._recorded.clear()
-
-    def missed_by(self, worker: int) -> DrafterWeights | None:
-        """Return the published drafter if a worker was never offered it."""
-        if self._has.get(worker, self._first) >= self._published.version:
-            return None
-        return self._published
-
-    def mark_offered(self, worker: int, version: int) -> None:
-        """Record that a worker was offered a version."""
-        self._has[worker] = version
-
-    def forget(self, worker: int) -> None:
-        """Record that a worker was replaced and serves the first drafter."""
-        self._has.pop(worker, None)
+    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
+        ids = tensors.get(DRAFT_IDS)
+        found = None if ids is None else renewed_ids(ids, self.buffer.token_counts())
+        return {} if found is None else {DRAFT_IDS: found}
 
     # ---- decisions
 
-    def record(self, versions: Sequence[int]) -> None:
-        """Record the versions that a worker has adopted; the newest is published."""
-        for version in versions:
-            if version not in self._offered:
-                continue
-            weights, decision = self._offered[version]
-            self._adopted.add(version)
-            if version <= self._published.version:
-                continue
-            self._published = weights
-            if math.isfinite(decision.after):
-                self.accept_len = decision.after
-            published = replace(decision, what="published", num_tokens=0, reason="")
-            self._decisions.append(published)
+    def record(self, version: int | None) -> None:
+        """Record the version that a worker serves, None if unknown; the newest is published."""
+        if version is None or version not in self._offers or version <= self._published.version:
+            return
+        weights, _, decision = self._offers[version]
+        self._published = weights
+        if math.isfinite(decision.after):
+            self.accept_len = decision.after
+        self._decisions.append(replace(decision, what="published", num_tokens=0, reason=""))
 
     def record_discarded(self, num_tokens: int, reason: str) -> None:
         """Record that a replica cannot be used."""
-        self._decisions.append(
-            Decision(
-                what="discarded",
-                version=self._published.version,
-                before=math.nan,
-                after=math.nan,
-                num_tokens=num_tokens,
-                reason=reason,
-            )
-        )
+        decision = self._unmeasured("discarded", num_tokens)
+        self._decisions.append(replace(decision, version=self._published.version, reason=reason))
 
     def drain_decisions(self) -> list[Decision]:
         """Return the decisions since the last call."""
         found, self._decisions = self._decisions, []
         return found
 
-    # ---- the draft vocabulary
-
-    def _renewal(self) -> DrafterWeights | None:
-        """Return the published weights with a renewed draft vocabulary; None if it is as good."""
-        renewed = self._renewed_ids(self._published.tensors)
-        if not renewed:
-            return None
-        tensors, gain = {**self._published.tensors, **renewed}, self._gains[self._published.version]
-        return self._new_offer(tensors, gain, reason=_RENEWED)
-
-    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
-        ids = tensors.get(DRAFT_IDS)
-        found = None if ids is None else renewed_ids(ids, self._buffer.token_counts())
-        return {} if found is None else {DRAFT_IDS: found}
-
-    # ---- replicas
-
-    def _new_offer(
-        self,
-        tensors: Mapping[str, Tensor],
-        gain: float,
-        *,
-        before: float = math.nan,
-        after: float = math.nan,
-        num_tokens: int = 0,
-        reason: str = "",
-    ) -> DrafterWeights:
-        self._last += 1
-        decision = Decision(
-            what="offered",
-            version=self._last,
-            before=before,
-            after=after,
-            num_tokens=num_tokens,
-            reason=reason,
-        )
-        num_known = self._published.num_tokens + num_tokens
-        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
-        self._offered[weights.version] = weights, decision
-        self._gains[weights.version] = gain
-        self._decisions.append(decision)
-        return weights
-
-    def _is_better(self, replica: Replica) -> bool:
+    def _is_better(self, replica: Replica, best_gain: float) -> bool:
         """Return whether a replica measures better than all before; record the decision once."""
         gain, reason = self._gain(replica), ""
         if not are_finite(replica.weights):
             reason = "it is not finite"
         elif not math.isfinite(gain):
             reason = "there was nothing to measure it on"
-        elif gain <= max(self._gains.values()) * (1 + MIN_GAIN):
+        elif gain <= best_gain * (1 + MIN_GAIN):
             reason = "no better on held-out recent texts"
         decision = Decision(
             what="kept" if reason else "trained",
@@ -247,5 +241,54 @@ class Publisher:
 
     def _gain(self, replica: Replica) -> float:
         """Return the gain over the drafter at the rollout's begin; NaN if it was not measured."""
-        base = self._gains.get(replica.base_version, math.nan)
-        return base * replica.accept_len / replica.base_accept_len
+        base = self._offers.get(replica.base_version)
+        known = math.nan if base is None else base.gain
+        return known * replica.accept_len / replica.base_accept_len
+
+    def _unmeasured(self, what: str, num_tokens: int = 0) -> Decision:
+        return Decision(
+            what=what,
+            version=self._last + 1,
+            before=math.nan,
+            after=math.nan,
+            num_tokens=num_tokens,
+        )
+
+    def _forget_offers(self) -> None:
+        first = self._unmeasured("published")
+        self._offers = {self._published.version: _Offer(self._published, 1.0, first)}
+        self._recorded.clear()
+
+    # ---- state
+
+    def state(self, **numbers: object) -> DrafterState:
+        """Copy the published drafter and what it learns from, beside `numbers` of the caller."""
+        weights = self._published
+        return DrafterState(
+            tensors=with_prefix(_DRAFTER, weights.tensors)
+            | with_prefix(_BUFFER, self.buffer.tensors())
+            | with_prefix(_SUMS, {} if self.sums is None else self.sums.tensors()),
+            numbers={
+                "version": weights.version,
+                "num_tokens": weights.num_tokens,
+                "accept_len": self.accept_len,
+                "buffer": self.buffer.state(),
+                **numbers,
+            },
+        )
+
+    def restore(self, state: DrafterState) -> DrafterWeights:
+        """Continue from a saved state and return its drafter.
+
+        Raises CheckpointError if its tensors have other shapes.
+        """
+        tensors, numbers = state.drafter(), state.numbers
+        if not self._published.is_shaped_as(tensors):
+            raise CheckpointError("the drafter of the checkpoint is of another shape")
+        if self.sums is not None:
+            self.sums = self.sums.restored(state.sums())
+        self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
+        known = numbers.get("num_tokens", 0)
+        weights = DrafterWeights(version=numbers["version"], tensors=tensors, num_tokens=known)
+        self.publish(weights, numbers.get("accept_len"))
+        return weights

@@ -86,6 +86,8 @@ class _Kept:
     is_heldout: bool
     drawn: int
     """Number of the last pass in which it was drawn, from 1; 0: none."""
+    number: int
+    """Number of its addition."""
     is_preferred: bool = False
 
     @property
@@ -113,7 +115,8 @@ class DrafterBuffer:
         """In the order of their last additions."""
         self._num_bytes = self._step = 0
         self._pass = 1
-        self._undo: tuple[int, dict[Key, int]] = (1, {})
+        self.num_added = 0
+        """Number of additions; each version of a text is one."""
 
     @property
     def num_bytes(self) -> int:
@@ -174,7 +177,6 @@ class DrafterBuffer:
         """
         longest, room = _longest(num_tokens, max_len), num_tokens
         batch: dict[Key, TextWindow] = {}
-        self._undo = (self._pass, {})
         for _ in range(2):
             for key in self._undrawn(batch):
                 kept = self._texts[key]
@@ -183,18 +185,9 @@ class DrafterBuffer:
                 if room < 0:
                     return tuple(batch.values())
                 batch[key] = example
-                self._undo[1][key] = kept.drawn
                 kept.drawn = self._pass
             self._pass += 1
         return tuple(batch.values())
-
-    def put_back(self) -> None:
-        """Undo the last draw, so that the next batch is the same."""
-        self._pass, marks = self._undo
-        for key, drawn in marks.items():
-            if key in self._texts:
-                self._texts[key].drawn = drawn
-        self._undo = (self._pass, {})
 
     def heldout(self, num_tokens: int, *, max_len: int | None = None) -> tuple[TextWindow, ...]:
         """Return held-out texts of at most `num_tokens` tokens in all.
@@ -214,8 +207,11 @@ class DrafterBuffer:
             found.append(example)
         return tuple(found)
 
-    def snapshots(self) -> list[TextSnapshot]:
-        """Copy all texts, earlier steps first, for another buffer's `add`."""
+    def snapshots(self, since: int = 0) -> list[TextSnapshot]:
+        """Copy the texts after the first `since` additions, for another buffer's `add`.
+
+        Texts of earlier steps come first.
+        """
         return [
             TextSnapshot(
                 request_id=request_id,
@@ -225,6 +221,7 @@ class DrafterBuffer:
                 is_finished=kept.is_finished,
             )
             for (step, request_id), kept in sorted(self._texts.items(), key=_step_of)
+            if kept.number > since
         ]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -260,7 +257,6 @@ class DrafterBuffer:
             )
         self._texts, self._num_bytes = {}, 0
         self._step, self._pass = state["step"], state["pass"]
-        self._undo = (self._pass, {})
         for text, end in zip(state["texts"], accumulate(lengths), strict=True):
             key = (text["step"], text["request_id"])
             part = tokens[end - text["num_tokens"] : end].clone()
@@ -281,12 +277,14 @@ class DrafterBuffer:
     def _put(
         self, key: Key, tokens: Tensor, prompt_len: int, is_finished: bool, drawn: int
     ) -> None:
+        self.num_added += 1
         self._texts[key] = _Kept(
             tokens=tokens,
             prompt_len=prompt_len,
             is_finished=is_finished,
             is_heldout=_is_heldout(key[1]),
             drawn=drawn,
+            number=self.num_added,
         )
         self._num_bytes += _bytes_of(len(tokens))
 

@@ -2,8 +2,8 @@
 
     published --begin--> replica --train--> measured on held-out text --> the best one so far
                            ^  |                                              |
-                           |  +-- stopped at any micro-batch: state as       |  merge: by tokens
-                           |      after the last whole update                v
+                           |  +-- stopped: finished micro-batches count,     |  mean, by tokens
+                           |      the others are first in the next stretch   v
                          begin <------------------------------------ published, if it is better
 
 Workers train independently and their replicas are averaged, so workers may join and leave. This
@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, final, runtime_checkable
 
 from jaxtyping import Float, Int
@@ -52,61 +52,30 @@ class SpotSettings:
     """Updates between measurements."""
     num_depths: int = 6
     """Depths that are measured; more than are trained separates good drafters better."""
-    min_gain: float = 0.002
-    """Least relative rise of the expected accept length that counts as a gain."""
-    patience: int = 3
-    """Measurements without a gain after which training ends."""
 
 
 @final
 class _Interval:
     """Counts and measurements of one call of `train`."""
 
-    def __init__(self, settings: SpotSettings) -> None:
-        self._settings = settings
-        self._last_gain = 1.0
-        """Accept length relative to the base at the last measurement that counted as a gain."""
-        self._num_without_gain = 0
+    def __init__(self) -> None:
+        self.began_s = time.perf_counter()
         self.num_steps = self.num_tokens = self.num_reused = 0
         self.best: Replica | None = None
         self.base_texts: tuple[TextWindow, ...] = ()
-        self.base_accept_len: float | None = math.nan
+        self.base_accept_len = math.nan
         """Accept length of the base on `base_texts`; the target does not change in one call."""
 
     @property
-    def is_gaining(self) -> bool:
-        """Whether to continue; always, if nothing is held out."""
-        return self._num_without_gain < self._settings.patience
+    def seconds(self) -> float:
+        return time.perf_counter() - self.began_s
 
     def record(self, replica: Replica) -> Replica:
         """Record a measurement and return the best replica; the last one if unmeasured."""
         if self.best is None or _rank(replica) >= _rank(self.best):
             self.best = replica
-        if not math.isnan(replica.gain):
-            if 1.0 + replica.gain >= self._last_gain * (1.0 + self._settings.min_gain):
-                self._last_gain, self._num_without_gain = 1.0 + replica.gain, 0
-            else:
-                self._num_without_gain += 1
+        self.best = replace(self.best, seconds=replica.seconds)
         return self.best
-
-
-@final
-class _StopCheck:
-    """Calls `stopped` until it first returns True, and times the gaps between calls."""
-
-    def __init__(self, stopped: Callable[[], bool]) -> None:
-        self._stopped, self._is_stopped = stopped, False
-        self._last_call = time.perf_counter()
-        self.longest_s = 0.0
-
-    def __call__(self) -> bool:
-        self.end_gap()
-        self._is_stopped = self._is_stopped or self._stopped()
-        self._last_call = time.perf_counter()
-        return self._is_stopped
-
-    def end_gap(self) -> None:
-        self.longest_s = max(self.longest_s, time.perf_counter() - self._last_call)
 
 
 def _rank(replica: Replica) -> float:
@@ -159,7 +128,9 @@ class SpotTrainer:
         """Tokens of the shortest text that is trained at every depth."""
         assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
         self._base: DrafterWeights | None = None
-        self._num_steps = self._num_tokens = self._unmeasured = 0
+        self._batch: tuple[TextWindow, ...] = ()
+        """Texts of an update that was stopped."""
+        self._reset_counts()
 
     @property
     def base_version(self) -> int | None:
@@ -169,9 +140,9 @@ class SpotTrainer:
     def begin(self, published: DrafterWeights) -> None:
         """Start a replica from a published drafter; a replica of that version continues.
 
-        Raises CheckpointError if the weights misfit. The updates since an older version are
-        dropped: they are part of the published one, or were not a gain. They are kept if only the
-        draft vocabulary differs.
+        Raises CheckpointError if the weights misfit. Of the updates since an older version those
+        are kept that were not measured yet; the others are part of the published one, or were not a
+        gain. All are kept if only the draft vocabulary differs.
         """
         base = self._base
         if base is not None and published.version == base.version:
@@ -181,7 +152,10 @@ class SpotTrainer:
             own.pop(DRAFT_IDS, None)
             self._trainer.load_weights({**published.tensors, **own})
         else:
+            moved = self._unmeasured_moves()
             self._trainer.load_weights(published.tensors)
+            added = {name: published.tensors[name] + move for name, move in moved.items()}
+            self._trainer.load_weights({**published.tensors, **added})
             self._reset_counts()
         self._base = published
 
@@ -191,32 +165,33 @@ class SpotTrainer:
         stopped: Callable[[], bool],
         on_measured: Callable[[Replica], None],
     ) -> SpotReport:
-        """Train on the buffer until stopped, or until no text or no gain is left.
+        """Train on the buffer until stopped, or until no text is left.
 
-        `stopped` is called before every micro-batch and often in it, and may add to the buffer. A
-        stop leaves weights, moments and buffer as they were after the last whole update. Each
-        measurement calls `on_measured` with the best replica of this interval. If a value is not
-        finite, the replica is reset to the published drafter, without moments; nothing is raised.
+        `stopped` is called before every micro-batch and often in it, and may add to the buffer. The
+        next call continues behind the last finished micro-batch, under the target's weights of
+        then. Each measurement calls `on_measured` with the best replica of this interval. If a
+        value is not finite, the replica is reset to the published drafter, without moments; nothing
+        is raised.
         """
         if self._store is not None:
             buffer.prefer(self._store.has)
-        check, interval = _StopCheck(stopped), _Interval(self._settings)
-        started, base = time.perf_counter(), self._require_base()
+        interval, base = _Interval(), self._require_base()
         try:
             with self._trainer.reading_once():
-                reason = self._train(buffer, check, interval, on_measured)
+                reason = self._train(buffer, stopped, interval, on_measured)
         except NonFiniteError as error:
             _log.warning("spot training: %s; the replica is discarded", error)
             reason, interval.best = SpotEnd.NOT_FINITE, None
             self._trainer.restart(base.tensors)
+            self._batch = ()
             self._reset_counts()
-        check.end_gap()
+        seconds = interval.seconds
+        self._seconds += seconds
         return SpotReport(
             num_steps=interval.num_steps,
             num_tokens=interval.num_tokens,
             num_reused=interval.num_reused,
-            seconds=time.perf_counter() - started,
-            max_micro_step_s=check.longest_s,
+            seconds=seconds,
             reason=reason,
             replica=interval.best,
         )
@@ -224,7 +199,7 @@ class SpotTrainer:
     def _train(
         self,
         buffer: DrafterBuffer,
-        stopped: _StopCheck,
+        stopped: Callable[[], bool],
         interval: _Interval,
         on_measured: Callable[[Replica], None],
     ) -> SpotEnd:
@@ -234,17 +209,16 @@ class SpotTrainer:
                 replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
-                self._unmeasured = 0
+                self._unmeasured, self._measured = 0, replica.weights
                 on_measured(interval.record(replica))
-                if not interval.is_gaining:
-                    return SpotEnd.NO_GAIN
-            texts = self._looked_up(buffer.batch(settings.batch_tokens, max_len=max_len))
-            if not texts:
+            texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
+            self._batch = self._looked_up(texts)
+            if not self._batch:
                 return SpotEnd.NO_TEXTS
-            report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
+            report = self._trainer.try_step(pack_texts(self._batch, max_len), stopped)
             if report is None:
-                buffer.put_back()
                 break
+            self._batch = ()
             self._num_steps += 1
             self._num_tokens += report.num_trained
             self._unmeasured += 1
@@ -254,7 +228,7 @@ class SpotTrainer:
         return SpotEnd.STOPPED
 
     def _measure(
-        self, buffer: DrafterBuffer, stopped: _StopCheck, interval: _Interval
+        self, buffer: DrafterBuffer, stopped: Callable[[], bool], interval: _Interval
     ) -> Replica | None:
         """Compare the replica with its base; None if stopped."""
         base, weights = self._require_base(), self._trainer.weights()
@@ -265,21 +239,26 @@ class SpotTrainer:
         packed = pack_texts(texts, max_len)
         if texts != interval.base_texts:
             with self._using(base.tensors):
-                interval.base_accept_len = self._accept_len(packed, stopped)
-            interval.base_texts = texts
+                known = self._accept_len(packed, stopped)
+            if known is None:
+                return None
+            interval.base_texts, interval.base_accept_len = texts, known
         own = self._accept_len(packed, stopped)
-        if own is None or interval.base_accept_len is None:
+        if own is None:
             return None
         return Replica(
             base_version=base.version,
             weights=weights,
             num_tokens=self._num_tokens,
             num_steps=self._num_steps,
+            seconds=self._seconds + interval.seconds,
             accept_len=own,
             base_accept_len=interval.base_accept_len,
         )
 
-    def _accept_len(self, packed: Sequence[PackedSequences], stopped: _StopCheck) -> float | None:
+    def _accept_len(
+        self, packed: Sequence[PackedSequences], stopped: Callable[[], bool]
+    ) -> float | None:
         """Return the expected accept length; NaN without text, None if stopped."""
         if not packed:
             return math.nan
@@ -308,8 +287,20 @@ class SpotTrainer:
                 self._states[each.tokens] = states[each.start : each.start + len(each.tokens)]
         return chosen
 
+    def _unmeasured_moves(self) -> dict[str, Tensor]:
+        """Return the changes of parameters by the updates that were not measured yet."""
+        if self._base is None or not self._unmeasured:
+            return {}
+        before = self._measured or self._base.tensors
+        own = self._trainer.weights()
+        return {name: own[name] - each for name, each in before.items() if name != DRAFT_IDS}
+
     def _reset_counts(self) -> None:
         self._num_steps = self._num_tokens = self._unmeasured = 0
+        self._seconds = 0.0
+        """Seconds of training since the base, in earlier calls."""
+        self._measured: Mapping[str, Tensor] | None = None
+        """Weights at the last measurement since the base."""
 
     def _require_base(self) -> DrafterWeights:
         assert self._base is not None, "begin from a published drafter first"

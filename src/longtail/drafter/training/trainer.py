@@ -94,12 +94,22 @@ class _Sums:
     num_reused: int = 0
 
 
+@dataclass(slots=True)
+class _Begun:
+    """The finished micro-batches of an update; the parameters hold their gradients."""
+
+    scores: Float[Tensor, "3 depths"]
+    num_done: int = 0
+    loss: float = 0.0
+    num_reused: int = 0
+
+
 @final
 class DrafterTrainer:
     """Trains a drafter, and never writes the target.
 
-    The target's weights may change between steps. With autocast the target must not be packed for
-    inference. A step whose gradient is not finite changes nothing and raises NonFiniteError.
+    The target's weights may change between steps and within a stopped one. With autocast the target
+    must not be packed for inference. A step whose gradient is not finite changes nothing and raises NonFiniteError.
     """
 
     def __init__(
@@ -126,6 +136,8 @@ class DrafterTrainer:
             layer, settings.optimizer, settings.matrix_rate, settings.total_steps
         )
         self._steps = 0
+        self._begun: _Begun | None = None
+        """Part of an update that was stopped."""
 
     @property
     def steps(self) -> int:
@@ -161,10 +173,11 @@ class DrafterTrainer:
     def try_step(
         self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
     ) -> TrainerReport | None:
-        """Make one update; None, with nothing changed, if `stopped` returned True.
+        """Make one update; None if `stopped` returned True before it was made.
 
         `stopped` is called before every micro-batch, between its parts and the target's layers, and
-        before the update.
+        before the update. Micro-batches that are finished stay so: the next call is given the same
+        batch and continues behind them.
         """
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:
@@ -172,55 +185,51 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
+        begun = self._begun
+        if begun is None:
+            begun = _Begun(torch.zeros(3, len(counts), dtype=torch.float64))
+            self._begun = begun
         try:
             with self._reader.interrupted_by(stopped):
-                return self._try_update(batch, counts, stopped)
-        except Interrupted:
-            self._optimizer.discard()
-            return None
-
-    def _try_update(
-        self,
-        batch: Sequence[PackedSequences],
-        counts: Sequence[int],
-        stopped: Callable[[], bool],
-    ) -> TrainerReport | None:
-        """Make one update by gradient, as `try_step` does; `counts` holds the rows by depth."""
-        loss, num_reused = 0.0, 0
-        scores = torch.zeros(3, len(counts), dtype=torch.float64)
-        try:
-            for packed in batch:
-                if stopped():
-                    self._optimizer.discard()
-                    return None
-                sums = self._forward(packed, counts)
-                if sums is None:
-                    continue
-                if not sums.loss.isfinite():
-                    raise NonFiniteError(
-                        f"step {self._steps}: the loss is not finite; no update was made"
-                    )
-                torch.autograd.backward(sums.loss)
-                loss += float(sums.loss.detach())
-                scores += sums.scores
-                num_reused += sums.num_reused
-            if stopped():
-                self._optimizer.discard()
-                return None
+                for packed in batch[begun.num_done :]:
+                    self._reader.check()
+                    self._learn(packed, counts, begun)
+                self._reader.check()
             update = self._optimizer.update(self._steps)
+        except Interrupted:
+            return None
         except NonFiniteError:
-            self._optimizer.discard()
+            self._discard()
             raise
+        self._begun = None
         self._steps += 1
         return TrainerReport(
-            loss=loss,
-            depths=DepthReport.of(scores, counts),
+            loss=begun.loss,
+            depths=DepthReport.of(begun.scores, counts),
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             num_tokens=sum(packed.num_tokens for packed in batch),
             num_trained=counts[0],
-            num_reused=num_reused,
+            num_reused=begun.num_reused,
         )
+
+    def _learn(self, packed: PackedSequences, counts: Sequence[int], begun: _Begun) -> None:
+        """Add the gradients of a micro-batch; interrupted, it adds nothing."""
+        sums = self._forward(packed, counts)
+        if sums is not None:
+            if not sums.loss.isfinite():
+                raise NonFiniteError(
+                    f"step {self._steps}: the loss is not finite; no update was made"
+                )
+            torch.autograd.backward(sums.loss)
+            begun.loss += float(sums.loss.detach())
+            begun.scores += sums.scores
+            begun.num_reused += sums.num_reused
+        begun.num_done += 1
+
+    def _discard(self) -> None:
+        self._optimizer.discard()
+        self._begun = None
 
     def evaluate(
         self, batch: Sequence[PackedSequences], num_depths: int | None = None
@@ -246,8 +255,7 @@ class DrafterTrainer:
         try:
             with torch.no_grad(), self._reader.interrupted_by(stopped):
                 for packed in batch:
-                    if stopped():
-                        return None
+                    self._reader.check()
                     sums = self._forward(packed, counts, is_measured=True)
                     if sums is not None:
                         scores += sums.scores
@@ -265,6 +273,7 @@ class DrafterTrainer:
         own = without_prefix(_LAYER, tensors)
         check_parameters(self._layer, own)
         self._optimizer.load(without_prefix(_OPTIMIZER, tensors))
+        self._discard()
         self.load_weights(own)
         self._steps = steps
 

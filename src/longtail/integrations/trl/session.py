@@ -100,16 +100,9 @@ class Session:
         if training is not None:
             training.add(requests, completions)
             if turn.is_first:
-                self._train(training, gen_s)
+                training.train(gen_s, waits=self.ranks.size > 1 and not self._has_tools)
         self._turns.end(turn, [each.tokens for each in completions])
         return completions
-
-    def _train(self, training: DrafterTraining, gen_s: float) -> None:
-        training.end_share()
-        if self.ranks.size > 1 and not self._has_tools:
-            self.ranks.add("wait_s", training.train_waiting())
-        else:
-            training.train_share(gen_s)
 
     def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """Return the parameters with no more tokens than the model has positions."""

@@ -2,7 +2,7 @@
 
     several processes   after its share of a rollout a process trains until the last one is done,
                         by a counter in the job's store; a stop takes one micro-batch
-    one process         after each rollout, a tenth of its time
+    one process         after each rollout, a tenth of its time, if that gains more
     tools               a process cannot know its last turn, so it trains like one alone
 
 At the begin of the next rollout the processes exchange what they trained, all at once: the first
@@ -18,20 +18,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.group import SHARE, DrafterState, with_new
+from longtail.cluster.drafter.publisher import DrafterState, Publisher
 from longtail.cluster.worker import Drafting
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica
-from longtail.drafter.weights import (
-    DRAFT_IDS,
-    DrafterWeights,
-    load_parameters,
-    with_prefix,
-    without_prefix,
-)
-from longtail.errors import CheckpointError
+from longtail.drafter.training.spot import SpotTrainer
+from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, load_parameters
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
 from longtail.speculation.drafter import Statistics
@@ -41,8 +34,8 @@ from longtail.types import Completion, Request
 MAX_WAIT_S = 600.0
 """Most seconds of training while this process waits: the trainer has to find a lost process."""
 _POLL_S = 0.005
-_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
-_ROW = ("is_there", "base_version", "num_tokens", "num_steps", "accept_len", "base_accept_len")
+_COUNTS = ("base_version", "num_tokens", "num_steps")
+_MEASURED = ("seconds", "accept_len", "base_accept_len")
 
 
 @final
@@ -53,18 +46,15 @@ class DrafterTraining:
         self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy, eos_ids: Sequence[int]
     ) -> None:
         self._drafting, self._ranks, self._policy = drafting, ranks, policy
-        self._publisher = Publisher(drafting.served, drafting.buffer)
-        self._served = drafting.served
+        self._publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
         self._eos_ids = eos_ids
         self._replica: Replica | None = None
-        self._sums = drafting.sums
-        """Sums over the texts of all processes up to the last exchange."""
         self._num_rollouts = self._num_done = 0
 
     @property
     def served(self) -> DrafterWeights:
         """The weights that this process drafts with."""
-        return self._served
+        return self._publisher.published
 
     @property
     def accept_len(self) -> float | None:
@@ -73,15 +63,10 @@ class DrafterTraining:
 
     def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the initial shape with the weights in use."""
-        load_parameters(drafter.layer, self._served.tensors)
-        ids = self._served.tensors.get(DRAFT_IDS, drafter.draft_ids)
-        return replace(
-            drafter,
-            draft_ids=ids,
-            training=replace(
-                drafter.training, accept_len=self.accept_len, agreement=(), overlap=()
-            ),
-        )
+        load_parameters(drafter.layer, self.served.tensors)
+        known = replace(drafter.training, accept_len=self.accept_len, agreement=(), overlap=())
+        ids = self.served.tensors.get(DRAFT_IDS, drafter.draft_ids)
+        return replace(drafter, draft_ids=ids, training=known)
 
     def begin(self) -> None:
         """Begin a rollout: exchange what was trained since the last one began."""
@@ -103,43 +88,37 @@ class DrafterTraining:
         if self._drafting.texts is not None:
             self._drafting.texts.is_on = is_on
 
-    def end_share(self) -> None:
-        """Count this process as done with its share of the rollout; each must call it."""
+    def train(self, gen_s: float, *, waits: bool) -> None:
+        """Train after this process's share of a rollout, which took `gen_s`; each must call it.
+
+        `waits`: until all processes are done with their share.
+        """
         self._num_done += 1
         self._ranks.add("done", 1.0)
-
-    def train_waiting(self) -> float:
-        """Train until all processes are done with their share; return the seconds of waiting."""
         began = time.perf_counter()
+        limit_s = MAX_WAIT_S if waits else self._publisher.gain.share_s(gen_s)
 
-        def are_all_done() -> bool:
-            return (
-                self._ranks.total("done") >= self._num_done * self._ranks.size
-                or time.perf_counter() - began > MAX_WAIT_S
-            )
+        def is_over() -> bool:
+            all_done = waits and self._ranks.total("done") >= self._num_done * self._ranks.size
+            return all_done or time.perf_counter() - began >= limit_s
 
-        if not are_all_done():
-            self._train(are_all_done)
-            while not are_all_done():
-                time.sleep(_POLL_S)
-        return time.perf_counter() - began
-
-    def train_share(self, seconds: float) -> None:
-        """Train for a share of the time of a rollout of `seconds`."""
-        end = time.perf_counter() + SHARE * seconds
-        self._train(lambda: time.perf_counter() > end)
-        if self._ranks.size == 1:
+        if self._drafting.trainer is not None and not is_over():
+            self._train(self._drafting.trainer, is_over)
+        while waits and not is_over():
+            time.sleep(_POLL_S)
+        if waits:
+            self._ranks.add("wait_s", time.perf_counter() - began)
+        elif self._ranks.size == 1:
             self._exchange()
 
-    def _train(self, should_stop: Callable[[], bool]) -> None:
-        """Train by gradient; a drafter that learns from sums has learned already."""
-        trainer = self._drafting.trainer
-        if trainer is None:
-            return
-        trainer.begin(self._served)
+    def _train(self, trainer: SpotTrainer, should_stop: Callable[[], bool]) -> None:
+        """Train by gradient."""
+        trainer.begin(self.served)
         with torch.enable_grad():
             report = trainer.train(self._drafting.buffer, should_stop, lambda replica: None)
         self._replica = report.replica
+        if report.replica is not None:
+            self._publisher.gain.record(self._ranks.rank, report.replica)
         self._ranks.add("trained_tokens", report.num_tokens)
         self._ranks.add("train_s", report.seconds)
 
@@ -147,97 +126,70 @@ class DrafterTraining:
 
     def _exchange(self) -> None:
         """Publish what the processes learned; each must call it."""
+        before = self.served
         if self._drafting.texts is None:
             self._exchange_replicas()
         else:
             self._exchange_sums(self._drafting.texts)
+        if self.served is not before:
+            self._policy.load_drafter(self.served.tensors)
 
     def _exchange_sums(self, texts: Statistics) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
-        assert self._sums is not None, "texts are added to sums"
-        own, ranks = texts.take(), range(self._ranks.size)
-        new = (own.restored(self._ranks.broadcast(own.tensors(), rank)) for rank in ranks)
-        known, num_new = with_new(self._sums, new)
-        if num_new:
-            self._sums = known
+        own, publisher = texts.take(), self._publisher
+        ranks = range(self._ranks.size)
+        num_new = publisher.add_sums(
+            own.restored(self._ranks.broadcast(own.tensors(), rank)) for rank in ranks
+        )
+        if num_new and publisher.sums is not None:
             with compute_threads(1):
-                tensors = known.weights(self._eos_ids)
-            version, num_tokens = self._served.version + 1, self._served.num_tokens + num_new
-            weights = DrafterWeights(version=version, tensors=tensors, num_tokens=num_tokens)
-            self._serve(weights, None)
+                tensors = publisher.sums.weights(self._eos_ids)
+            publisher.record(publisher.offer_solved(tensors, num_new).version)
 
     def _exchange_replicas(self) -> None:
-        rows = self._ranks.all_gather(_as_row(self._replica))
+        """Publish what the first process makes of the replicas of all."""
+        own, publisher, before = self._replica, self._publisher, self.served
+        trained = before.tensors if own is None else own.weights
+        rows = self._ranks.all_gather(_as_row(own))
         replicas = [
-            _of_row(row, self._ranks.broadcast(self._own_weights(), rank))
+            _of_row(row, self._ranks.broadcast(trained, rank))
             for rank, row in enumerate(rows)
             if row[0]
         ]
         self._replica = None
-        # All decide alike from the same numbers; only the first process's texts renew the ids.
-        offer = self._publisher.offer(replicas, renews=True) if self._ranks.rank == 0 else None
-        header = [math.nan] * 3
-        if offer is not None:
-            measured = self._publisher.measured(offer.version)
-            header = [float(offer.version), float(offer.num_tokens), measured]
-        version, num_tokens, after = self._ranks.all_gather(header)[0]
-        if math.isnan(version):
-            return
-        shapes = self._served.tensors if offer is None else offer.tensors
-        tensors = self._ranks.broadcast(shapes, 0)
-        weights = DrafterWeights(version=int(version), tensors=tensors, num_tokens=int(num_tokens))
-        self._serve(weights, after if math.isfinite(after) else None)
-
-    def _own_weights(self) -> Mapping[str, Tensor]:
-        return self._served.tensors if self._replica is None else self._replica.weights
-
-    def _serve(self, weights: DrafterWeights, accept_len: float | None) -> None:
-        """Draft with published weights."""
-        known = accept_len if accept_len is not None else self._publisher.accept_len
-        self._publisher.restore(weights, known)
-        self._policy.load_drafter(weights.tensors)
-        self._served = weights
+        if self._ranks.rank == 0:  # its texts renew the ids of all
+            offer = publisher.offer(replicas, is_last=True)
+            publisher.record(None if offer is None else offer.version)
+        served, known = self.served, publisher.accept_len
+        row = [served.version, served.num_tokens, math.nan if known is None else known]
+        version, num_tokens, measured = self._ranks.all_gather(row)[0]
+        if version != before.version:
+            tensors = self._ranks.broadcast(served.tensors, 0)
+            weights = DrafterWeights(
+                version=int(version), tensors=tensors, num_tokens=int(num_tokens)
+            )
+            publisher.publish(weights, None if math.isnan(measured) else measured)
 
     # ---- state
 
     def state(self) -> DrafterState:
         """Copy the served drafter, its texts and counters."""
-        buffer = self._drafting.buffer
-        return DrafterState(
-            tensors=with_prefix(_DRAFTER, self._served.tensors)
-            | with_prefix(_BUFFER, buffer.tensors())
-            | with_prefix(_SUMS, {} if self._sums is None else self._sums.tensors()),
-            numbers={
-                "version": self._served.version,
-                "num_tokens": self._served.num_tokens,
-                "accept_len": self.accept_len,
-                "buffer": buffer.state(),
-                "rollouts": self._num_rollouts,
-            },
-        )
+        return self._publisher.state(rollouts=self._num_rollouts)
 
     def restore(self, state: DrafterState) -> None:
         """Continue from a saved state. Raises CheckpointError if it is of another drafter."""
-        tensors, numbers = state.drafter(), state.numbers
-        if not self._served.is_shaped_as(tensors):
-            raise CheckpointError("the drafter of the checkpoint is of another shape")
-        self._drafting.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
-        if self._sums is not None:
-            self._sums = self._sums.restored(state.sums())
-        self._num_rollouts = numbers["rollouts"]
-        weights = DrafterWeights(
-            version=numbers["version"], tensors=tensors, num_tokens=numbers.get("num_tokens", 0)
-        )
-        self._serve(weights, numbers["accept_len"])
+        weights = self._publisher.restore(state)
+        self._num_rollouts = state.numbers["rollouts"]
+        self._policy.load_drafter(weights.tensors)
 
 
 def _as_row(replica: Replica | None) -> list[float]:
+    names = (*_COUNTS, *_MEASURED)
     if replica is None:
-        return [0.0] * len(_ROW)
-    return [1.0, *(float(getattr(replica, name)) for name in _ROW[1:])]
+        return [0.0] * (1 + len(names))
+    return [1.0, *(float(getattr(replica, name)) for name in names)]
 
 
 def _of_row(row: Sequence[float], weights: Mapping[str, Tensor]) -> Replica:
-    named: dict[str, Any] = dict(zip(_ROW[1:], row[1:], strict=True))
-    counts = {name: int(named.pop(name)) for name in ("base_version", "num_tokens", "num_steps")}
-    return Replica(weights=weights, **counts, **named)
+    named: dict[str, Any] = dict(zip((*_COUNTS, *_MEASURED), row[1:], strict=True))
+    return Replica(weights=weights, **named | {name: int(named[name]) for name in _COUNTS})
