@@ -16,18 +16,19 @@ from support.timelines import drawn
 
 pictures = st.integers(1, 20).flatmap(
     lambda width: st.lists(
-        st.text("+G.sLx", min_size=width, max_size=width), min_size=1, max_size=4
+        st.text("+G.saLx", min_size=width, max_size=width), min_size=1, max_size=4
     )
 )
 
 
 def test_the_metrics_of_a_step_are_seconds_of_its_states() -> None:
-    metrics = drawn("GGG.LL", "G.ss+L", "GGsxsL", begin_s=2.0).metrics()
+    metrics = drawn("GGG.LL", "G.as+L", "GGsxsL", begin_s=2.0).metrics()
     assert metrics == pytest.approx(
         {
             "cluster/generating_s": 6.0,
             "cluster/idle_s": 2.0,
-            "cluster/spot_s": 4.0,
+            "cluster/spot_s": 3.0,
+            "cluster/learning_ahead_s": 1.0,
             "cluster/learning_s": 4.0,
             "cluster/idle_utilization": 2 / 3,
             "cluster/spot_stop_latency_s": 2.0,
