@@ -98,7 +98,7 @@ class Publisher:
     ) -> None:
         self._published, self.buffer, self.sums = published, buffer, sums
         self.gain = DrafterGain()
-        """What training brings."""
+        """Gain of training, in seconds."""
         self.accept_len: float | None = None
         """Expected accept length of the published drafter when it was adopted; None: unknown."""
         self._last = published.version
@@ -141,12 +141,13 @@ class Publisher:
         if better:
             tensors, gain, decision = self._mean(better)
         else:
-            tensors, gain, decision = known.weights.tensors, known.gain, self._unmeasured("offered")
+            tensors, gain = dict(known.weights.tensors), known.gain
+            decision = self._unmeasured("offered")
         renewed = self._renewed_ids(tensors) if is_last else {}
         if not (better or renewed):
             return None
         decision = replace(decision, reason=_RENEWED if renewed else "")
-        return self._new_offer({**tensors, **renewed}, gain, decision)
+        return self._new_offer(tensors | renewed, gain, decision)
 
     def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, Decision]:
         """Return the mean of the best replica and those of its base, by tokens (local SGD).

@@ -109,7 +109,8 @@ class DrafterTrainer:
     """Trains a drafter, and never writes the target.
 
     The target's weights may change between steps and within a stopped one. With autocast the target
-    must not be packed for inference. A step whose gradient is not finite changes nothing and raises NonFiniteError.
+    must not be packed for inference. A step whose gradient is not finite changes nothing and raises
+    NonFiniteError.
     """
 
     def __init__(
