@@ -124,11 +124,13 @@ def test_processes_draft_with_the_mean_of_what_they_trained() -> None:
     job = Job(2)
     ranks = [Rank(job, number, measurements=1 + number) for number in range(2)]
     together(*(lambda each=each: each.rollout(waits=True) for each in ranks))
-    assert [each.training.served.version for each in ranks] == [1, 1], "not yet exchanged"
+    assert [each.training.publisher.published.version for each in ranks] == [1, 1], (
+        "not yet exchanged"
+    )
     replicas = [each.training._replica for each in ranks]
     assert job.sums["trained_tokens"] >= sum(each.num_tokens for each in replicas if each) > 0
     together(*(lambda each=each: each.training.begin() for each in ranks))
-    found = [each.training.served for each in ranks]
+    found = [each.training.publisher.published for each in ranks]
     assert [each.version for each in found] == [2, 2]
     assert [same(dict(each.policy.drafter), dict(found[0].tensors)) for each in ranks] == [True] * 2
     counts = [each.num_tokens for each in replicas if each]
@@ -136,14 +138,14 @@ def test_processes_draft_with_the_mean_of_what_they_trained() -> None:
         dict(found[0].tensors), weighted_mean([each.weights for each in replicas if each], counts)
     )
     assert found[0].num_tokens == found[1].num_tokens == sum(counts)
-    assert ranks[0].training.accept_len == ranks[1].training.accept_len
+    assert ranks[0].training.publisher.accept_len == ranks[1].training.publisher.accept_len
     assert all(each.room.spot.base_version == 1 for each in ranks)
     together(*(lambda each=each: each.rollout(waits=True) for each in ranks))
     assert all(each.room.spot.base_version == 2 for each in ranks)
     state = ranks[0].training.state()
     again = Rank(Job(1), 0, measurements=1)
     again.training.restore(state)
-    assert again.training.served.version == 2
+    assert again.training.publisher.published.version == 2
     assert same(dict(again.policy.drafter), dict(found[0].tensors))
 
 
@@ -153,8 +155,8 @@ def test_a_process_alone_trains_unless_it_costs_more_than_it_brings(
 ) -> None:
     alone = Rank(Job(1), 0, measurements=2)
     alone.rollout(waits=False)
-    assert alone.training.served.version == 2, "published at once"
-    assert alone.training.accept_len is not None
+    assert alone.training.publisher.published.version == 2, "published at once"
+    assert alone.training.publisher.accept_len is not None
     monkeypatch.setattr(DrafterGain, "share_s", lambda *_: 0.0)
     before = alone.room.tensors()
     alone.rollout(waits=False)

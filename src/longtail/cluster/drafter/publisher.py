@@ -115,6 +115,13 @@ class Publisher:
         """Newest drafter that any worker serves."""
         return self._published
 
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the published drafter."""
+        known = {"drafter/version": float(self._published.version)}
+        if self.accept_len is not None:
+            known["drafter/expected_accept_length"] = self.accept_len
+        return known
+
     def publish(self, weights: DrafterWeights, accept_len: float | None) -> None:
         """Continue from a published drafter."""
         self._published, self.accept_len = weights, accept_len

@@ -58,7 +58,6 @@ class SpotSettings:
 class _SinceBase:
     """Training since the published drafter from which the replica started."""
 
-    num_steps: int = 0
     num_tokens: int = 0
     num_unmeasured: int = 0
     """Updates since the last measurement."""
@@ -197,7 +196,6 @@ class SpotTrainer:
             _log.warning("spot training: %s; the replica is discarded", error)
             reason, interval.best = SpotEnd.NOT_FINITE, None
             self._trainer.restart(base.tensors)
-            self._batch = ()
             self._since = _SinceBase()
         seconds = interval.seconds
         self._since.seconds += seconds
@@ -226,14 +224,13 @@ class SpotTrainer:
                 self._since.num_unmeasured, self._since.measured = 0, replica.weights
                 on_measured(interval.record(replica))
             texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
-            self._batch = self._looked_up(texts)
-            if not self._batch:
+            texts, self._batch = self._looked_up(texts), ()
+            if not texts:
                 return SpotEnd.NO_TEXTS
-            report = self._trainer.try_step(pack_texts(self._batch, max_len), stopped)
+            report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
             if report is None:
+                self._batch = texts
                 break
-            self._batch = ()
-            self._since.num_steps += 1
             self._since.num_tokens += report.num_trained
             self._since.num_unmeasured += 1
             interval.num_steps += 1
@@ -264,7 +261,6 @@ class SpotTrainer:
             base_version=base.version,
             weights=weights,
             num_tokens=self._since.num_tokens,
-            num_steps=self._since.num_steps,
             seconds=self._since.seconds + interval.seconds,
             accept_len=own,
             base_accept_len=interval.base_accept_len,

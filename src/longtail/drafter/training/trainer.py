@@ -199,7 +199,7 @@ class DrafterTrainer:
             update = self._optimizer.update(self._steps)
         except Interrupted:
             return None
-        except NonFiniteError:
+        except BaseException:
             self._discard()
             raise
         self._begun = None
