@@ -221,13 +221,7 @@ class WorkerGroup:
         """Return the metrics of the trained drafter after a step; empty without one."""
         if self._publisher is None:
             return {}
-        known = {
-            "drafter/version": float(self._publisher.published.version),
-            "drafter/trained_tokens": float(self._num_trained),
-        }
-        if self._publisher.accept_len is not None:
-            known["drafter/expected_accept_length"] = self._publisher.accept_len
-        return known
+        return self._publisher.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""
