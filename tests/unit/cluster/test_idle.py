@@ -73,7 +73,7 @@ TAIL = requests(20, 20, 20, 20, 30, 30, 30, 900, siblings=2)
 
 
 def test_idle_workers_learn_from_finished_groups_while_the_last_text_is_written():
-    pool = ScriptedPool(2, token_s=token_s, accumulate_s=0.01)
+    pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.01)
     group, result = rolled(pool, TAIL)
     spans = group.drain_timeline().spans
     end_s = max(span.end_s for span in spans if span.state is State.GENERATING)
@@ -86,7 +86,7 @@ def test_idle_workers_learn_from_finished_groups_while_the_last_text_is_written(
 
 
 def test_learning_that_takes_longer_than_the_tail_goes_on_by_all_workers_after_it():
-    pool = ScriptedPool(2, token_s=token_s, accumulate_s=0.4)
+    pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
     group, result = rolled(pool, TAIL)
     assert result.seconds == pytest.approx(9.9, rel=0.05)
     group.learn([batch(2)])
@@ -94,7 +94,13 @@ def test_learning_that_takes_longer_than_the_tail_goes_on_by_all_workers_after_i
 
 
 def test_a_lost_worker_takes_nothing_with_it():
-    pool = ScriptedPool(3, token_s=token_s, accumulate_s=0.02, deaths=[Death(worker=1, at_s=12.0)])
+    pool = ScriptedPool(
+        3,
+        has_drafter=False,
+        token_s=token_s,
+        accumulate_s=0.02,
+        deaths=[Death(worker=1, at_s=12.0)],
+    )
     group, _ = rolled(pool, TAIL)
     group.learn([batch(2)])
     assert pool.births == [0, 1, 0]
@@ -112,6 +118,7 @@ def test_texts_are_whole_and_nothing_is_learned_from_twice(lengths, workers, dea
     asked = requests(*lengths, siblings=2)
     pool = ScriptedPool(
         workers,
+        has_drafter=False,
         token_s=lambda n: 0.002 + more_s * n,
         accumulate_s=0.005,
         deaths=[Death(worker=worker, at_s=at_s) for worker, at_s in deaths],
@@ -124,24 +131,20 @@ def test_texts_are_whole_and_nothing_is_learned_from_twice(lengths, workers, dea
 
 
 def test_running_requests_are_shared_with_an_idle_worker_where_each_costs():
-    asked = requests(*([30] * 8 + [600] * 8), siblings=16)
-    alone = ScriptedPool(2, token_s=lambda n: 0.01 * n, accumulate_s=0.0)
-    alone_s = rolled(alone, asked)[1].seconds
-    # One group of unknown lengths is placed half and half; the epoch after, long ones are known.
-    assert alone_s < 0.01 * 600 * 8
-    skewed = [*requests(*[600] * 8, siblings=1), *requests(*[10] * 8, siblings=1, first=8)]
-    shared, kept = (ScriptedPool(2, token_s=lambda n: 0.01 * n) for _ in range(2))
-    moved = _skewed(shared, skewed)
-    stayed = _skewed(kept, skewed, sharing=False)
+    moved, stayed = (_skewed(is_on) for is_on in (True, False))
     assert moved.num_moved > 0
     assert stayed.num_moved == 0
     assert moved.seconds < 0.75 * stayed.seconds
 
 
-def _skewed(pool: ScriptedPool, asked: list[Request], *, sharing: bool = True) -> Any:
-    """Roll out with all long texts on one worker, which placement believes to be short."""
+def _skewed(sharing: bool) -> Any:
+    """Return a rollout in which one worker has all long texts, which were short before."""
+    pool = ScriptedPool(2, has_drafter=False, token_s=lambda n: 0.01 * n)
     group = begun(pool, "never", sharing=sharing)
+    group.rollout(1, requests(*range(50, 210, 10), siblings=1))  # speeds are measured
+    asked = requests(*[600, 10] * 8, siblings=1, first=100)
     for index, each in enumerate(asked):
-        group.lengths.record(each.group_id.rpartition("@")[0], 1000 if index % 2 else 1)
-    order = sorted(range(len(asked)), key=lambda i: (i % 8, i // 8))
-    return group.rollout(1, [asked[i] for i in order])
+        group.lengths.record(each.group_id.rpartition("@")[0], 100 - index // 2)
+    result = group.rollout(2, asked)
+    assert [each.tokens for each in result.completions] == [text(each) for each in asked]
+    return result
