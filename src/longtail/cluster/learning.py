@@ -14,7 +14,6 @@ from typing import Any, Protocol, final, runtime_checkable
 from longtail.cluster import tasks
 from longtail.cluster.idle import Forecast, IdleWork
 from longtail.cluster.pool import TaskResult
-from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.types import Completion, MicroBatch, SamplingParams
 
