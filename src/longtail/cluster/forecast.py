@@ -31,12 +31,14 @@ class TokenTimes:
     """Seconds in which each of n running requests grows by one token: a + b n, both at least 0.
 
     Fitted by least squares, weighted by time. What is observed beside other work of this machine
-    does not count; it gives `slowdown`.
+    does not count; compared with the same number of requests without that, it gives `slowdown`.
     """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
         """Sums of w, w n, w n^2, w t and w n t."""
+        self._usual: dict[int, tuple[float, float]] = {}
+        """Sums of w and w t by the number of bits of n: drafts pay more where few run."""
         self._beside = [0.0, 0.0]
         """Seconds beside other work, weighted by its workers, and what was lost of them."""
 
@@ -58,16 +60,20 @@ class TokenTimes:
         """
         if num_tokens <= 0 or num_running <= 0.0:
             return 0.0
-        each_s = seconds * num_running / num_tokens
-        if beside and self.is_known:
-            lost_s = seconds - self.seconds(num_running) * num_tokens / num_running
+        each_s, bits = seconds * num_running / num_tokens, int(num_running).bit_length()
+        if beside:
+            if bits not in self._usual:
+                return 0.0
+            weight, total = self._usual[bits]
+            lost_s = seconds * (1.0 - total / weight / each_s)
             new = (seconds * beside, lost_s)
             self._beside = [_FADE * a + b for a, b in zip(self._beside, new, strict=True)]
             return lost_s
-        if not beside:
-            w, n = seconds, num_running
-            new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
-            self._sums = [_FADE * a + b for a, b in zip(self._sums, new_sums, strict=True)]
+        w, n = seconds, num_running
+        new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
+        self._sums = [_FADE * a + b for a, b in zip(self._sums, new_sums, strict=True)]
+        weight, total = self._usual.get(bits, (0.0, 0.0))
+        self._usual[bits] = _FADE * weight + w, _FADE * total + w * each_s
         return 0.0
 
     def seconds(self, num_running: float) -> float:

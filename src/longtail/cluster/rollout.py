@@ -163,7 +163,7 @@ class RolloutCoordinator:
             seconds=done - began,
             stop_s=self._supervisor.now() - done,
             num_moved=self._num_moved,
-            stolen_s=self._forecast.stolen_s,
+            stolen_s=max(self._forecast.stolen_s, 0.0),
         )
 
     # ---- shards
