@@ -61,12 +61,12 @@ def toy_target(seed: int | None = None) -> Target:
     )
 
 
-def config(drafter: str) -> RunConfig:
+def config(drafter: str, **rollout: object) -> RunConfig:
     """Return the configuration of a run with the toy model."""
     return RunConfig.model_validate(
         {
             "model": {"path": str(toy.REASONER)},
-            "rollout": {"dtype": "float32"},
+            "rollout": {"dtype": "float32", **rollout},
             "speculation": {"drafter": drafter},
         }
     )

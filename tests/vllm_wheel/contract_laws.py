@@ -45,8 +45,8 @@ def opening(drafter: str) -> Iterator[Any]:
 
     target = contract.toy_target()
     names = drafter_names(drafter, target.name, learns=True)
-    config = contract.config(drafter)
-    config.rollout.vllm["block_size"] = 32  # small, so that beginnings are found in the cache
+    small = {"block_size": 32}  # beginnings of texts are found in the cache, too
+    config = contract.config(drafter, vllm=small)
     opened = open_vllm(config, contract.LIMITS, names, target, target.model, print)
     generator: Any = opened[0]
     pool = generator._scheduler.kv_cache_manager.block_pool
