@@ -45,9 +45,9 @@ def opening(drafter: str) -> Iterator[Any]:
 
     target = contract.toy_target()
     names = drafter_names(drafter, target.name, learns=True)
-    opened = open_vllm(
-        contract.config(drafter), contract.LIMITS, names, target, target.model, print
-    )
+    small = {"block_size": 32}  # beginnings of texts are found in the cache, too
+    config = contract.config(drafter, vllm=small)
+    opened = open_vllm(config, contract.LIMITS, names, target, target.model, print)
     generator: Any = opened[0]
     pool = generator._scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()

@@ -232,7 +232,7 @@ class TextSums:
             self._flush()
 
     def _end(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Let an ended text wait to be added; without parts it was, or has nothing to add."""
+        """Queue an ended text to be added; without parts it was, or has nothing to add."""
         for ids, states in parts[:1]:
             pad = ids.new_full((self._slots,), -1), states.new_zeros(self._slots, states.shape[1])
             self._waiting += [pad, *parts]
