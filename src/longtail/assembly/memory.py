@@ -55,12 +55,8 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     trained = shard
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
-    # Of shards the gradients themselves; otherwise their sums, in int64.
-    sums = (
-        trained
-        if config.is_sharded
-        else 8 * num_limbs(getattr(torch, learner.dtype)) * trained // master
-    )
+    numbers = num_limbs(getattr(torch, learner.dtype))  # of int64, for each gradient
+    sums = trained if config.is_sharded else 8 * numbers * trained // master
     has_drafter = config.speculation.drafter not in ("none", "history")
     found = {
         "rollout weights": parameters

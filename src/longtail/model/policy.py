@@ -77,6 +77,3 @@ class Policy(nn.Module, Scorer):
 
     def hold_casts(self, dtype: torch.dtype | None) -> None:
         """Convert matrices for autocast once for many passes, if the model can; None drops them."""
-
-    def complete_gradients(self) -> None:
-        """Add zeros for parameters that no token of a pass has reached, as those of experts."""

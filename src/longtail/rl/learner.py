@@ -132,7 +132,8 @@ class Learner:
         """Drop what was accumulated; the next step computes it again."""
         self._sums.clear()
         self._metrics = LearnerMetrics()
-        self._drop_casts()
+        self._model.hold_casts(None)
+        self._holds_casts = False
 
     def step(
         self, batches: Sequence[TrainBatch], on_progress: OnProgress = lambda is_waiting: None
@@ -181,10 +182,6 @@ class Learner:
         if self._settings.autocast is True and is_whole and not self._holds_casts:
             self._model.hold_casts(torch.bfloat16)
             self._holds_casts = True
-
-    def _drop_casts(self) -> None:
-        self._model.hold_casts(None)
-        self._holds_casts = False
 
     def _assigned(self, batch: TrainBatch, held: Collection[str] = ()) -> tuple[Sequence[int], int]:
         """Return this rank's micro-batches, and its number of extra passes for others' sake."""
@@ -260,13 +257,12 @@ class Learner:
                 # has not made a step that other ranks lack.
                 self._sums.reduce(self._group)
                 self._sums.settle(1.0 / normaliser)
-        self._sums.clear()
         metrics.add(rows, normaliser)
 
     def _update(self, metrics: LearnerMetrics) -> None:
         with metrics.timed("update", self._trained.device):
             update = self._optimizer.update(self._version)
-        self._drop_casts()
+        self.forget()  # of the weights before
         metrics.grad_norms.append(update.grad_norm)
         metrics.learning_rate = update.learning_rate
 

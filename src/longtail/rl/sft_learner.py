@@ -83,7 +83,9 @@ class SftLearner:
                 torch.autograd.backward(part)
                 loss += float(part.detach())
                 entropy += float(scores.entropy.sum()) / num_trained
-            self._model.complete_gradients()
+            for parameter in self._parameters.values():
+                if parameter.grad is None:  # of experts that no token has reached
+                    parameter.grad = torch.zeros_like(parameter)
             update = self._optimizer.update(self._steps)
         except NonFiniteError:
             self._optimizer.discard()

@@ -114,12 +114,6 @@ class CausalModel(Policy):
         """Return a frozen copy."""
         return copy.deepcopy(self).requires_grad_(False)
 
-    def complete_gradients(self) -> None:
-        """Add zeros for parameters that no token of a pass has reached, as those of experts."""
-        for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
     def save(self, path: Path, eos_ids: Sequence[int]) -> None:
         """Write a Hugging Face directory by `save_pretrained`."""
         self._save_whole(path, eos_ids)
