@@ -13,25 +13,25 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1335,
-    "assembly": 1425,
+    "assembly": 1430,
     "bench": 2645,
     "cli": 730,
-    "cluster": 3105,
+    "cluster": 3140,
     "config": 1210,
-    "drafter": 4950,
+    "drafter": 4995,
     "engine": 3175,
-    "integrations": 1730,
+    "integrations": 1640,
     "model": 4795,
     "programs": 1170,
     "rl": 3875,
-    "run": 1420,
+    "run": 1410,
     "serve": 900,
     "speculation": 1090,
     "system": 855,
     "tuner": 1170,
     "view": 1110,
     "vllm": 1925,
-    "tests": 31685,
+    "tests": 31960,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {
