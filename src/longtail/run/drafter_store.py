@@ -22,7 +22,6 @@ import torch
 
 from longtail.cluster.drafter.publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -98,21 +97,12 @@ def load_run_drafter(
     kept = None if path.name == INITIAL else DrafterStore(place).load(newest)
     if kept is None or not kept.numbers["version"]:
         return loaded
-    tensors = kept.drafter()
     try:
-        load_parameters(loaded.layer, tensors)
+        trained = kept.put_into(loaded)
     except CheckpointError as error:
         raise ConfigError(
             f"{place}: {error}; give {place / INITIAL}, the drafter that the run began with"
         ) from error
     run, version = place.parent.name, kept.numbers["version"]
     name = f"{loaded.trained_on.name}, then the policy of {run} (version {version})"
-    return replace(
-        loaded,
-        draft_ids=tensors.get(DRAFT_IDS, loaded.draft_ids),
-        sums=kept.sums(),
-        trained_on=replace(loaded.trained_on, name=name),
-        training=replace(
-            loaded.training, agreement=(), overlap=(), accept_len=kept.numbers.get("accept_len")
-        ),
-    )
+    return replace(trained, trained_on=replace(loaded.trained_on, name=name))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights
+from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean
 from support.fake_worker import drafter
 
 
@@ -82,6 +82,14 @@ def test_replicas_are_merged_in_proportion_to_their_tokens():
     assert offer is not None
     assert offer.tensors["w"].item() == 2.0
     assert drained(one) == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_replicas_keep_every_bit(dtype):
+    values = torch.randn(2, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    mean = weighted_mean([{"w": values}] * 3, [3, 7, 1])["w"]
+    assert mean.dtype == dtype
+    assert torch.equal(mean, values)
 
 
 def test_a_replica_that_is_not_finite_is_left_out_and_recorded():

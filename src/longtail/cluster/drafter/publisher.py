@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 
 from longtail.drafter.eagle.fresh import renewed_ids
+from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.gain import FADE, DrafterGain
 from longtail.drafter.training.replica import Replica
@@ -28,6 +29,7 @@ from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,
     are_finite,
+    load_parameters,
     weighted_mean,
     with_prefix,
     without_prefix,
@@ -55,6 +57,20 @@ class DrafterState:
     def sums(self) -> dict[str, Tensor]:
         """Return the sums that the drafter follows from; empty without any."""
         return without_prefix(_SUMS, self.tensors)
+
+    def put_into(self, drafter: LoadedDrafter) -> LoadedDrafter:
+        """Return a drafter of the run's initial shape with the weights of this state.
+
+        Raises CheckpointError if they do not fit. Earlier measurements are replaced.
+        """
+        tensors, known = self.drafter(), self.numbers.get("accept_len")
+        load_parameters(drafter.layer, tensors)
+        return replace(
+            drafter,
+            draft_ids=tensors.get(DRAFT_IDS, drafter.draft_ids),
+            sums=self.sums(),
+            training=replace(drafter.training, agreement=(), overlap=(), accept_len=known),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -133,7 +133,7 @@ class Session:
         if self._initial is None:
             return None
         copied = self._initial.copied()
-        return copied if self._training is None else self._training.trained(copied)
+        return copied if self._training is None else self._training.state().put_into(copied)
 
     # ---- metrics and state
 

@@ -12,7 +12,6 @@ one merges the replicas and publishes the result, and all draft with it.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from longtail.cluster.drafter.publisher import DrafterState, Publisher
 from longtail.cluster.worker import Drafting
-from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, load_parameters
+from longtail.drafter.weights import DrafterWeights
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
 from longtail.speculation.drafter import Statistics
@@ -50,14 +48,6 @@ class DrafterTraining:
         self._eos_ids = eos_ids
         self._replica: Replica | None = None
         self._num_rollouts = self._num_done = 0
-
-    def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
-        """Return a drafter of the initial shape with the weights in use."""
-        tensors, known = self.publisher.published.tensors, self.publisher.accept_len
-        load_parameters(drafter.layer, tensors)
-        training = replace(drafter.training, accept_len=known, agreement=(), overlap=())
-        ids = tensors.get(DRAFT_IDS, drafter.draft_ids)
-        return replace(drafter, draft_ids=ids, training=training)
 
     def begin(self) -> None:
         """Begin a rollout: exchange what was trained since the last one began."""
