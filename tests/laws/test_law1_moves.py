@@ -117,7 +117,7 @@ def test_only_the_beginning_of_the_same_request_is_continued() -> None:
         replace(begun, policy_version=1),
         replace(begun, finish_reason=FinishReason.LENGTH),
     ):
-        with pytest.raises(RequestError, match="'r0' cannot continue .* submit it without"):
+        with pytest.raises(RequestError, match=r"'r0' cannot continue .* submit it without"):
             worker.submit(asked[0], other)
     assert worker.num_unfinished == 0
     emitted: list[int] = []

@@ -405,7 +405,6 @@ class FakeWorker:
             base_version=self._base.version,
             weights={"w": torch.tensor([weight])},
             num_tokens=self._learned,
-            num_steps=self._learned // 100,
             seconds=self._learned / 100 * BEAT_S,
             accept_len=self._quality,
             base_accept_len=self._base.tensors["w"].item(),

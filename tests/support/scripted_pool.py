@@ -49,6 +49,7 @@ def requests(*lengths: int, siblings: int = 1, first: int = 0) -> list[Request]:
             prompt_tokens=(7, first + index // siblings),
             noise_key=1000 * (first + index + 1) + length,
             group_id=f"p{first + index // siblings}@0",
+            sampling=SamplingParams(max_tokens=1000),
         )
         for index, length in enumerate(lengths)
     ]
@@ -66,12 +67,14 @@ def begun(
     training: str = "spot",
     *,
     is_sharded: bool = False,
+    sharing: bool = True,
     **more: Any,
 ) -> WorkerGroup:
     """Return a group whose workers are ready and have published."""
     config = RunConfig.model_validate(
         {
             "spot": {"train": training, "buffer_mb": 1},
+            "rollout": {"sharing": sharing},
             "cluster": {"workers": max(pool.size, 2), "worker_timeout_s": WORKER_TIMEOUT_S},
             "learner": {"sharding": "full" if is_sharded else "none"},
         }

@@ -14,6 +14,7 @@ from longtail.assembly.drafters import (
     FRESH,
     LearnedDrafter,
     ModelFiles,
+    Target,
     drafter_names,
     open_drafters,
     open_trainable,
@@ -111,12 +112,17 @@ def open_own(
     speculation = _speculation(config, open_drafters(names, target, log))
     first = speculation and without_fresh(speculation, names)
     engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)
-    loaded = open_trainable(names, target, log)
-    if speculation is None or loaded is None:
-        return engine, None
-    return engine, LearnedDrafter(
-        loaded=loaded, target=target, texts=speculation.texts, features=speculation.features
-    )
+    learned = None if speculation is None else open_learned(names, target, speculation, log)
+    return engine, learned
+
+
+def open_learned(
+    names: Sequence[str], target: Target, full: Speculation, log: Callable[[str], None]
+) -> LearnedDrafter | None:
+    """Open the drafter that learns; None if none of `names` can."""
+    if (loaded := open_trainable(names, target, log)) is None:
+        return None
+    return LearnedDrafter(loaded=loaded, target=target, texts=full.texts, features=full.features)
 
 
 def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Drafting | None:

@@ -1,8 +1,8 @@
 """Forecasts of a rollout from what is measured in it: speeds, lengths, and who slows whom.
 
-    tokens left of a text    from texts of its prompt, else from all texts that were longer
-    seconds per token        a + b n, where n requests run; fitted to the workers' progress
-    seconds of a worker      its texts end one after another, and those left become faster
+tokens left of a text    from texts of its prompt, else from all texts that were longer
+seconds per token        a + b n, where n requests run; fitted to the workers' progress
+seconds of a worker      its texts end one after another, and those left become faster
 """
 
 import bisect
@@ -19,6 +19,9 @@ _FADE = 0.98
 """Weight of an observation relative to the next one."""
 _RECENT = 2048
 """Number of texts whose lengths are remembered."""
+_LEAST_REST_S = 1.0
+"""Least rest of a rollout that is not at its end: a text may be longer than expected, and a worker
+may not answer."""
 _LEAST_S = 0.1
 """Seconds of an observation; less is the jitter of messages."""
 
@@ -141,7 +144,7 @@ class Lengths:
             expected = sum(longer) / len(longer) - written
         else:
             expected = most / 2
-        return max(min(expected, most), 1.0)
+        return float(max(min(expected, most), 1))
 
 
 @final
@@ -188,7 +191,9 @@ class RolloutForecast:
         for index, left in enumerate(lefts):
             num = len(lefts) - index
             turns = max(num / self.max_running, 1.0)  # the others wait
-            seconds += (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
+            seconds += (
+                (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
+            )
             before = left
         return seconds
 
@@ -199,6 +204,6 @@ class RolloutForecast:
         return Forecast(
             num_workers=self._num_workers,
             num_generating=num_generating,
-            rest_s=max(longest_s - since_s, 0.0) if num_generating else 0.0,
-            slowdown=self.times.slowdown,
+            rest_s=max(longest_s - since_s, _LEAST_REST_S) if num_generating else 0.0,
+            slowdown=self.times.slowdown if num_generating else 0.0,
         )

@@ -18,7 +18,7 @@ from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Decision, DrafterState, Publisher
 from longtail.cluster.forecast import RolloutForecast, TokenTimes
 from longtail.cluster.idle import IdleCoordinator, IdleWork
-from longtail.cluster.learning import LearningTimes, LearningWork
+from longtail.cluster.learning import Groups, LearningTimes, LearningWork
 from longtail.cluster.placement import LengthHistory
 from longtail.cluster.pool import WorkerPool
 from longtail.cluster.records import Progress
@@ -33,7 +33,7 @@ from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.rl.streaming import GroupStream, streams
+from longtail.rl.streaming import streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
@@ -101,19 +101,19 @@ class WorkerGroup:
         self,
         step: int,
         requests: Sequence[Request],
-        stream: GroupStream | None = None,
+        groups: Groups | None = None,
         *,
         trains: bool = True,
     ) -> RolloutResult:
         """Generate all completions; `trains`: the drafter may learn these texts.
 
-        `stream` gets each text when it is finished; idle workers learn from the groups that it
+        `groups` gets each text when it is finished; idle workers learn from the groups that it
         returns.
         """
         if self._spot is not None:  # a refill: what the round before trained would be lost
             self.offer_drafter()
         spot = self._begin_spot(step) if trains else None
-        learning = self._begin_learning(stream, requests)
+        learning = self._begin_learning(groups, requests)
         works: tuple[IdleWork | None, ...] = (learning, spot)
         idle = IdleCoordinator(self._supervisor, [work for work in works if work is not None])
         parts = RolloutParts(
@@ -121,7 +121,7 @@ class WorkerGroup:
             idle=idle,
             publisher=self._publisher,
             spot=spot,
-            on_texts=None if stream is None else stream.add,
+            on_texts=None if groups is None else groups.add,
             learning=learning,
             shares=self._pool.size > 1 and self._config.rollout.sharing,
             learns=trains,
@@ -221,13 +221,7 @@ class WorkerGroup:
         """Return the metrics of the trained drafter after a step; empty without one."""
         if self._publisher is None:
             return {}
-        known = {
-            "drafter/version": float(self._publisher.published.version),
-            "drafter/trained_tokens": float(self._num_trained),
-        }
-        if self._publisher.accept_len is not None:
-            known["drafter/expected_accept_length"] = self._publisher.accept_len
-        return known
+        return self._publisher.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
 
     @property
     def token_times(self) -> TokenTimes:
@@ -307,13 +301,13 @@ class WorkerGroup:
         self._team.mark_stale()
 
     def _begin_learning(
-        self, stream: GroupStream | None, requests: Sequence[Request]
+        self, groups: Groups | None, requests: Sequence[Request]
     ) -> LearningWork | None:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
-        if stream is None or self._pool.size == 1 or not streams(self._config):
+        if groups is None or self._pool.size == 1 or not streams(self._config):
             return None
         return LearningWork(
-            self._supervisor, stream, self._learning_times, requests[0].sampling, self._log
+            self._supervisor, groups, self._learning_times, requests[0].sampling, self._log
         )
 
     def _begin_spot(self, step: int) -> DrafterWork | None:

@@ -1,6 +1,6 @@
 """Work for workers that have no text to write, and the one who gives it to them.
 
-    idle worker ---> the work with the greatest predicted gain, in seconds of the step, or rest
+    idle worker ---> the work that gains most for each second of it, or rest
 
 A rollout waits for no such work. `learning` learns from finished groups, `spot` trains the drafter;
 `sharing` moves requests, to an idle worker or away from one that then learns. Each kind predicts
@@ -32,24 +32,20 @@ class Forecast:
     """Seconds that the rollout loses for each second in which a worker does other work beside it;
     workers of one machine share its memory."""
 
-    def stolen_s(self, seconds: float) -> float:
-        """Return the seconds that the rollout loses if a worker works for `seconds`."""
-        return self.slowdown * min(seconds, self.rest_s)
-
 
 class IdleWork(abc.ABC):
     """One kind of work for idle workers in one rollout."""
 
     name: str
     """Name of the work in metrics and logs."""
-    state: State
-    """State of a worker that does it."""
+    is_endless: bool
+    """Whether it goes on until it is stopped."""
 
     @abc.abstractmethod
-    def gain_s(self, worker: int, forecast: Forecast) -> float:
-        """Return the seconds that a step gains if the worker begins now; 0 without anything to do.
+    def rate(self, worker: int, forecast: Forecast) -> float:
+        """Return the seconds that steps gain for each second of a worker's work from now on.
 
-        The seconds that are stolen from the rollout are subtracted.
+        `Forecast.slowdown` is subtracted. 0 if there is nothing to do.
         """
 
     @abc.abstractmethod
@@ -60,12 +56,15 @@ class IdleWork(abc.ABC):
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a worker's task, or the loss of a worker that did it."""
 
+    @abc.abstractmethod
     def on_lost(self, worker: int) -> None:
         """Forget what a lost worker had, whatever it did."""
 
+    @abc.abstractmethod
     def poll(self, answering: Collection[int], forecast: Forecast) -> None:
         """Exchange what is new with the workers, of which only those in `answering` are asked."""
 
+    @abc.abstractmethod
     def stop(self) -> None:
         """Ask workers that can be stopped to stop; called when the last text is written."""
 
@@ -87,11 +86,14 @@ class IdleCoordinator:
     def assign(self, forecast: Forecast) -> None:
         """Start the best work on each idle worker, if any gains."""
         for worker in self._supervisor.workers(State.IDLE):
-            gains = [(work.gain_s(worker, forecast), work) for work in self._works]
-            gain_s, work = max(gains, key=lambda each: each[0], default=(0.0, None))
-            if work is not None and gain_s > 0.0:
+            if (work := self._best(worker, forecast)) is not None:
                 self._at[worker] = work
                 work.start(worker)
+
+    def _best(self, worker: int, forecast: Forecast) -> IdleWork | None:
+        rates = [(work.rate(worker, forecast), work) for work in self._works]
+        rate, work = max(rates, key=lambda each: each[0], default=(0.0, None))
+        return work if rate > 0.0 else None
 
     def on_ended(self, ended: TaskResult[Any]) -> bool:
         """Record the end of a task; return whether it was idle work."""
@@ -104,9 +106,12 @@ class IdleCoordinator:
         return work is not None
 
     def poll(self, answering: Collection[int], forecast: Forecast) -> None:
-        """Exchange what is new; work that gains no more is stopped."""
+        """Exchange what is new; endless work is stopped for better work, or rest."""
         for work in self._works:
             work.poll(answering, forecast)
+        for worker, work in self._at.items():
+            if work.is_endless and self._best(worker, forecast) is not work:
+                self._supervisor.stop(worker)
 
     def stop(self) -> None:
         """Stop what can be stopped: the last text is written."""

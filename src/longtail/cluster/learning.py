@@ -8,21 +8,27 @@ worker had added is learned from again by another one, so nothing is counted twi
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
-from typing import Any, final
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Protocol, final, runtime_checkable
 
 from longtail.cluster import tasks
 from longtail.cluster.idle import Forecast, IdleWork
 from longtail.cluster.pool import TaskResult
-from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.cluster.worker import Worker
-from longtail.rl.streaming import GroupStream
-from longtail.types import MicroBatch, SamplingParams
+from longtail.types import Completion, MicroBatch, SamplingParams
 
 _FADE = 0.8
-_UNKNOWN_S = 1e-3
-"""Gain of the first micro-batch, whose seconds are not known yet."""
+
+
+@runtime_checkable
+class Groups(Protocol):
+    """What makes micro-batches of groups: `rl.streaming.GroupStream`."""
+
+    def add(self, completions: Iterable[Completion]) -> None:
+        """Add finished texts."""
+
+    def micro_batches(self) -> Sequence[MicroBatch]:
+        """Return the micro-batches that are ready since the last call."""
 
 
 @final
@@ -41,19 +47,19 @@ class LearningTimes:
 
 @final
 class LearningWork(IdleWork):
-    """The micro-batches of one round of a step, from a stream of groups."""
+    """The micro-batches of one round of a step, as its groups are finished."""
 
-    name, state = "learning", State.AHEAD
+    name, is_endless = "learning", False
 
     def __init__(
         self,
         supervisor: WorkerSupervisor,
-        stream: GroupStream,
+        groups: Groups,
         times: LearningTimes,
         sampling: SamplingParams,
         log: Callable[[str], None],
     ) -> None:
-        self._supervisor, self._stream, self._times = supervisor, stream, times
+        self._supervisor, self._groups, self._times = supervisor, groups, times
         self._sampling, self._log = sampling, log
         self._ready: deque[MicroBatch] = deque()
         self._running: dict[int, tuple[MicroBatch, float]] = {}
@@ -72,12 +78,10 @@ class LearningWork(IdleWork):
         """Return the seconds of learning from what is ready and `num_more` tokens."""
         return self._times.token_s * (num_more + sum(u.packed.num_tokens for u in self._ready))
 
-    def gain_s(self, worker: int, forecast: Forecast) -> float:
-        """Return the seconds of a micro-batch, which all workers would share after the rollout."""
-        if not self._ready or self._is_off:
-            return 0.0
-        seconds = self._ready[0].packed.num_tokens * self._times.token_s
-        return (seconds / forecast.num_workers or _UNKNOWN_S) - forecast.stolen_s(seconds)
+    def rate(self, worker: int, forecast: Forecast) -> float:
+        """Return the share of a worker in the learning after the rollout, which is saved."""
+        is_possible = self._ready and not self._is_off
+        return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
 
     def start(self, worker: int) -> None:
         """Learn from the next micro-batch."""
@@ -95,7 +99,9 @@ class LearningWork(IdleWork):
             self._ready.appendleft(unit)
         else:
             self._is_off = True
-            self._log(f"worker {ended.worker}: {ended.error}; nothing is learned ahead in this step")
+            self._log(
+                f"worker {ended.worker}: {ended.error}; nothing is learned ahead in this step"
+            )
 
     def on_lost(self, worker: int) -> None:
         """Learn again from what was in its sums."""
@@ -103,4 +109,7 @@ class LearningWork(IdleWork):
 
     def poll(self, answering: Collection[int], forecast: Forecast) -> None:
         """Take the groups that were graded."""
-        self._ready.extend(self._stream.micro_batches())
+        self._ready.extend(self._groups.micro_batches())
+
+    def stop(self) -> None:
+        """Stop nothing: the step needs what is begun."""

@@ -18,10 +18,10 @@ from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Publisher
 from longtail.cluster.forecast import RolloutForecast, Text
 from longtail.cluster.idle import IdleCoordinator
+from longtail.cluster.learning import LearningWork
 from longtail.cluster.placement import PromptGroup, part_sizes, place
 from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.learning import LearningWork
 from longtail.cluster.sharing import Move, best_move
 from longtail.cluster.spot import DrafterWork
 from longtail.cluster.states import State
@@ -210,9 +210,7 @@ class RolloutCoordinator:
         if held:
             self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
 
-    def _on_shard_done(
-        self, held: Mapping[str, Request], ended: TaskResult[ShardResult]
-    ) -> None:
+    def _on_shard_done(self, held: Mapping[str, Request], ended: TaskResult[ShardResult]) -> None:
         completions = ended.value().completions
         self._done.append(ended)
         self._take(completions)

@@ -3,8 +3,8 @@
 A text does not depend on its worker, so a running request may move; the other worker first reads
 what is written. Two moves are weighed, and the one is made that gains most, if any does:
 
-    spread   half of the busiest worker's texts go to an idle one      all are written sooner
-    gather   all texts of one worker go to another                     it learns from finished groups
+    spread   half of the busiest worker's texts go to an idle one   all are written sooner
+    gather   all texts of one worker go to another                  it learns from finished groups
 
 In the tail a core waits for memory: six texts take hardly longer than three, so that a worker
 gathers them nearly for free. A step ends when all texts are written and learned from:

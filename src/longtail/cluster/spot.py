@@ -30,7 +30,7 @@ POLL_S = 1.0
 class DrafterWork(IdleWork):
     """The texts of one rollout, and the replicas trained on them."""
 
-    name, state = "drafter", State.SPOT
+    name, is_endless = "drafter", True
 
     def __init__(
         self,
@@ -84,14 +84,20 @@ class DrafterWork(IdleWork):
 
     # ---- training
 
-    def gain_s(self, worker: int, forecast: Forecast) -> float:
-        """Return the seconds that rollouts gain if a worker trains until the last text is written.
+    def rate(self, worker: int, forecast: Forecast) -> float:
+        """Return what rollouts gain for each second until the last text is written.
 
-        0 without texts that it does not have: it has trained on the others, or could not.
+        0 without texts that it does not have: it has trained on the others, or could not. Replicas
+        are averaged, so those who train share the gain.
         """
-        buffer = self._publisher.buffer
+        buffer, training = self._publisher.buffer, set(self._supervisor.workers(State.SPOT))
         has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
-        return self._net_s(worker, forecast) if has_new and worker not in self._failed else 0.0
+        is_possible = has_new or worker in training
+        if not is_possible or worker in self._failed or forecast.rest_s <= 0.0:
+            return 0.0
+        rollout_s = self._supervisor.now() - self._began_s + forecast.rest_s
+        gain_s = self._publisher.gain.gain_s(forecast.rest_s, rollout_s)
+        return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
 
     def start(self, worker: int) -> None:
         """Start training on an idle worker."""
@@ -120,7 +126,7 @@ class DrafterWork(IdleWork):
     def poll(self, answering: Collection[int], forecast: Forecast) -> None:
         """Send new texts to workers that train, and offer their drafters to those that generate.
 
-        Training that gains no more is stopped. Does nothing until `POLL_S` after the last poll.
+        Does nothing until `POLL_S` after the last poll.
         """
         now = self._supervisor.now()
         if now - self._polled_s < POLL_S or not self._supervisor.workers(State.IDLE, State.SPOT):
@@ -141,24 +147,12 @@ class DrafterWork(IdleWork):
             replica = self._supervisor.ask(worker, Worker.candidate)
             if replica is not None:
                 self._take(worker, replica)
-            if self._net_s(worker, forecast) < 0.0:
-                self._supervisor.stop(worker)
         self._offer(generating)
 
     def stop(self) -> None:
         """Ask all workers that train to stop."""
         for worker in self._supervisor.workers(State.SPOT):
             self._supervisor.stop(worker)
-
-    def _net_s(self, worker: int, forecast: Forecast) -> float:
-        """Return the seconds gained less those stolen.
-
-        Replicas are averaged, so those who train share the gain.
-        """
-        others = set(self._supervisor.workers(State.SPOT)) - {worker}
-        rollout_s = self._supervisor.now() - self._began_s + forecast.rest_s
-        gain_s = self._publisher.gain.gain_s(forecast.rest_s, rollout_s)
-        return gain_s / (1 + len(others)) - forecast.stolen_s(forecast.rest_s)
 
     def _take(self, worker: int, replica: Replica) -> None:
         self._replicas[worker] = replica

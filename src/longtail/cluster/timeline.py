@@ -69,21 +69,6 @@ class Timeline:
         marks = [[each.worker, each.at_s - self.begin_s, each.name] for each in self.marks]
         return {"end_s": self.end_s - self.begin_s, "spans": spans, "marks": marks}
 
-    @staticmethod
-    def of_json(row: Mapping[str, Any]) -> "Timeline":
-        """Restore what `as_json` returned."""
-        return Timeline(
-            spans=tuple(
-                Span(worker=worker, state=State(state), begin_s=begin_s, end_s=end_s)
-                for worker, state, begin_s, end_s in row["spans"]
-            ),
-            marks=tuple(
-                Mark(worker=worker, at_s=at_s, name=name) for worker, at_s, name in row["marks"]
-            ),
-            begin_s=0.0,
-            end_s=row["end_s"],
-        )
-
     @property
     def workers(self) -> list[int]:
         """Workers in ascending order."""

@@ -391,7 +391,8 @@ class Worker:
 
     def _release(self) -> None:
         generator = self._components.generator
-        names = [name for name in self._asked_back.take() if generator.is_unfinished(name)]
+        asked = dict.fromkeys(self._asked_back.take())
+        names = [name for name in asked if generator.is_unfinished(name)]
         self._released.put([generator.abort(name) for name in names])
 
     def _submit_added(self) -> None:

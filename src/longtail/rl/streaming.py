@@ -17,7 +17,7 @@ from longtail.rl.data.requests import RequestBatch, regroup, visit_of
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_group
-from longtail.types import Completion, Group, GradingFailure, MicroBatch, Prompt, Rollout
+from longtail.types import Completion, GradingFailure, Group, MicroBatch, Prompt, Rollout
 
 
 def streams(config: RunConfig) -> bool:

@@ -38,7 +38,10 @@ _LINES = (
         "all tokens",
     ),
     ("tuner", "{num_switches:d} switches, {tuner_share:.1%} of the time"),
-    ("idle workers", "did other work for {idle_utilization:.0%} of the time without a text to write"),
+    (
+        "idle workers",
+        "did other work for {idle_utilization:.0%} of the time without a text to write",
+    ),
 )
 
 Row = Mapping[str, Number | None]

@@ -19,7 +19,6 @@ def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 10
         base_version=base,
         weights={"w": torch.tensor([weight])},
         num_tokens=tokens,
-        num_steps=1,
         seconds=1.0,
         accept_len=2.0 * (1 + gain),
         base_accept_len=2.0,

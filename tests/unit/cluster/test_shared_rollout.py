@@ -146,7 +146,7 @@ def test_long_groups_of_earlier_epochs_begin_first():
     group.rollout(1, requests(5, 5, 5, 80))
     group.rollout(2, requests(5, 5, 5, 80))
     # Two requests each, the long one with one other; then it is handed out first.
-    assert [each.noise_key % 1000 for each in pool.workers[0]._shard] == [80, 5]
+    assert [each.noise_key % 1000 for each in pool.workers[0]._shard.values()] == [80, 5]
     group.lengths = LengthHistory()
     group.rollout(3, requests(5, 5, 5, 80))
-    assert [each.noise_key % 1000 for each in pool.workers[0]._shard] == [5, 5]
+    assert [each.noise_key % 1000 for each in pool.workers[0]._shard.values()] == [5, 5]

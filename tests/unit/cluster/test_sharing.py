@@ -36,7 +36,9 @@ def forecast(start_s: float, more_s: float, num_workers: int = 2) -> RolloutFore
 @given(st.floats(1e-4, 1.0), st.floats(0.0, 1.0), st.integers(1, 64))
 def test_seconds_of_a_token_are_learned_from_exact_observations(start_s, more_s, num_running):
     found = forecast(start_s, more_s).times
-    assert found.seconds(float(num_running)) == pytest.approx(start_s + more_s * num_running, rel=1e-6)
+    assert found.seconds(float(num_running)) == pytest.approx(
+        start_s + more_s * num_running, rel=1e-6
+    )
 
 
 def test_what_is_seen_beside_other_work_is_its_cost_and_no_speed():

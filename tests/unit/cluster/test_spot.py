@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.idle import Forecast
+from longtail.cluster.idle import Forecast, IdleCoordinator
 from longtail.cluster.spot import DrafterWork
 from longtail.cluster.states import State
 from longtail.drafter.training.replica import SpotEnd
@@ -209,23 +209,26 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
 
     def gain(slowdown: float, rest_s: float = 10.0) -> float:
         forecast = Forecast(num_workers=3, num_generating=1, rest_s=rest_s, slowdown=slowdown)
-        return work.gain_s(1, forecast)
+        return work.rate(1, forecast)
 
     assert gain(0.0) > 0.0 > gain(0.5)
     assert gain(0.0, rest_s=0.0) == 0.0
-    work.start(1)
-    assert gain(0.0) == 0.0, "it has all texts"
-    pool.clock.pass_to(pool.clock.now + 2.0)
     cheap, dear = (
         Forecast(num_workers=3, num_generating=1, rest_s=10.0, slowdown=each) for each in (0.0, 0.5)
     )
-    work.poll({1}, cheap)
-    supervisor.wait(1.0)
-    assert supervisor.workers(State.SPOT) == [1]
+    idle = IdleCoordinator(supervisor, [work])
+    idle.assign(dear)
+    assert supervisor.workers(State.SPOT) == []
+    idle.assign(cheap)
+    assert supervisor.workers(State.SPOT) == [0, 1, 2]
     pool.clock.pass_to(pool.clock.now + 2.0)
-    work.poll({1}, dear)
-    (ended,) = supervisor.wait(1.0)
-    work.on_ended(ended)
+    idle.poll({0, 1, 2}, cheap)
+    supervisor.wait(1.0)
+    assert supervisor.workers(State.SPOT) == [0, 1, 2]
+    pool.clock.pass_to(pool.clock.now + 2.0)
+    idle.poll({0, 1, 2}, dear)
+    while ends := supervisor.wait(1.0):
+        assert all(idle.on_ended(each) for each in ends)
     assert supervisor.workers(State.SPOT) == []
     assert work.reports[0].reason is SpotEnd.STOPPED
 

@@ -38,7 +38,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
     """Run every task of a training run."""
     group.restore(place, LearnerState(tensors={}, numbers={"version": 0}))
     for step in (1, 2):
-        group.rollout(step, requests(40, 9, 9, 9))
+        group.rollout(step, requests(30, 9, 9, 9))  # a drafter is measured, not yet offered
         group.train_drafter()
         group.learn([batch(step)])
         group.publish()

@@ -18,7 +18,6 @@ def replica(gain: float, seconds: float, *, base: int = 0) -> Replica:
         base_version=base,
         weights={},
         num_tokens=1,
-        num_steps=1,
         seconds=seconds,
         accept_len=2.0 * (1.0 + gain),
         base_accept_len=2.0,

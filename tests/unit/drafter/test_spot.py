@@ -52,7 +52,6 @@ def test_without_held_out_text_a_replica_is_unmeasured() -> None:
     room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
     report = room.train(lambda: len(room.measured) == 2)
     assert report.replica is room.measured[-1]
-    assert report.replica.num_steps == 6
     assert math.isnan(report.replica.gain)
     assert not report.replica.gain > -1.0
 

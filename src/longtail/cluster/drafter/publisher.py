@@ -98,7 +98,7 @@ class Publisher:
     ) -> None:
         self._published, self.buffer, self.sums = published, buffer, sums
         self.gain = DrafterGain()
-        """What training brings."""
+        """Gain of training, in seconds."""
         self.accept_len: float | None = None
         """Expected accept length of the published drafter when it was adopted; None: unknown."""
         self._last = published.version
@@ -114,6 +114,13 @@ class Publisher:
     def published(self) -> DrafterWeights:
         """Newest drafter that any worker serves."""
         return self._published
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the published drafter."""
+        known = {"drafter/version": float(self._published.version)}
+        if self.accept_len is not None:
+            known["drafter/expected_accept_length"] = self.accept_len
+        return known
 
     def publish(self, weights: DrafterWeights, accept_len: float | None) -> None:
         """Continue from a published drafter."""
@@ -141,12 +148,13 @@ class Publisher:
         if better:
             tensors, gain, decision = self._mean(better)
         else:
-            tensors, gain, decision = known.weights.tensors, known.gain, self._unmeasured("offered")
+            tensors, gain = dict(known.weights.tensors), known.gain
+            decision = self._unmeasured("offered")
         renewed = self._renewed_ids(tensors) if is_last else {}
         if not (better or renewed):
             return None
         decision = replace(decision, reason=_RENEWED if renewed else "")
-        return self._new_offer({**tensors, **renewed}, gain, decision)
+        return self._new_offer(tensors | renewed, gain, decision)
 
     def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, Decision]:
         """Return the mean of the best replica and those of its base, by tokens (local SGD).

@@ -1,4 +1,4 @@
-"""What training a drafter brings, in seconds: the one forecast of cluster and TRL.
+"""Gain of training a drafter, in seconds: the one forecast of cluster and TRL.
 
 measured replicas --rise of the accept length per second of training--> gain in seconds
 """

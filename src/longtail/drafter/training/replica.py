@@ -16,15 +16,14 @@ from longtail.rl.optim import Optimizer
 class Replica:
     """A drafter trained from a published one, and the measurements of both on the same texts.
 
-    Example: Replica(base_version=3, weights=trainer.weights(), num_tokens=16_000, num_steps=8,
-                     seconds=3.1, accept_len=2.61, base_accept_len=2.44), whose gain is 0.07
+    Example: Replica(base_version=3, weights=trainer.weights(), num_tokens=16_000, seconds=3.1,
+                     accept_len=2.61, base_accept_len=2.44), whose gain is 0.07
     """
 
     base_version: int
     weights: Mapping[str, Tensor]
     num_tokens: int
     """Tokens trained since the base, repeats included."""
-    num_steps: int
     seconds: float
     """Seconds of training since the base, until the newest measurement."""
     accept_len: float

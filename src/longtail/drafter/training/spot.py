@@ -54,6 +54,19 @@ class SpotSettings:
     """Depths that are measured; more than are trained separates good drafters better."""
 
 
+@dataclass(slots=True)
+class _SinceBase:
+    """Training since the published drafter from which the replica started."""
+
+    num_tokens: int = 0
+    num_unmeasured: int = 0
+    """Updates since the last measurement."""
+    seconds: float = 0.0
+    """Seconds of earlier calls of `train`."""
+    measured: Mapping[str, Tensor] | None = None
+    """Weights at the last measurement."""
+
+
 @final
 class _Interval:
     """Counts and measurements of one call of `train`."""
@@ -130,7 +143,7 @@ class SpotTrainer:
         self._base: DrafterWeights | None = None
         self._batch: tuple[TextWindow, ...] = ()
         """Texts of an update that was stopped."""
-        self._reset_counts()
+        self._since = _SinceBase()
 
     @property
     def base_version(self) -> int | None:
@@ -154,9 +167,9 @@ class SpotTrainer:
         else:
             moved = self._unmeasured_moves()
             self._trainer.load_weights(published.tensors)
-            added = {name: published.tensors[name] + move for name, move in moved.items()}
+            added = {n: published.tensors[n].to(move.device) + move for n, move in moved.items()}
             self._trainer.load_weights({**published.tensors, **added})
-            self._reset_counts()
+            self._since = _SinceBase()
         self._base = published
 
     def train(
@@ -183,10 +196,9 @@ class SpotTrainer:
             _log.warning("spot training: %s; the replica is discarded", error)
             reason, interval.best = SpotEnd.NOT_FINITE, None
             self._trainer.restart(base.tensors)
-            self._batch = ()
-            self._reset_counts()
+            self._since = _SinceBase()
         seconds = interval.seconds
-        self._seconds += seconds
+        self._since.seconds += seconds
         return SpotReport(
             num_steps=interval.num_steps,
             num_tokens=interval.num_tokens,
@@ -205,23 +217,22 @@ class SpotTrainer:
     ) -> SpotEnd:
         settings, max_len = self._settings, self._settings.tokens_per_micro_batch
         while not stopped():
-            if self._unmeasured >= settings.measure_every:
+            if self._since.num_unmeasured >= settings.measure_every:
                 replica = self._measure(buffer, stopped, interval)
                 if replica is None:
                     break
-                self._unmeasured, self._measured = 0, replica.weights
+                self._since.num_unmeasured, self._since.measured = 0, replica.weights
                 on_measured(interval.record(replica))
             texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
-            self._batch = self._looked_up(texts)
-            if not self._batch:
+            texts, self._batch = self._looked_up(texts), ()
+            if not texts:
                 return SpotEnd.NO_TEXTS
-            report = self._trainer.try_step(pack_texts(self._batch, max_len), stopped)
+            report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
             if report is None:
+                self._batch = texts
                 break
-            self._batch = ()
-            self._num_steps += 1
-            self._num_tokens += report.num_trained
-            self._unmeasured += 1
+            self._since.num_tokens += report.num_trained
+            self._since.num_unmeasured += 1
             interval.num_steps += 1
             interval.num_tokens += report.num_trained
             interval.num_reused += report.num_reused
@@ -249,9 +260,8 @@ class SpotTrainer:
         return Replica(
             base_version=base.version,
             weights=weights,
-            num_tokens=self._num_tokens,
-            num_steps=self._num_steps,
-            seconds=self._seconds + interval.seconds,
+            num_tokens=self._since.num_tokens,
+            seconds=self._since.seconds + interval.seconds,
             accept_len=own,
             base_accept_len=interval.base_accept_len,
         )
@@ -289,18 +299,12 @@ class SpotTrainer:
 
     def _unmeasured_moves(self) -> dict[str, Tensor]:
         """Return the changes of parameters by the updates that were not measured yet."""
-        if self._base is None or not self._unmeasured:
+        if self._base is None or not self._since.num_unmeasured:
             return {}
-        before = self._measured or self._base.tensors
+        before = self._since.measured or self._base.tensors
         own = self._trainer.weights()
-        return {name: own[name] - each for name, each in before.items() if name != DRAFT_IDS}
-
-    def _reset_counts(self) -> None:
-        self._num_steps = self._num_tokens = self._unmeasured = 0
-        self._seconds = 0.0
-        """Seconds of training since the base, in earlier calls."""
-        self._measured: Mapping[str, Tensor] | None = None
-        """Weights at the last measurement since the base."""
+        own.pop(DRAFT_IDS, None)
+        return {name: each - before[name].to(each.device) for name, each in own.items()}
 
     def _require_base(self) -> DrafterWeights:
         assert self._base is not None, "begin from a published drafter first"

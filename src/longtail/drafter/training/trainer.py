@@ -109,7 +109,8 @@ class DrafterTrainer:
     """Trains a drafter, and never writes the target.
 
     The target's weights may change between steps and within a stopped one. With autocast the target
-    must not be packed for inference. A step whose gradient is not finite changes nothing and raises NonFiniteError.
+    must not be packed for inference. A step whose gradient is not finite changes nothing and raises
+    NonFiniteError.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class DrafterTrainer:
             update = self._optimizer.update(self._steps)
         except Interrupted:
             return None
-        except NonFiniteError:
+        except BaseException:
             self._discard()
             raise
         self._begun = None

@@ -8,14 +8,8 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.drafters import (
-    LearnedDrafter,
-    Target,
-    drafter_names,
-    open_drafters,
-    open_trainable,
-)
-from longtail.assembly.worker import learning, make_drafting, without_fresh
+from longtail.assembly.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.worker import learning, make_drafting, open_learned, without_fresh
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
@@ -124,16 +118,10 @@ class Session:
             return
         speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
         self.policy.speculate(without_fresh(speculation, names))
-        loaded = open_trainable(names, self.target, self._log)
-        self._initial = loaded and loaded.copied()
-        if loaded is None:
+        learned = open_learned(names, self.target, speculation, self._log)
+        if learned is None:
             return
-        learned = LearnedDrafter(
-            loaded=loaded,
-            target=self.target,
-            texts=speculation.texts,
-            features=speculation.features,
-        )
+        self._initial = learned.loaded.copied()
         # Each rank has its own seed, or all would train the same replica.
         drafting = make_drafting(spot, learned, seed=self.ranks.rank)
         if drafting is not None:
@@ -145,9 +133,7 @@ class Session:
         if self._initial is None:
             return None
         copied = self._initial.copied()
-        if self._training is None:
-            return copied
-        return self._training.trained(copied)
+        return copied if self._training is None else self._training.trained(copied)
 
     # ---- metrics and state
 
@@ -155,9 +141,7 @@ class Session:
         """Return the metrics of the rollouts since the last call, of all processes together."""
         found = self._metrics.drain()
         if found and self._training is not None:
-            found["drafter/version"] = float(self._training.served.version)
-            if self._training.accept_len is not None:
-                found["drafter/expected_accept_length"] = self._training.accept_len
+            found |= self._training.publisher.metrics()
         return found
 
     def save(self, checkpoint: Path, step: int) -> None:
@@ -177,7 +161,7 @@ class Session:
         if state is None:
             return False
         self._training.restore(state)
-        self._log(f"drafter version {self._training.served.version} from {checkpoint}")
+        self._log(f"drafter version {self._training.publisher.published.version} from {checkpoint}")
         return True
 
 

@@ -34,7 +34,7 @@ from longtail.types import Completion, Request
 MAX_WAIT_S = 600.0
 """Most seconds of training while this process waits: the trainer has to find a lost process."""
 _POLL_S = 0.005
-_COUNTS = ("base_version", "num_tokens", "num_steps")
+_COUNTS = ("base_version", "num_tokens")
 _MEASURED = ("seconds", "accept_len", "base_accept_len")
 
 
@@ -46,33 +46,24 @@ class DrafterTraining:
         self, drafting: Drafting, ranks: Ranks, policy: MirroredPolicy, eos_ids: Sequence[int]
     ) -> None:
         self._drafting, self._ranks, self._policy = drafting, ranks, policy
-        self._publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
+        self.publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
         self._eos_ids = eos_ids
         self._replica: Replica | None = None
         self._num_rollouts = self._num_done = 0
 
-    @property
-    def served(self) -> DrafterWeights:
-        """The weights that this process drafts with."""
-        return self._publisher.published
-
-    @property
-    def accept_len(self) -> float | None:
-        """Expected accept length of the served drafter at its publication; None: unknown."""
-        return self._publisher.accept_len
-
     def trained(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the initial shape with the weights in use."""
-        load_parameters(drafter.layer, self.served.tensors)
-        known = replace(drafter.training, accept_len=self.accept_len, agreement=(), overlap=())
-        ids = self.served.tensors.get(DRAFT_IDS, drafter.draft_ids)
-        return replace(drafter, draft_ids=ids, training=known)
+        tensors, known = self.publisher.published.tensors, self.publisher.accept_len
+        load_parameters(drafter.layer, tensors)
+        training = replace(drafter.training, accept_len=known, agreement=(), overlap=())
+        ids = tensors.get(DRAFT_IDS, drafter.draft_ids)
+        return replace(drafter, draft_ids=ids, training=training)
 
     def begin(self) -> None:
         """Begin a rollout: exchange what was trained since the last one began."""
         if self._num_rollouts:
             self._exchange()
-        self._publisher.begin_rollout()
+        self.publisher.begin_rollout()
         self._num_rollouts += 1
         self._drafting.buffer.begin(self._num_rollouts)
 
@@ -96,7 +87,7 @@ class DrafterTraining:
         self._num_done += 1
         self._ranks.add("done", 1.0)
         began = time.perf_counter()
-        limit_s = MAX_WAIT_S if waits else self._publisher.gain.share_s(gen_s)
+        limit_s = MAX_WAIT_S if waits else self.publisher.gain.share_s(gen_s)
 
         def is_over() -> bool:
             all_done = waits and self._ranks.total("done") >= self._num_done * self._ranks.size
@@ -113,12 +104,12 @@ class DrafterTraining:
 
     def _train(self, trainer: SpotTrainer, should_stop: Callable[[], bool]) -> None:
         """Train by gradient."""
-        trainer.begin(self.served)
+        trainer.begin(self.publisher.published)
         with torch.enable_grad():
             report = trainer.train(self._drafting.buffer, should_stop, lambda replica: None)
         self._replica = report.replica
         if report.replica is not None:
-            self._publisher.gain.record(self._ranks.rank, report.replica)
+            self.publisher.gain.record(self._ranks.rank, report.replica)
         self._ranks.add("trained_tokens", report.num_tokens)
         self._ranks.add("train_s", report.seconds)
 
@@ -126,17 +117,17 @@ class DrafterTraining:
 
     def _exchange(self) -> None:
         """Publish what the processes learned; each must call it."""
-        before = self.served
+        before = self.publisher.published
         if self._drafting.texts is None:
             self._exchange_replicas()
         else:
             self._exchange_sums(self._drafting.texts)
-        if self.served is not before:
-            self._policy.load_drafter(self.served.tensors)
+        if self.publisher.published is not before:
+            self._policy.load_drafter(self.publisher.published.tensors)
 
     def _exchange_sums(self, texts: Statistics) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
-        own, publisher = texts.take(), self._publisher
+        own, publisher = texts.take(), self.publisher
         ranks = range(self._ranks.size)
         num_new = publisher.add_sums(
             own.restored(self._ranks.broadcast(own.tensors(), rank)) for rank in ranks
@@ -148,7 +139,7 @@ class DrafterTraining:
 
     def _exchange_replicas(self) -> None:
         """Publish what the first process makes of the replicas of all."""
-        own, publisher, before = self._replica, self._publisher, self.served
+        own, publisher, before = self._replica, self.publisher, self.publisher.published
         trained = before.tensors if own is None else own.weights
         rows = self._ranks.all_gather(_as_row(own))
         replicas = [
@@ -160,7 +151,7 @@ class DrafterTraining:
         if self._ranks.rank == 0:  # its texts renew the ids of all
             offer = publisher.offer(replicas, is_last=True)
             publisher.record(None if offer is None else offer.version)
-        served, known = self.served, publisher.accept_len
+        served, known = publisher.published, publisher.accept_len
         row = [served.version, served.num_tokens, math.nan if known is None else known]
         version, num_tokens, measured = self._ranks.all_gather(row)[0]
         if version != before.version:
@@ -174,11 +165,11 @@ class DrafterTraining:
 
     def state(self) -> DrafterState:
         """Copy the served drafter, its texts and counters."""
-        return self._publisher.state(rollouts=self._num_rollouts)
+        return self.publisher.state(rollouts=self._num_rollouts)
 
     def restore(self, state: DrafterState) -> None:
         """Continue from a saved state. Raises CheckpointError if it is of another drafter."""
-        weights = self._publisher.restore(state)
+        weights = self.publisher.restore(state)
         self._num_rollouts = state.numbers["rollouts"]
         self._policy.load_drafter(weights.tensors)
 
