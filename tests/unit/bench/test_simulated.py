@@ -7,7 +7,6 @@ from longtail.bench.e2e.simulated import MESSAGE_S, Simulated, Speeds, resampled
 from longtail.config import rl as config
 
 SPEEDS = Speeds(0.01, 0.002, learn_token_s=0.01, update_s=0.5, publish_s=0.25, others_s=0.125)
-MESSAGES = pytest.approx
 JITTER_S = 60 * MESSAGE_S
 """Most seconds of messages in the steps below."""
 
@@ -16,16 +15,13 @@ def texts(name: str, *lengths: int) -> Texts:
     return Texts(name=f"{name}@0", prompt_len=10, lengths=lengths, is_learned=True)
 
 
-def step(
-    *groups: Texts, workers: int, speeds: Speeds = SPEEDS, streams: bool = False, shares: bool = False
-) -> Simulated:
-    words = (
-        f"--learner.streaming={str(streams).lower()}",
-        f"--rollout.sharing={str(shares).lower()}",
-        "--rollout.max_tokens=1000",
-    )
-    own = config.load(None, ["--model.path=none", *words])
-    return simulate(own, [(groups, speeds)], workers)
+def configured(*, streams: bool = False, shares: bool = False) -> config.RunConfig:
+    words = f"--learner.streaming={streams}".lower(), f"--rollout.sharing={shares}".lower()
+    return config.load(None, ["--model.path=none", "--rollout.max_tokens=1000", *words])
+
+
+def step(*groups: Texts, workers: int, **switches: bool) -> Simulated:
+    return simulate(configured(**switches), [(groups, SPEEDS)], workers)
 
 
 def near(seconds: float) -> object:
@@ -47,26 +43,25 @@ def test_a_rollout_of_two_workers_ends_with_the_longer_text_and_one_is_idle_unti
 
 
 def test_what_an_idle_worker_learns_ahead_is_hidden_behind_the_longest_text() -> None:
-    groups = texts("p", 200), texts("q", 20), texts("r", 20)
-    after = step(*groups, workers=2)
-    ahead = step(*groups, workers=2, streams=True)
-    alone = step(texts("p", 200), workers=2)
-    assert after.step_s - after.rollout_s == near(210 * 0.01 + 0.875)
-    assert ahead.rollout_s == pytest.approx(after.rollout_s, abs=JITTER_S)
-    assert ahead.step_s == near(ahead.rollout_s + alone.step_s - alone.rollout_s - JITTER_S / 2)
-    # The last group's learning is all that is left; with it learned in parts nothing would be.
-    two = texts("p", 200), texts("q", 200), texts("r", 20), texts("s", 20)
-    assert step(*two, workers=2, streams=True).step_s < step(*two, workers=2).step_s + JITTER_S
+    groups = texts("p", 300)._replace(is_learned=False), texts("q", 90), texts("r", 90)
+    after, ahead = (step(*groups, workers=2, streams=streams) for streams in (False, True))
+    rollout_s = 90 * 0.014 + 210 * 0.012  # r is written beside p
+    assert (after.rollout_s, ahead.rollout_s) == (near(rollout_s), near(rollout_s))
+    assert after.step_s - after.rollout_s == near(100 * 0.01 + 0.875)
+    assert ahead.step_s - ahead.rollout_s == near(0.875)
 
 
 def test_a_running_text_moves_to_the_idle_worker_where_that_ends_the_rollout_sooner() -> None:
     slow = SPEEDS._replace(start_s=0.001, text_s=0.02)
-    groups = texts("p", 400), texts("q", 5), texts("r", 400), texts("s", 5)
-    apart, together = (
-        step(*groups, workers=2, speeds=slow, shares=shares).rollout_s for shares in (True, False)
+    warm = [texts(f"w{length}", length) for length in range(20, 180, 20)]
+    skewed = [texts("p", 400), texts("q", 5), texts("r", 400), texts("s", 5)]
+    moved, stayed = (
+        simulate(configured(shares=shares), [(warm, slow), (skewed, slow)], 2).rollout_s
+        - simulate(configured(shares=shares), [(warm, slow)], 2).rollout_s
+        for shares in (True, False)
     )
-    assert together == near(400 * 0.041)
-    assert 400 * 0.021 < apart < 0.75 * together
+    assert stayed == near(400 * 0.041)
+    assert 400 * 0.021 < moved < 0.75 * stayed
 
 
 def test_the_same_steps_give_the_same_numbers_and_more_workers_have_as_many_texts_each() -> None:

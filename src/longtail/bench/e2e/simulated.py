@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 from longtail.bench.e2e.arms import Texts
@@ -23,6 +22,7 @@ from longtail.config.rl import RunConfig
 from longtail.engine.report import RolloutMeter
 from longtail.rl.collectives import balance
 from longtail.rl.data.requests import visit_of
+from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 
 R = TypeVar("R")
@@ -74,9 +74,10 @@ def simulate(
         group.drain_timeline()
         units = {each.name: each.units(config.learner.tokens_per_micro_batch) for each in texts}
         requests = [request for each in texts for request in each.requests(sampling)]
-        group.rollout(number, requests, cast(Any, _Stream(requests, units)))
+        group.rollout(number, requests, _Groups(requests, units))
         rollout_s += pool.now_s - began
-        group.learn(cast(Any, [unit for each in units.values() for unit in each]))
+        pool.units = [unit for each in units.values() for unit in each]
+        group.learn(())
         group.publish()
         pool.now_s += speeds.others_s
         step_s += pool.now_s - began
@@ -105,8 +106,8 @@ def resampled(steps: Sequence[Sequence[Texts]], factor: float) -> Sequence[Seque
 
 
 @final
-class _Stream:
-    """`GroupStream` whose groups are graded at once."""
+class _Groups:
+    """Groups that are graded at once."""
 
     def __init__(self, requests: Iterable[Request], units: Mapping[str, list[Any]]) -> None:
         self._left, self._units = {each.request_id for each in requests}, dict(units)
@@ -126,6 +127,8 @@ class _Pool(WorkerPool):
 
     def __init__(self, size: int, max_running: int, speeds: Speeds) -> None:
         self.now_s, self.speeds, self.max_running = 0.0, speeds, max_running
+        self.units: Sequence[Any] = ()
+        """Micro-batches of the present step."""
         self.learn_s = 0.0
         self.workers = [_Worker(self) for _ in range(size)]
 
@@ -243,15 +246,15 @@ class _Worker:
         self.held.append(unit.name)
         self.ready(seconds=self._pool.speeds.learn_token_s * unit.packed.num_tokens)
 
-    def learn(self, units: Sequence[Any]) -> None:
+    def learn(self, _: object) -> None:
         """Learn from what no worker has learned from, as long as the busiest one."""
         pool = self._pool
         if self is pool.workers[0]:
             held = {name for each in pool.workers for name in each.held}
-            tokens = [each.packed.num_tokens for each in units if each.name not in held]
+            tokens = [each.packed.num_tokens for each in pool.units if each.name not in held]
             most = max(sum(tokens[i] for i in part) for part in balance(tokens, pool.size))
             pool.learn_s = pool.speeds.update_s + pool.speeds.learn_token_s * most
-        self.ready(seconds=pool.learn_s, result=SimpleNamespace(version=None))
+        self.ready(seconds=pool.learn_s, result=LearnerMetrics().report(0, ()))
 
     def generate(self, requests: Sequence[Request], _: bool, begun: Sequence[Completion]) -> None:
         self._at_s, self._num_written, self._requests = self._pool.now_s, 0, {}
