@@ -24,6 +24,8 @@ _PARTS = ("rollout", "reward", "learn", "publish", "drafter")
 _SIMULATED = ("rollout", "learn", "publish")
 _PASSES = ("logprob", "backward")
 _BOTH = ("rollout", "step")
+Predictions = Mapping[str, Mapping[str, Simulated]]
+"""Measured and simulated seconds of each arm, by what they are of: "2, measured", "2", "8"."""
 _IDLE_WORK = ("learning_ahead_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
 
 
@@ -144,9 +146,6 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
 
 # ---- more workers
 
-Predictions = Mapping[str, Mapping[str, Simulated]]
-"""Measured and simulated seconds of each arm, by what they are of: "2, measured", "2", "8"."""
-
 
 def predict(plan: Plan, found: Mapping[str, ArmResult]) -> Predictions:
     """Simulate the measured workers and more, each with as many texts as a measured one.
@@ -159,13 +158,14 @@ def predict(plan: Plan, found: Mapping[str, ArmResult]) -> Predictions:
     if len(names) < 2 or len(steps) < _TELLING:
         return {}
     workers = plan.arms[OFF].cluster.workers
-    seconds = {
-        name: [sum(found[name].column(f"timing_s/{part}")[i] for i in steps) for part in _BOTH]
-        for name in names
-    }
     known = {
-        name: Simulated(rollout_s=both[0], step_s=both[1], idle_share=_idle_share(found[name]))
-        for name, both in seconds.items()
+        name: Simulated(
+            **{
+                f"{part}_s": sum(own.column(f"timing_s/{part}")[i] for i in steps) for part in _BOTH
+            },
+            idle_share=_idle_share(own),
+        )
+        for name, own in ((name, found[name]) for name in names)
     }
     speeds = {name: _speeds(plan, found[OFF], found[name], steps) for name in names}
     predicted = {f"{workers}, measured": known}
