@@ -39,7 +39,7 @@ def card(name: str) -> dict[str, Any]:
 def tail(path: Path) -> None:
     """One training step of two workers, without drafting and with longtail."""
     steps = card("e2e_quickstart.json")["last_step"]
-    arms = {"Without drafting": "off", "With longtail": "spot"}
+    arms = {"Without drafting": "off", "With longtail": "all" if "all" in steps else "spot"}
     timelines = [(name, Timeline.of_json(steps[arm] | {"marks": []})) for name, arm in arms.items()]
     timeline_plot.draw(timelines, path)
 

@@ -13,7 +13,7 @@ from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
 HISTORY = "history"
-ARMS = ("off", "history", "frozen", "spot", "cold")
+ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
 
 _Model = Annotated[str, Option("model, as model.path of train", "MODEL")]
 _Prompts = Annotated[str, Option("prompts, as data.source of train", "SOURCE")]
@@ -33,11 +33,9 @@ class E2eBenchOptions:
     steps: Annotated[int, Option("training steps of each arm, at most run.steps of RUN", low=1)] = (
         20
     )
-    drafter: Annotated[
-        str | None, Option("drafter of frozen and spot (default: that of RUN)", "NAME")
-    ] = None
+    drafter: Annotated[str | None, Option("trained drafter (default: that of RUN)", "NAME")] = None
     plot: Annotated[
-        str | None, Option("PNG file for the last step without and with drafting", "FILE")
+        str | None, Option("PNG file for the last step without and with longtail", "FILE")
     ] = None
     json: Json = False
     overrides: Annotated[
@@ -158,7 +156,7 @@ class Bench:
 BENCHES: Mapping[str, Bench] = MappingProxyType(
     {
         "e2e": Bench(
-            "Compare a training run with and without drafting and spot training.",
+            "Compare a training run with and without drafting and work of idle workers.",
             E2eBenchOptions,
             "e2e.run",
         ),

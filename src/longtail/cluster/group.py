@@ -16,7 +16,7 @@ from typing import final
 
 from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Decision, DrafterState, Publisher
-from longtail.cluster.forecast import RolloutForecast
+from longtail.cluster.forecast import RolloutForecast, TokenTimes
 from longtail.cluster.idle import IdleCoordinator, IdleWork
 from longtail.cluster.learning import Groups, LearningTimes, LearningWork
 from longtail.cluster.placement import LengthHistory
@@ -222,6 +222,11 @@ class WorkerGroup:
         if self._publisher is None:
             return {}
         return self._publisher.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
+
+    @property
+    def token_times(self) -> TokenTimes:
+        """Seconds of a token of running requests, as the progress of the workers shows them."""
+        return self._forecast.times
 
     def workers(self, *states: State) -> list[int]:
         """Return the workers that are in one of these states, in ascending order."""

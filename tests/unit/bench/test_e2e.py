@@ -9,14 +9,13 @@ import torch
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, Plan, differing_share, generating_s, make_plan
+from longtail.bench.e2e.arms import ArmResult, Plan, Texts, differing_share, make_plan
 from longtail.bench.e2e.run import must_park, run_arms
-from longtail.bench.options import E2eBenchOptions
-from longtail.cluster.states import State
-from longtail.cluster.timeline import Span, Timeline
+from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.errors import ConfigError
+from longtail.rl.streaming import streams
 from longtail.system import memory as parking
 
 
@@ -25,6 +24,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
     rows = [
         {
             "timing_s/rollout": rollout,
+            "timing_s/learn": 0.75 * others,
             "timing_s/step": rollout + others,
             "reward/mean": 0.5,
             "cluster/generating_s": rollout,
@@ -32,12 +32,14 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
             "cluster/spot_s": rollout / 2,
             "cluster/idle_utilization": 0.5,
             "cluster/spot_stop_latency_s": 0.1 * index,
+            "cluster/learning_ahead_s": 0.0,
+            "cluster/stolen_s": 0.25,
+            "cluster/moved_requests": 2.0,
             "speculation/accept_length": 3.0 + index,
         }
         for index, rollout in enumerate(rollouts)
     ]
-    worker_s = [(rollout, rollout / 2) for rollout in rollouts]
-    return ArmResult(metrics=rows, worker_s=worker_s, texts=texts)
+    return ArmResult(metrics=rows, token_s=[(0.0, 0.0)] * len(rows), texts=texts)
 
 
 PLAN = Plan(
@@ -52,14 +54,16 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(PLAN, FOUND)
+    found = card.as_json(PLAN, FOUND, {})
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
     assert found["rewards_agree"] is True
     assert (found["model"], found["workers"], found["steps"]) == ("small", 2, 3)
     assert found["idle_utilization"] == {"spot": 0.5}
-    assert found["stop_latency_s"]["spot"] == [0.0, 0.1, 0.2]
+    assert found["spot_stop_latency_s"]["spot"] == [0.0, 0.1, 0.2]
+    assert found["stolen_s"]["off"] == [0.25] * 3
+    assert found["unnamed_share"] == {"off": 0.5 / 8.0, "spot": 0.5 / 4.0}
     assert found["accept_length"]["spot"] == [3.0, 4.0, 5.0]
     assert found["idle_share"]["off"] == 0.5
     json.dumps(found)
@@ -68,7 +72,7 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(PLAN, {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(PLAN, {**FOUND, "spot": other}, {})["rewards_agree"]
     assert differing_share(arm([], 0.0, a="x", b="y"), arm([], 0.0, b="y", c="z")) == 0.0
     assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
     assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
@@ -116,37 +120,46 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
 # ---- more workers
 
 
-def test_time_is_that_in_which_each_worker_generated() -> None:
-    spans = (
-        Span(worker=0, state=State.GENERATING, begin_s=1.0, end_s=4.0),
-        Span(worker=0, state=State.LEARNING, begin_s=4.0, end_s=6.0),
-        Span(worker=1, state=State.GENERATING, begin_s=1.0, end_s=2.0),
-        Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=4.0),
-        Span(worker=1, state=State.GENERATING, begin_s=4.0, end_s=4.5),
-    )
-    line = Timeline(spans=spans, marks=(), begin_s=1.0, end_s=6.0)
-    assert generating_s(line) == (3.0, 1.5)
+def measured(token_s: tuple[float, float], texts: tuple[int, ...]) -> ArmResult:
+    """Three steps of two workers, each of which writes one text and learns from it in 2 ms a token.
+
+    What is beside takes 0.25 s an update, 0.5 s publishing, 0.125 s in all other parts.
+    """
+    a, b = token_s
+    rollout, passes = max(texts) * (a + b), 0.002 * (10 + texts[0])
+    row = {
+        "timing_s/rollout": rollout,
+        "timing_s/logprob": passes / 3,
+        "timing_s/backward": passes * 2 / 3,
+        "timing_s/learn": passes + 0.25,
+        "timing_s/publish": 0.5,
+        "timing_s/step": rollout + passes + 0.875,
+    }
+    groups = [
+        Texts(f"p{index}@0", prompt_len=10, lengths=(length,), is_learned=True)
+        for index, length in enumerate(texts)
+    ]
+    return ArmResult(metrics=[row] * 3, token_s=[token_s] * 3, groups=[groups] * 3)
 
 
-@pytest.mark.parametrize(
-    ("plain", "drafted", "others_s", "workers", "speedups", "idle"),
-    [
-        ([4.0, 2.0], [2.0, 1.0], 0.0, 1, (2.0, 2.0), 0.0),  # a single worker never waits
-        ([1.0, 3.0], [1.0, 2.0], 1.0, 100, (1.5, 4 / 3), 1 / 3),  # many wait for the slowest
-        ([7.0, 21.0], [7.0, 14.0], 7.0, 100, (1.5, 4 / 3), 1 / 3),  # a slower machine
-    ],
-)
-def test_many_workers_wait_for_the_slowest_and_other_parts_dilute_the_gain(
-    plain: list[float],
-    drafted: list[float],
-    others_s: float,
-    workers: int,
-    speedups: tuple[float, float],
-    idle: float,
+def test_measured_steps_are_predicted_and_the_card_states_the_error(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = card.predict(plain, drafted, others_s=others_s, workers=workers)
-    assert (found.rollout_speedup, found.step_speedup) == pytest.approx(speedups)
-    assert found.idle_share == pytest.approx(idle, abs=0.02)
+    monkeypatch.setattr(card, "_MORE_WORKERS", (4,))
+    found = {name: measured((s, s), (400, 100)) for name, s in (("off", 0.01), ("spot", 0.005))}
+    plan = Plan(arms=dict.fromkeys(found, PLAN.arms["off"]), steps=3, notes=())
+    predicted = card.predict(plan, found)
+    for name, known in predicted["2, measured"].items():
+        assert predicted["2"][name].rollout_s == pytest.approx(known.rollout_s, rel=0.01)
+        assert predicted["2"][name].step_s == pytest.approx(known.step_s, rel=0.01)
+    (table,) = [each for each in card.tables(plan, found, predicted) if "error" in str(each.rows)]
+    assert [row[0] for row in table.cells()] == ["2, measured", "2", "error", "4"]
+    assert [abs(int(error.removesuffix("%"))) <= 1 for error in table.cells()[2][2:4]] == [True] * 2
+    json.dumps(card.as_json(plan, found, predicted))
+
+
+def test_nothing_is_predicted_from_speeds_that_are_not_known() -> None:
+    assert card.predict(PLAN, FOUND) == {}
 
 
 # ---- the arms of a run
@@ -170,24 +183,33 @@ def plan_of(workshop: Workshop, *words: str, **options: object) -> Plan:
     return make_plan(E2eBenchOptions(run=str(path), **options), workshop.path / "arms")
 
 
+def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
+    return own.speculation.drafter, own.spot.train, streams(own), own.rollout.sharing
+
+
 def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--run.writers=wandb",)
     plan = plan_of(workshop, *words, drafter=str(drafter), overrides=("--run.seed=7",))
-    assert list(plan.arms) == ["off", "history", "frozen", "spot", "cold"]
-    given = {name: (each.speculation.drafter, each.spot.train) for name, each in plan.arms.items()}
-    assert given == {
-        "off": ("none", "never"),
-        "history": ("history", "never"),
-        "frozen": (str(drafter), "never"),
-        "spot": (str(drafter), "spot"),
-        "cold": ("fresh+history", "spot"),
+    assert tuple(plan.arms) == ARMS
+    own = str(drafter)
+    assert {name: switches(each) for name, each in plan.arms.items()} == {
+        "off": ("none", "never", False, False),
+        "history": ("history", "never", False, False),
+        "frozen": (own, "never", False, False),
+        "spot": (own, "spot", False, False),
+        "cold": ("fresh+history", "spot", False, False),
+        "stream": (own, "spot", True, False),
+        "share": (own, "spot", False, True),
+        "all": (own, "spot", True, True),
     }
     (common,) = {
         own.model_copy(
             update={
                 "speculation": config.SpeculationSection(),
                 "spot": config.SpotSection(),
+                "learner": own.learner.model_copy(update={"streaming": None}),
+                "rollout": own.rollout.model_copy(update={"sharing": True}),
                 "run": own.run.model_copy(update={"dir": "x"}),
             }
         ).model_dump_json()
@@ -203,7 +225,8 @@ def test_a_run_without_a_trained_drafter_leaves_arms_out_and_says_how_to_get_one
     workshop: Workshop,
 ) -> None:
     plan = plan_of(workshop)
-    assert list(plan.arms) == ["off", "history", "cold"]
+    assert list(plan.arms) == ["off", "history", "cold", "stream", "share", "all"]
+    assert switches(plan.arms["all"]) == ("fresh+history", "spot", True, True)
     (note,) = plan.notes
     assert note.startswith("left out: frozen, spot: ")
     assert "give --drafter DIR" in note
@@ -267,12 +290,12 @@ def test_arms_are_parked_if_all_may_need_more_than_is_free(
 def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop, tmp_path: Path) -> None:
     path, words = run_file(workshop), ("--steps", "1", "--rollout.max_tokens", "8")
     plot = tmp_path / "step.png"
-    said = say("bench", "e2e", str(path), "--arms=off,cold", f"--plot={plot}", *words)
+    said = say("bench", "e2e", str(path), "--arms=off,all", f"--plot={plot}", *words)
     assert said.code == 0, said.err
     assert said.out.startswith("With a drafter that learns while you train, a step of this run")
     assert "All arms wrote the same texts." in said.out
     found = json.loads(said.out.splitlines()[-1])
     assert (found["model"], found["steps"], found["workers"]) == (str(workshop.model), 1, 1)
-    assert found["differing_share"] == {"cold": 0.0}
+    assert found["differing_share"] == {"all": 0.0}
     assert (found["rewards_agree"], found["policies_agree"], found["parked"]) == (True, True, False)
     assert plot.read_bytes().startswith(b"\x89PNG")

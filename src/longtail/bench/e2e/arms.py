@@ -1,44 +1,49 @@
-"""The arms of `longtail bench e2e`: whole training runs, which differ in how they draft.
+"""The arms of `longtail bench e2e`: whole training runs, which differ in how they draft and idle.
 
     off        plain decoding
     history    suffixes of earlier texts, no weights (TLT-Base)
     frozen     the drafter as trained before the run
-    spot       the same drafter, trained by idle workers
-    cold       a fresh drafter and history, trained by idle workers: `auto` where none was trained
+    spot       the same drafter, which learns during the run
+    cold       a fresh drafter and history, which learn: `auto` where none was trained
+    stream     spot, or cold without a trained drafter, and idle workers learn from finished groups
+    share      the same, and running requests move instead
+    all        the same, with both
 
 All arms have the same seeds, so they write the same texts and learn the same: only times differ.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import final
+from types import SimpleNamespace
+from typing import Any, NamedTuple, final
 
+from longtail.api import load_tokenizer
 from longtail.assembly import drafters
 from longtail.assembly.precision import decided
-from longtail.bench.options import E2eBenchOptions
-from longtail.cluster.states import State
+from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.errors import ConfigError
 from longtail.loop import Trainer
+from longtail.rl.data.requests import visit_of
 from longtail.rl.grading.pool import GraderPool
+from longtail.rl.packing import plan
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
+from longtail.types import Request, SamplingParams
 
-OFF, HISTORY, FROZEN, SPOT, COLD = "off", "history", "frozen", "spot", "cold"
+OFF, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
 ACCEPT = "speculation/accept_length"
-_WORDS: Mapping[str, tuple[str, ...]] = {
-    OFF: ("--speculation.drafter=none", "--spot.train=never"),
-    HISTORY: ("--speculation.drafter=history", "--spot.train=never"),
-    FROZEN: ("--spot.train=never",),
-    SPOT: ("--spot.train=spot",),
-    COLD: (f"--speculation.drafter={drafters.FRESH}+{drafters.HISTORY}", "--spot.train=spot"),
+_DRAFTERS = {
+    OFF: drafters.NONE,
+    HISTORY: drafters.HISTORY,
+    COLD: f"{drafters.FRESH}+{drafters.HISTORY}",
 }
-"""Configuration of each arm, on top of the run's."""
+"""Drafters of arms that do not begin with the run's."""
 _TRAINED = (FROZEN, SPOT)
 """Arms that begin with a drafter trained before the run."""
 _UNTRAINED = {drafters.NONE, drafters.AUTO, drafters.HISTORY, drafters.FRESH}
@@ -68,7 +73,8 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
         )
     names, notes = options.arms, tuple[str, ...]()
     missing = [name for name in names if name in _TRAINED]
-    if missing and not _has_trained_drafter(own):
+    is_trained = _has_trained_drafter(own)
+    if missing and not is_trained:
         names = tuple(name for name in names if name not in missing)
         notes = (
             f"left out: {', '.join(missing)}: they begin with a trained drafter, and "
@@ -79,12 +85,25 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
         raise ConfigError("; ".join((f"--arms = {','.join(options.arms)}", *notes)))
     return Plan(
         arms={
-            name: decided(load(path, [*words, *_WORDS[name], f"--run.dir={place / name}"]))
+            name: decided(
+                load(path, [*words, *_words(name, is_trained), f"--run.dir={place / name}"])
+            )
             for name in names
         },
         steps=min(options.steps, own.run.steps),
         notes=notes,
     )
+
+
+def _words(name: str, is_trained: bool) -> list[str]:
+    """Return the configuration of an arm, on top of the run's."""
+    drafter = _DRAFTERS.get(name if is_trained or name in _DRAFTERS else COLD)
+    return [
+        *([f"--speculation.drafter={drafter}"] if drafter else []),
+        *([] if name in (STREAM, ALL) else ["--learner.streaming=false"]),
+        f"--spot.train={'never' if name in (OFF, HISTORY, FROZEN) else 'spot'}",
+        f"--rollout.sharing={str(name in (SHARE, ALL)).lower()}",
+    ]
 
 
 def _has_trained_drafter(own: RunConfig) -> bool:
@@ -96,15 +115,51 @@ def _has_trained_drafter(own: RunConfig) -> bool:
     return Path(name).is_dir() or not set(name.split("+")) <= _UNTRAINED
 
 
+class Texts(NamedTuple):
+    """The texts of one prompt; they are learned from if their rewards differ.
+
+    Example: Texts("p/17@2", prompt_len=40, lengths=(12, 310), is_learned=True)
+    """
+
+    name: str
+    prompt_len: int
+    lengths: tuple[int, ...]
+    is_learned: bool
+
+    def requests(self, sampling: SamplingParams) -> list[Request]:
+        """Return its requests; a text is as long as its noise key says."""
+        return [
+            Request(
+                request_id=f"{self.name}#{index}",
+                prompt_tokens=(0,) * self.prompt_len,
+                noise_key=length,
+                sampling=sampling,
+                group_id=self.name,
+            )
+            for index, length in enumerate(self.lengths)
+        ]
+
+    def units(self, budget: int) -> list[Any]:
+        """Return its micro-batches, which have a name and a number of tokens."""
+        packs = plan(self.lengths, max(budget - self.prompt_len, 1)) if self.is_learned else []
+        tokens = [self.prompt_len + sum(self.lengths[i] for i in pack) for pack in packs]
+        return [
+            SimpleNamespace(name=f"{self.name}/{i}", packed=SimpleNamespace(num_tokens=each))
+            for i, each in enumerate(tokens)
+        ]
+
+
 @dataclass(slots=True, kw_only=True)
 class ArmResult:
     """Figures of one arm's steps."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
-    worker_s: list[tuple[float, ...]] = field(default_factory=list)
-    """Seconds in which each worker generated, step by step."""
+    token_s: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of a token after each step, and what each running text adds; 0 if not measured."""
     texts: dict[str, str] = field(default_factory=dict)
     """Completions by request."""
+    groups: list[list[Texts]] = field(default_factory=list)
+    """Lengths of the texts of each step."""
     timeline: Timeline | None = None
     """Timeline of the last step."""
     policy: str = ""
@@ -123,7 +178,7 @@ class Arm:
     """
 
     def __init__(self, name: str, config: RunConfig) -> None:
-        self.name, self.result = name, ArmResult()
+        self.name, self.result, self._config = name, ArmResult(), config
         self._place = Path(config.run.dir)
         shutil.rmtree(self._place, ignore_errors=True)
         self._run = RunDirectory(self._place)
@@ -149,7 +204,8 @@ class Arm:
         self.result.metrics.append(metrics)
         self.result.timeline = timeline = self._trainer.timeline
         assert timeline is not None, "a step was made"
-        self.result.worker_s.append(generating_s(timeline))
+        times = self._trainer.workers.token_times
+        self.result.token_s.append((times.seconds(0.0), times.seconds(1.0) - times.seconds(0.0)))
         return metrics
 
     def park(self) -> None:
@@ -179,19 +235,28 @@ class Arm:
             lines = rollouts.read_text(encoding="utf-8").splitlines()
             rows = [json.loads(line) for line in lines]
             self.result.texts = {row["request_id"]: row["text"] for row in rows}
+            self.result.groups = groups_of(rows, self._config)
         return self.result
 
 
-def generating_s(timeline: Timeline) -> tuple[float, ...]:
-    """Return the seconds in which each worker generated."""
-    return tuple(
-        sum(
-            span.seconds
-            for span in timeline.spans
-            if span.worker == worker and span.state is State.GENERATING
-        )
-        for worker in timeline.workers
-    )
+def groups_of(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> list[list[Texts]]:
+    """Return the texts of each step by prompt, from the lines of rollouts.jsonl."""
+    tokenizer, steps = load_tokenizer(config.model.path), dict[int, dict[str, list[Any]]]()
+    for row in rows:
+        step = steps.setdefault(row["step"], {})
+        step.setdefault(visit_of(row["request_id"]), []).append(row)
+    return [
+        [
+            Texts(
+                name=name,
+                prompt_len=len(tokenizer.encode(members[0]["prompt"])),
+                lengths=tuple(row["num_tokens"] for row in members),
+                is_learned=config.learner.kl_coef > 0 or len({r["reward"] for r in members}) > 1,
+            )
+            for name, members in step.items()
+        ]
+        for step in steps.values()
+    ]
 
 
 def differing_share(one: ArmResult, other: ArmResult) -> float:

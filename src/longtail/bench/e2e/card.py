@@ -1,14 +1,14 @@
 """The card of `longtail bench e2e`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
-
-import numpy as np
 
 from longtail.bench.common.card import Table, by_position, numbers
 from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.e2e.arms import ACCEPT, COLD, OFF, SPOT, ArmResult, Plan, differing_share
+from longtail.bench.e2e.arms import ACCEPT, ALL, COLD, OFF, SPOT, ArmResult, Plan, differing_share
+from longtail.bench.e2e.simulated import Simulated, Speeds, resampled, simulate
+from longtail.rl.collectives import balance
 from longtail.system.device import threads_each
 
 _MORE_WORKERS = (8, 32, 128)
@@ -19,9 +19,14 @@ _TELLING = 3
 """Fewest steps from which a gain is concluded: first steps are disturbed most."""
 _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
-_PARTS = ("rollout", "reward", "learn", "publish", "drafter", "step")
-_SIMULATED = 1000
-"""Number of simulated rollouts."""
+_PARTS = ("rollout", "reward", "learn", "publish", "drafter")
+"""Named parts of a step, which follow one another."""
+_SIMULATED = ("rollout", "learn", "publish")
+_PASSES = ("logprob", "backward")
+_BOTH = ("rollout", "step")
+Predictions = Mapping[str, Mapping[str, Simulated]]
+"""Measured and simulated seconds of each arm, by what they are of: "2, measured", "2", "8"."""
+_IDLE_WORK = ("learning_ahead_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
 
 
 def sentences(found: Mapping[str, ArmResult]) -> list[str]:
@@ -38,9 +43,11 @@ def sentences(found: Mapping[str, ArmResult]) -> list[str]:
 
 
 def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
-    """Return the share of a step's time with a drafter that learns."""
+    """Return the share of a step's time with all that longtail does, or with drafts alone."""
+    begun = ((SPOT, "trained before"), (COLD, "fresh at its start"))
+    told = ((ALL, "and no worker that idles"),) if ALL in found else begun
     clauses: list[str] = []
-    for name, what in ((SPOT, "trained before"), (COLD, "fresh at its start")):
+    for name, what in told:
         if name not in found or not off.metrics:
             continue
         own, plain = (each.column("timing_s/step") for each in (found[name], off))
@@ -68,15 +75,16 @@ def _verdict(share: float, num_steps: int) -> str:
     return "no gain" if share <= 1.0 + _NOTHING else "a loss"
 
 
-def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
-    """Return the comparison, accept lengths, the prediction, and the parts of a step."""
+def tables(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -> list[Table]:
+    """Return the comparison, accept lengths, the predictions, and the parts of a step."""
     off, own = found[OFF], plan.arms[OFF]
     workers = own.cluster.workers
     parts = [
         (
             name,
-            *(f"{_median(result, f'timing_s/{part}'):.2f}" for part in _PARTS),
-            f"{_median(result, 'cluster/spot_stop_latency_s'):.3f}",
+            *(f"{_median(result, f'timing_s/{part}'):.2f}" for part in (*_PARTS, "step")),
+            *(f"{_median(result, f'cluster/{each}'):.2f}" for each in _IDLE_WORK),
+            f"{_unnamed_share(result):.1%}",
         )
         for name, result in found.items()
     ]
@@ -99,9 +107,20 @@ def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
             list(found),
         ),
         *_accept_table(found),
-        *_prediction_table(workers, found),
+        *_prediction_table(predicted),
         Table(
-            "Seconds of a step, medians", by_position("arm", *_PARTS, "spot stop latency"), parts
+            "Seconds of a step, medians",
+            by_position(
+                "arm",
+                *_PARTS,
+                "step",
+                "learning ahead",
+                "stolen",
+                "stop latency",
+                "moved",
+                "unnamed",
+            ),
+            parts,
         ),
     ]
 
@@ -128,74 +147,90 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
 # ---- more workers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prediction:
-    """A mean training step of a number of workers, each as busy as a measured one.
+def predict(plan: Plan, found: Mapping[str, ArmResult]) -> Predictions:
+    """Simulate the measured workers and more, each with as many texts as a measured one.
 
-    Example: Prediction(workers=32, idle_share=0.41, rollout_speedup=1.6, step_speedup=1.4)
+    Empty without enough steps whose speeds are known: the progress of one worker is not followed.
     """
-
-    workers: int
-    idle_share: float
-    """Idle share of the workers' time in a rollout without drafts."""
-    rollout_speedup: float
-    step_speedup: float
-    """Speedup of a step whose other parts take as long as measured."""
-
-
-def predict(
-    plain_s: Sequence[float], drafted_s: Sequence[float], *, others_s: float, workers: int
-) -> Prediction:
-    """Predict a step of `workers` from the seconds that measured workers generated.
-
-    Item i of `plain_s` and of `drafted_s` is the same worker in the same step, without drafts and
-    with them. A rollout lasts until the slowest of `workers` random draws of i is done.
-
-    Example: predict([1.0, 3.0], [1.0, 2.0], others_s=1.0, workers=100).rollout_speedup == 1.5
-    """
-    draws = np.random.default_rng(0).integers(len(plain_s), size=(_SIMULATED, workers))
-    plain, drafted = np.asarray(plain_s)[draws], np.asarray(drafted_s)[draws]
-    plain_rollout_s, drafted_rollout_s = (float(s.max(axis=1).mean()) for s in (plain, drafted))
-    return Prediction(
-        workers=workers,
-        idle_share=1.0 - float(plain.mean()) / plain_rollout_s,
-        rollout_speedup=plain_rollout_s / drafted_rollout_s,
-        step_speedup=(plain_rollout_s + others_s) / (drafted_rollout_s + others_s),
-    )
+    names = [OFF, *(name for name in (SPOT, COLD, ALL) if name in found)]
+    measured = range(len(found[OFF].metrics))
+    steps = [i for i in measured if all(any(found[name].token_s[i]) for name in names)]
+    if len(names) < 2 or len(steps) < _TELLING:
+        return {}
+    workers = plan.arms[OFF].cluster.workers
+    known = {
+        name: Simulated(
+            **{
+                f"{part}_s": sum(own.column(f"timing_s/{part}")[i] for i in steps) for part in _BOTH
+            },
+            idle_share=_idle_share(own),
+        )
+        for name, own in ((name, found[name]) for name in names)
+    }
+    speeds = {name: _speeds(plan, found[OFF], found[name], steps) for name in names}
+    predicted = {f"{workers}, measured": known}
+    for count in (workers, *_MORE_WORKERS):
+        texts = resampled([found[OFF].groups[i] for i in steps], count / workers)
+        predicted[f"{count}"] = {
+            name: simulate(plan.arms[name], list(zip(texts, own, strict=True)), count)
+            for name, own in speeds.items()
+        }
+    return predicted
 
 
-def _predictions(workers: int, found: Mapping[str, ArmResult]) -> list[Prediction]:
-    """Predict the arm whose drafter learns, for the measured workers and for more of them.
-
-    Nothing is predicted from too few steps.
-    """
-    off, own = found[OFF], found.get(SPOT, found.get(COLD))
-    if own is None or len(off.worker_s) < _TELLING:
-        return []
-    plain_s, drafted_s = ([s for step in each.worker_s for s in step] for each in (off, own))
-    steps, rollouts = off.column("timing_s/step"), off.column("timing_s/rollout")
-    others_s = Spread.of([a - b for a, b in zip(steps, rollouts, strict=True)]).median
+def _speeds(plan: Plan, off: ArmResult, own: ArmResult, steps: Sequence[int]) -> list[Speeds]:
+    """Return the speeds of an arm in some steps; those of the learner are of the arm off."""
+    budget, workers = plan.arms[OFF].learner.tokens_per_micro_batch, plan.arms[OFF].cluster.workers
+    parts: dict[int, list[int]] = {}
+    """Tokens that each rank learns from."""
+    for i in steps:
+        sizes = [u.packed.num_tokens for each in off.groups[i] for u in each.units(budget)]
+        parts[i] = [sum(sizes[index] for index in part) for part in balance(sizes, workers)]
+    passes_s = sum(off.metrics[i][f"timing_s/{each}"] for i in steps for each in _PASSES)
+    token_s = passes_s / max(sum(each[0] for each in parts.values()), 1)  # of the first rank
     return [
-        predict(plain_s, drafted_s, others_s=others_s, workers=count)
-        for count in (workers, *_MORE_WORKERS)
+        Speeds(
+            *own.token_s[i],
+            learn_token_s=token_s,
+            update_s=max(off.metrics[i]["timing_s/learn"] - token_s * max(parts[i]), 0.0),
+            publish_s=row["timing_s/publish"],
+            others_s=row["timing_s/step"] - sum(row[f"timing_s/{each}"] for each in _SIMULATED),
+        )
+        for i, row in ((i, own.metrics[i]) for i in steps)
     ]
 
 
-def _prediction_table(workers: int, found: Mapping[str, ArmResult]) -> list[Table]:
-    """Return the prediction; the first line can be compared with what was measured."""
-    predicted = _predictions(workers, found)
+def _speedups(runs: Mapping[str, Simulated]) -> list[float]:
+    """Return the speedups of rollout and step of each arm, in the seconds of all steps."""
+    off, *others = runs.values()
+    return [
+        s for each in others for s in (off.rollout_s / each.rollout_s, off.step_s / each.step_s)
+    ]
+
+
+def _prediction_table(predicted: Predictions) -> list[Table]:
+    """Return the predictions, below what was measured, with their error."""
     if not predicted:
         return []
+    rows = [
+        (
+            what,
+            f"{runs[OFF].idle_share:.0%}",
+            *(f"{each:.2f}" for each in _speedups(runs)),
+            f"{1e3 * max(each.coordinator_s for each in runs.values()):.0f}",
+        )
+        for what, runs in predicted.items()
+    ]
+    measured, simulated, *_ = map(_speedups, predicted.values())
+    errors = (f"{b / a - 1:+.0%}" for a, b in zip(measured, simulated, strict=True))
+    arms = [name for name in next(iter(predicted.values())) if name != OFF]
+    headings = (f"{name}: {part}" for name in arms for part in _BOTH)
     return [
         Table(
-            "Predicted for more workers, each as busy as a measured one",
-            {
-                "workers": lambda each: each.workers,
-                "idle without drafts": lambda each: f"{each.idle_share:.0%}",
-                "rollout speedup": lambda each: each.rollout_speedup,
-                "step speedup": lambda each: each.step_speedup,
-            },
-            predicted,
+            "Speedups over the arm off for more workers: the run's own coordinator in simulated "
+            "time; all-reduce, update and publishing take as long for any number of workers",
+            by_position("workers", "idle in off", *headings, "coordinator, ms of a step"),
+            [*rows[:2], ("error", "", *errors, ""), *rows[2:]],
         )
     ]
 
@@ -203,7 +238,7 @@ def _prediction_table(workers: int, found: Mapping[str, ArmResult]) -> list[Tabl
 # ---- JSON
 
 
-def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
+def as_json(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -> dict[str, Any]:
     """Return every figure."""
     own, off = plan.arms[OFF], found[OFF]
     others = {name: result for name, result in found.items() if name != OFF}
@@ -229,9 +264,13 @@ def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "idle_utilization": {
             name: _median(each, "cluster/idle_utilization") for name, each in others.items()
         },
-        "stop_latency_s": columns("cluster/spot_stop_latency_s"),
+        **{name: columns(f"cluster/{name}") for name in _IDLE_WORK},
+        "unnamed_share": {name: _unnamed_share(each) for name, each in found.items()},
         "accept_length": columns(ACCEPT),
-        "predicted": [asdict(each) for each in _predictions(own.cluster.workers, found)],
+        "predicted": {
+            what: {name: asdict(each) for name, each in runs.items()}
+            for what, runs in predicted.items()
+        },
         "reward": columns("reward/mean"),
         "step_s": columns("timing_s/step"),
         "rollout_s": columns("timing_s/rollout"),
@@ -249,6 +288,13 @@ def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:
 def _median(result: ArmResult, name: str) -> float:
     values = result.column(name)
     return Spread.of(values).median if values else 0.0
+
+
+def _unnamed_share(result: ArmResult) -> float:
+    """Return the share of all steps' seconds that are in none of their parts."""
+    named = sum(sum(result.column(f"timing_s/{part}")) for part in _PARTS)
+    whole = sum(result.column("timing_s/step"))
+    return 1.0 - named / whole if whole else 0.0
 
 
 def _idle_share(result: ArmResult) -> float:

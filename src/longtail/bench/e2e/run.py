@@ -1,10 +1,10 @@
-"""`longtail bench e2e`: whole training runs that differ in how they draft, arm against arm.
+"""`longtail bench e2e`: whole training runs that differ in how they draft and idle, arm by arm.
 
 All arms take turns, a step each, so a slow minute of the machine falls on all of them alike, and
 ratios are taken step by step:
 
-    step 1    off  history  frozen  spot  cold        each: unpark, STEP, park
-    step 2    cold  spot  frozen  history  off        only STEP is timed
+    step 1    off  frozen  spot  all        each: unpark, STEP, park
+    step 2    all  spot  frozen  off        only STEP is timed
 
 If the arms may need more memory together than there is, each is parked on disk between its steps:
 the weights and moments of its learner, and its KV cache is freed.
@@ -18,7 +18,7 @@ from longtail.assembly.device import run_device
 from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
+from longtail.bench.e2e.arms import ALL, COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
 from longtail.bench.options import E2eBenchOptions
 from longtail.view import timeline_plot
 
@@ -32,10 +32,11 @@ def run(options: E2eBenchOptions) -> int:
             log(note)
         parks = must_park(plan)
         found = run_arms(plan, log, is_parked=parks)
+    predicted = card.predict(plan, found)
     memory = ["arms were parked on disk between their steps"] if parks else []
     print_card(
-        card.tables(plan, found),
-        card.as_json(plan, found) | {"parked": parks},
+        card.tables(plan, found, predicted),
+        card.as_json(plan, found, predicted) | {"parked": parks},
         sentences=[*card.sentences(found), *plan.notes, *memory],
         json_only=options.json,
     )
@@ -83,7 +84,8 @@ def run_arms(plan: Plan, log: Log, *, is_parked: bool) -> dict[str, ArmResult]:
 
 
 def draw(found: dict[str, ArmResult], path: Path) -> None:
-    """Draw the workers in the last step, without drafting and with it."""
-    labels = {OFF: "Without drafting", SPOT: "With longtail", COLD: "With longtail, begun fresh"}
-    pictured = [(labels[name], found[name].timeline) for name in labels if name in found]
+    """Draw the workers in the last step, in the arm off and in the one that does most."""
+    most = [name for name in (ALL, SPOT, COLD) if name in found][:1]
+    labels = zip(("Without drafting", "With longtail"), (OFF, *most), strict=False)
+    pictured = [(label, found[name].timeline) for label, name in labels]
     timeline_plot.draw([(name, line) for name, line in pictured if line is not None], path)
