@@ -35,6 +35,7 @@ def metrics_row(step: int) -> dict[str, float | None]:
         "speculation/accept_length": 4.0 + (step % 9) / 10,
         "timing_s/rollout": 6.0,
         "timing_s/reward": 0.01,
+        "timing_s/learn": 3.5 + step % 3,
         "timing_s/logprob": 1.5,
         "timing_s/update": 2.0 + step % 3,
         "timing_s/publish": 0.05,

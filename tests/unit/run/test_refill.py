@@ -37,7 +37,7 @@ class _Workers:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def rollout(self, step: int, requests: Any) -> Any:
+    def rollout(self, step: int, requests: Any, groups: Any) -> Any:
         self.calls.append(f"rollout {len(requests)}")
         completions = [completion(each.request_id, (1,)) for each in requests]
         return RolloutResult(

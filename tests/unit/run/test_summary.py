@@ -22,8 +22,7 @@ def _row(**changes: float | None) -> dict[str, float | None]:
         "rollout/tail_idle_share": 0.5,
         "timing_s/rollout": 6.0,
         "timing_s/reward": 1.0,
-        "timing_s/logprob": 0.5,
-        "timing_s/update": 1.5,
+        "timing_s/learn": 2.0,
         "timing_s/step": 10.0,
         **changes,
     }
@@ -49,8 +48,7 @@ def test_shares_of_a_summary_are_weighted_by_time() -> None:
         "tokens_per_s": 400 / 8,
         "rollout_share": 8 / 16,
         "reward_share": 2 / 16,
-        "logprob_share": 1 / 16,
-        "update_share": 3 / 16,
+        "learn_share": 4 / 16,
         "other_share": pytest.approx(2 / 16),
         "tail_idle_share": (0.5 * 6 + 0.25 * 2) / 8,
         "length_p50": 10.0,
@@ -91,7 +89,7 @@ def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
     lines = dict(summary_lines(_summary(), tmp_path))
     assert lines["held-out reward"] == "0.250 before, 0.500 after 2 steps"
     assert lines["rollout speed"] == "50 tokens/s"
-    assert lines["time of a step"] == "rollout 50%, reward 12%, logprob 6%, update 19%, other 12%"
+    assert lines["time of a step"] == "rollout 50%, reward 12%, learn 25%, other 12%"
     assert lines["lost to the tail"] == "44% of the rollout's slots were empty"
     assert lines["policy"] == str(tmp_path / "checkpoints" / "step_000002" / "policy")
     assert lines["report"] == str(tmp_path / "report.html")

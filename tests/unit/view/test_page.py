@@ -129,8 +129,8 @@ PANELS = {
     },
     "panel-speed": {"tokens/s": "rollout/tokens_per_s"},
     "panel-phases": {
-        "rollout, s": "timing_s/rollout", "logprob, s": "timing_s/logprob",
-        "update, s": "timing_s/update", "reward, s": "timing_s/reward",
+        "rollout, s": "timing_s/rollout", "learn, s": "timing_s/learn",
+        "reward, s": "timing_s/reward",
         "publish, s": "timing_s/publish", "drafter, s": "timing_s/drafter",
     },
     "panel-idle": {"trained the drafter, s": "cluster/spot_s", "idle, s": "cluster/idle_s"},
@@ -180,7 +180,7 @@ def test_the_panels_of_a_step_show_its_own_numbers(
     assert sum(lengths) == 4
     assert "published" in page.locator("#panel-decisions").inner_text()
     metrics = {each["metric"]: value(each["value"]) for each in numbers(page, "panel-metrics")}
-    assert metrics["timing_s/update"] == near(metrics_row(6)["timing_s/update"])
+    assert metrics["timing_s/learn"] == near(metrics_row(6)["timing_s/learn"])
     page.select_option("#rollout-line", label="worker 1")
     page.wait_for_function("document.getElementById('rollout-line').value === '0'")
 
