@@ -30,8 +30,9 @@ _LEAST_S = 0.1
 class TokenTimes:
     """Seconds in which each of n running requests grows by one token: a + b n, both at least 0.
 
-    Fitted by least squares, weighted by time. What is observed beside other work of this machine
-    does not count; compared with the same number of requests without that, it gives `slowdown`.
+    Fitted by least squares, weighted by the tokens of each request: the sum over what was observed
+    is the seconds that it took. What is observed beside other work of this machine does not count;
+    compared with the same number of requests without that, it gives `slowdown`.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class TokenTimes:
             new = (seconds * beside, lost_s)
             self._beside = [_FADE * a + b for a, b in zip(self._beside, new, strict=True)]
             return lost_s
-        w, n = seconds, num_running
+        w, n = num_tokens / num_running, num_running
         new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
         self._sums = [_FADE * a + b for a, b in zip(self._sums, new_sums, strict=True)]
         weight, total = self._usual.get(bits, (0.0, 0.0))

@@ -113,6 +113,10 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
 ) -> None:
     assert shares(spot, cold) == [sentence, "All arms wrote the same texts."]
     assert shares() == ["All arms wrote the same texts."]
+    most = {"off": arm([10.0] * 6, 0.0), "spot": arm([9.0] * 6, 0.0), "all": arm([5.0] * 6, 0.0)}
+    assert card.sentences(most)[0] == (
+        DRAFTED + "0.50x of the time (idle workers at work: a gain)."
+    )
     few = {"off": arm([10.0] * 2, 0.0), "spot": arm([5.0] * 2, 0.0)}
     assert "0.50x of the time (trained before: too few steps to tell)" in card.sentences(few)[0]
 

@@ -41,6 +41,13 @@ def test_seconds_of_a_token_are_learned_from_exact_observations(start_s, more_s,
     )
 
 
+def test_a_moment_without_tokens_counts_by_its_seconds_and_no_more():
+    found = TokenTimes()
+    for num_tokens, seconds in ((400, 10.0), (4, 1.0)):
+        found.observe(4.0, num_tokens, seconds, 0)
+    assert found.seconds(4.0) == pytest.approx(11.0 / 101, rel=0.01)
+
+
 def test_what_is_seen_beside_other_work_is_its_cost_and_no_speed():
     found = TokenTimes()
     assert found.slowdown == 0.0

@@ -45,7 +45,7 @@ def sentences(found: Mapping[str, ArmResult]) -> list[str]:
 def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
     """Return the share of a step's time with all that longtail does, or with drafts alone."""
     begun = ((SPOT, "trained before"), (COLD, "fresh at its start"))
-    told = ((ALL, "and no worker that idles"),) if ALL in found else begun
+    told = ((ALL, "idle workers at work"),) if ALL in found else begun
     clauses: list[str] = []
     for name, what in told:
         if name not in found or not off.metrics:
