@@ -22,7 +22,8 @@ from longtail.assembly.drafters import (
 )
 from longtail.assembly.policy import open_policy, shape_of
 from longtail.assembly.vllm import open_vllm, uses_vllm
-from longtail.cluster.worker import Drafting, Worker, WorkerComponents
+from longtail.cluster.components import Drafting, WorkerComponents
+from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.architecture import ARCHITECTURES

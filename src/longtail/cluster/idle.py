@@ -19,7 +19,7 @@ from longtail.cluster.supervisor import WorkerSupervisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is expected of the present rollout.
+    """The expected rest of the present rollout.
 
     Example: Forecast(num_workers=4, num_generating=2, rest_s=3.5, slowdown=0.05)
     """
