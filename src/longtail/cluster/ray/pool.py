@@ -1,16 +1,19 @@
 """Workers as Ray actors (extra `cluster`).
 
 Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
-the end. With an address it uses an existing cluster, where the directories of the model and of the
-run must be readable under the same paths. Ray pickles what passes between processes: use a cluster
+the end. With a `Cluster` its workers are on the hosts of that. What several workers are sent is
+stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster
 that you trust, as Ray itself requires (SECURITY.md).
 """
 
+import enum
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast, final
 
 import numpy as np
@@ -20,7 +23,10 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from longtail.cluster.pool import TaskResult, WorkerPool
+from longtail.cluster.pool import Place, TaskResult, WorkerPool
+from longtail.cluster.ray import hosts
+from longtail.cluster.ray.cluster import Cluster, Places, check_answers
+from longtail.cluster.ray.hosts import Kit
 from longtail.cluster.ray.instance import OwnRay, quietly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
@@ -30,14 +36,17 @@ R = TypeVar("R")
 
 _ANSWER_S = 20.0
 """Seconds for the answer to a message: an engine step is far shorter."""
-CONNECT_S = 2.0
-"""Seconds for a connection to an existing cluster, and again for its answer."""
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
-_SETTINGS = b"\x04"
 _MESSAGES = "messages"
 _PROGRESS_S = 2.0
 """Seconds for the answers to `progress`; a late answer is returned by the next call."""
+
+
+class _Made(enum.Enum):
+    """The result of the first task of a worker."""
+
+    READY = enum.auto()
+    WITHOUT_MODEL = enum.auto()
+    """It has to be sent the files of the model."""
 
 
 class _Actor:
@@ -47,11 +56,23 @@ class _Actor:
         self._worker: Worker | None = None
         _send_tensors_as_arrays()
 
-    def make(self, make: Callable[[int], Worker], number: int) -> None:
+    def make(
+        self,
+        make: Callable[[Place], Worker],
+        place: Place,
+        kit: Kit | None,
+        files: dict[str, Any] | None,
+    ) -> "_Made":
         """Make the worker. This is a task, so that an exception in it is not a lost process."""
-        self._worker = make(number)
+        if kit is not None:
+            model = hosts.find(kit)
+            if model is None and files is None:
+                return _Made.WITHOUT_MODEL
+            place = replace(place, model=model or hosts.keep(kit, files or {}))
+        self._worker = make(place)
+        return _Made.READY
 
-    def call(self, method: Callable[..., Any], args: Any) -> Any:
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a task or a message."""
         return method(self._worker, *args)
 
@@ -65,9 +86,10 @@ class _Actor:
 
 @final
 class RayWorkerPool(WorkerPool):
-    """Starts `size` workers, each made by `make(number)` in a process of its own.
+    """Starts `size` workers, each made by `make(place)` in a process of its own.
 
-    `log` receives the lines that workers of this machine print.
+    They are on this machine, or on the hosts of `cluster`. `log` receives the lines that workers of
+    this machine print, if its Ray is the run's own.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
@@ -78,19 +100,24 @@ class RayWorkerPool(WorkerPool):
 
     def __init__(
         self,
-        make: Callable[[int], Worker],
+        make: Callable[[Place], Worker],
         size: int,
         *,
-        address: str = "",
+        cluster: Cluster | None = None,
         gpus: float = 0.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
-        self._make, self._size, self._gpus = make, size, gpus
-        self._is_local = not address
+        self._make, self._size = make, size
         self._users.add(id(self))
-        self._start_ray(address)
+        self._start_ray("" if cluster is None else cluster.address)
         _send_tensors_as_arrays()
+        self._kit = None if cluster is None else cluster.kit
+        self._places = None if cluster is None else Places(cluster, size, gpus)
+        self._files: dict[str, Any] = {}
+        """Files of the model in Ray, while workers are made that lack them."""
+        self._stored: dict[int, tuple[object, Any]] = {}
+        """What was sent last, with its place in Ray: the next worker may be sent the same."""
         self._num_teams = 0
         self._running: dict[Any, int] = {}
         self._progress: dict[int, Any] = {}
@@ -105,7 +132,7 @@ class RayWorkerPool(WorkerPool):
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Send the task to the worker."""
         assert worker not in self._running.values(), f"worker {worker} is at work"
-        self._running[self._sent(worker, self._actors[worker].call, task, args)] = worker
+        self._running[self._sent(worker, self._actors[worker].call, task, *args)] = worker
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         """Return the tasks that have ended; wait only if there is none."""
@@ -113,20 +140,22 @@ class RayWorkerPool(WorkerPool):
         if not self._running:
             time.sleep(timeout_s)
             return []
+        if self._places is not None:
+            self._places.check()
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        return [self._ended(reference) for reference in done]
+        return [ended for ref in done if (ended := self._ended(ref)) is not None]
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Call the message, and wait some seconds for the answer."""
         call = self._in_message_thread(self._actors[worker].call)
-        return cast(R, self._answer(worker, self._sent(worker, call, message, args)))
+        return cast(R, self._answer(worker, self._sent(worker, call, message, *args)))
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Ask all workers together, and wait a short time for their answers."""
         for worker in workers:
             if worker not in self._progress:
                 call = self._in_message_thread(self._actors[worker].call)
-                self._progress[worker] = call.remote(Worker.progress, ())
+                self._progress[worker] = call.remote(Worker.progress)
         asked = {self._progress[worker]: worker for worker in workers}
         done = (
             ray.wait(list(asked), num_returns=len(asked), timeout=_PROGRESS_S)[0] if asked else ()
@@ -157,8 +186,11 @@ class RayWorkerPool(WorkerPool):
 
     def close(self) -> None:
         """End all workers; the last pool also disconnects from Ray, or stops its own."""
-        for actor in self._actors:
-            ray.kill(actor)
+        if self._places is None or self._places.has_head:  # else each call would wait for it
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._places is not None:
+                self._places.close()
         self._log_output()
         self._running.clear()
         self._users.discard(id(self))
@@ -201,18 +233,41 @@ class RayWorkerPool(WorkerPool):
     def _actor(self, worker: int) -> Any:
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
-        own = remote(_Actor).options(
-            num_cpus=0 if self._is_local else 1,  # several pools may share this machine
-            num_gpus=self._gpus,
-        )
-        actor = own.remote()
-        self._running[actor.make.remote(self._make, worker)] = worker
+        # Several pools may share this machine.
+        where = {"num_cpus": 0} if self._places is None else self._places.options(worker)
+        actor = remote(_Actor).options(**where).remote()
+        self._make_worker(worker, actor, None)
         return actor
 
-    def _ended(self, reference: Any) -> TaskResult:
+    def _make_worker(self, worker: int, actor: Any, files: dict[str, Any] | None) -> None:
+        """Start the first task of a worker. `files` of the model are in Ray."""
+        sharing = self._size if self._places is None else self._places.most_on_a_host
+        place = Place(worker=worker, sharing=sharing)
+        self._running[actor.make.remote(self._make, place, self._kit, files)] = worker
+
+    def _send_model(self, worker: int) -> None:
+        """Store the files of the model in Ray, if they are not there, for a worker without them."""
+        assert self._kit is not None, "only other hosts lack files"
+        try:
+            if not self._files:
+                self._files = {name: ray.put(data) for name, data in hosts.read(self._kit).items()}
+        except RayError as error:
+            raise ClusterError(
+                f"the model does not fit into Ray's object store ({_first_line(error)}); copy "
+                f"{self._kit.directory} to every host, or start Ray with a larger "
+                "--object-store-memory"
+            ) from error
+        self._make_worker(worker, self._actors[worker], self._files)
+
+    def _ended(self, reference: Any) -> TaskResult | None:
+        """Return the result of a task; None if a worker waits for the model."""
         worker = self._running.pop(reference)
         try:
-            return TaskResult(worker=worker, result=ray.get(reference, timeout=_ANSWER_S))
+            result = ray.get(reference, timeout=_ANSWER_S)
+            if result is _Made.WITHOUT_MODEL:
+                self._send_model(worker)
+                return None
+            return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
@@ -230,12 +285,21 @@ class RayWorkerPool(WorkerPool):
 
     def _sent(self, worker: int, method: Any, *args: object) -> Any:
         """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
+        before, self._stored = self._stored, {}
         try:
-            return method.remote(*args)
+            return method.remote(*(self._shared(each, before) for each in args))
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
+
+    def _shared(self, sent: object, before: Mapping[int, tuple[object, Any]]) -> Any:
+        """Return what is sent as stored in Ray; the same again, if it was sent just before."""
+        if sent is None or callable(sent) or isinstance(sent, int | float | str | Path):
+            return sent
+        known = before.get(id(sent)) or (sent, ray.put(sent))
+        self._stored[id(sent)] = known
+        return known[1]
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:
@@ -265,26 +329,6 @@ def _as_array(tensor: Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Siz
 def _as_tensor(sent: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> Tensor:
     array, dtype, shape = sent
     return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
-
-
-def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:
-    """Raise ConnectionError within seconds if nothing at an address answers as Ray does.
-
-    An address that is no host:port, like "auto", is left to Ray.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as sock:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return
-            sock.sendall(_HELLO)
-            answer = sock.recv(9)
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(f"no Ray answers there: {error}") from error
-    if answer[3:4] != _SETTINGS:
-        raise ConnectionError("what answers there is no Ray")
 
 
 def _lost(worker: int, error: Exception) -> TaskResult:
