@@ -2,8 +2,8 @@
 
 Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
 the end. With a `Cluster` its workers are on the hosts of that. What several workers are sent is
-stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster
-that you trust, as Ray itself requires (SECURITY.md).
+stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a
+cluster that you trust, as Ray itself requires (SECURITY.md).
 """
 
 import enum
