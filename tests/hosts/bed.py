@@ -194,12 +194,12 @@ class Bed:
         self._switch.ip("link add bridge type bridge")
         self._switch.ip("link set bridge up")
 
-    def add(self, *, place_mb: int = 200, **env: str) -> Host:
-        """Add a host whose own files have at most `place_mb` MB."""
+    def add(self, **env: str) -> Host:
+        """Add a host with these variables in its environment."""
         number = len(self.hosts)
         space = _Space(
             "mount --make-rprivate /",
-            f"mount -t tmpfs -o size={place_mb}m none {PLACE}",
+            f"mount -t tmpfs -o size=200m none {PLACE}",
             "mount -t tmpfs -o size=200m none /dev/shm",
         )
         host = Host(number, space, self._switch, _environment(env))
@@ -235,9 +235,9 @@ def bed(shared: Path) -> Iterator[Bed]:
         made.close()
 
 
-def cluster(made: Bed, num: int) -> list[Host]:
+def cluster(made: Bed, num: int, **env: str) -> list[Host]:
     """Add hosts of one processor each, joined to one Ray; the first is its head."""
-    hosts = [made.add() for _ in range(num)]
+    hosts = [made.add(**env) for _ in range(num)]
     hosts[0].head()
     for host in hosts[1:]:
         host.join(hosts[0])

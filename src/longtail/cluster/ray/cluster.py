@@ -81,8 +81,24 @@ class Places:
     def check(self) -> None:
         """Raise ClusterError if the head is silent, or has had no room for a worker, for long."""
         now = time.monotonic()
-        if now - self._looked_s < _CHECK_S:
+        if now - self._looked_s < _CHECK_S or not self._answers(now):
             return
+        if placement_group_table(self._group)["state"] == "CREATED":
+            self._placed_s = now
+        elif now - self._placed_s > self._cluster.timeout_s:
+            raise ClusterError(
+                f"a host is gone, and for {self._cluster.timeout_s:.0f} s no other has had room "
+                f"for its workers ({_text(self._share)} each); start a host or lower "
+                f"cluster.workers, then {_AGAIN}"
+            )
+
+    def wait_for_head(self) -> None:
+        """Wait until the head answers, as Ray would without end. Raises ClusterError."""
+        while not self._answers(time.monotonic()):
+            time.sleep(_CHECK_S)
+
+    def _answers(self, now: float) -> bool:
+        """Return whether the head answers. Raises ClusterError if it has not for long."""
         self._looked_s = now
         try:
             check_answers(self._head)
@@ -92,16 +108,9 @@ class Places:
                     f"Ray's head at {self._head} has not answered for {_HEAD_S:.0f} s; start it "
                     f"and the other hosts, then {_AGAIN}"
                 ) from error
-            return
+            return False
         self._answered_s = now
-        if placement_group_table(self._group)["state"] == "CREATED":
-            self._placed_s = now
-        elif now - self._placed_s > self._cluster.timeout_s:
-            raise ClusterError(
-                f"a host is gone, and for {self._cluster.timeout_s:.0f} s no other has had room "
-                f"for its workers ({_text(self._share)} each); start a host or lower "
-                f"cluster.workers, then {_AGAIN}"
-            )
+        return True
 
     @property
     def has_head(self) -> bool:

@@ -8,6 +8,7 @@
 Nothing outlives this process: `reaper.py` ends all of this Ray when its owner ends in any way.
 """
 
+import atexit
 import logging
 import os
 import re
@@ -95,6 +96,14 @@ class OwnRay:
         self._reaper.kill()
         self._reaper.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def disconnect(*, waits: bool) -> None:
+    """Leave a cluster; without `waits` silently, since Ray would wait for a lost head for ever."""
+    if waits:
+        ray.shutdown()
+    else:
+        atexit.unregister(ray_worker.shutdown)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from longtail.cluster.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.ray import hosts
 from longtail.cluster.ray.cluster import Cluster, Places, check_answers
 from longtail.cluster.ray.hosts import Kit
-from longtail.cluster.ray.instance import OwnRay, quietly
+from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
@@ -179,6 +179,8 @@ class RayWorkerPool(WorkerPool):
 
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
+        if self._places is not None:
+            self._places.wait_for_head()
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each != worker}
@@ -200,7 +202,7 @@ class RayWorkerPool(WorkerPool):
             self._own_ray.close()
             RayWorkerPool._own_ray = None
         elif self._has_connected:
-            ray.shutdown()
+            disconnect(waits=self._places is None or self._places.has_head)
         RayWorkerPool._has_connected = False
 
     def _log_output(self) -> None:
