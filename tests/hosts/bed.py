@@ -9,6 +9,7 @@ kernel kills all processes of a host, and removes its network and its file syste
 """
 
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,7 @@ PLACE = Path("/mnt")
 """Directory of a host's own files: the same path on every host, with other content."""
 PORT = 6379
 PATIENCE_S = 240.0
+_TOKEN = secrets.token_hex(32)
 _INIT = """
 import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -255,6 +257,8 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _TOKEN,
         "PYTHONUNBUFFERED": "1",
         **more,
     }

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import time
 
 import pytest
@@ -124,3 +125,36 @@ def test_a_full_disk_ends_the_run_with_one_sentence(
         host.shell(f"rm -f {PLACE}/filled")
     run = train(workshop, head, "full", *own, f"--run.dir={PLACE}/full", head=head, workers=2)
     assert run.code() == 0, run.said()
+
+
+def test_a_host_is_lost_for_good_and_the_run_resumes_with_fewer_workers(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    run, host = begin(workshop, hosts, "fewer", num=2)
+    host.kill()
+    (workshop.path / "hold").unlink()
+    assert run.code() == 1, run.said()
+    last = run.said().splitlines()[-1]
+    assert last.startswith("longtail: a host is gone, and for 20 s no other has had room"), last
+    assert "Traceback" not in run.said()
+    head = hosts.hosts[0]
+    run = train(workshop, head, "fewer", *HELD, head=head, workers=1)
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "fewer") == texts(workshop, "one")
+
+
+def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    """The driver is no head; step 1 is of one host, steps 2 and 3 of two, step 4 of one."""
+    head, driver = cluster(hosts, 2)
+    driver.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
+    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl")
+    for steps, workers in ((1, 1), (3, 2), (4, 1)):
+        words = (f"--run.dir={PLACE}/apart", f"--run.steps={steps}", *own)
+        run = train(workshop, driver, "apart", *words, head=head, workers=workers)
+        assert run.code() == 0, run.said()
+    assert len(list(head.files.glob("home/.cache/longtail/models/*/model.safetensors"))) == 1
+    assert not (head.files / "model").exists()
+    shutil.copytree(driver.files / "apart", workshop.path / "apart")
+    assert texts(workshop, "apart") == texts(workshop, "one")

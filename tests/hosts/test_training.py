@@ -1,10 +1,20 @@
-"""Training over hosts: the texts of one process, whatever is lost meanwhile."""
+"""Training over hosts: the texts of one process. test_faults.py has more, for `make test-hosts`."""
 
-import shutil
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
 
 from end_to_end.workshop import Workshop
-from hosts.bed import PLACE, PORT, Bed, Host, Running, cluster
+from hosts.bed import PATIENCE_S, PORT, ROOT, Bed, Host, Running, cluster
 from hosts.conftest import WORDS
+
+pytestmark = pytest.mark.slow
+_PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
 
 
 def texts(workshop: Workshop, run: str) -> dict[tuple[int, str], object]:
@@ -27,25 +37,58 @@ def train(
     return host.longtail(*words, log=workshop.path / f"{run}.log")
 
 
-def test_two_hosts_write_what_one_process_does(workshop: Workshop, hosts: Bed) -> None:
-    head, _other = cluster(hosts, 2)
-    run = train(workshop, head, "two", head=head, workers=2)
-    assert run.code() == 0, run.said()
-    assert texts(workshop, "two") == texts(workshop, "one")
-
-
-def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(
+def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     workshop: Workshop, hosts: Bed
 ) -> None:
-    """The driver is no head; step 1 is of one host, steps 2 and 3 of two, step 4 of one."""
-    head, driver = cluster(hosts, 2)
-    driver.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
-    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl")
-    for steps, workers in ((1, 1), (3, 2), (4, 1)):
-        words = (f"--run.dir={PLACE}/apart", f"--run.steps={steps}", *own)
-        run = train(workshop, driver, "apart", *words, head=head, workers=workers)
-        assert run.code() == 0, run.said()
-    assert len(list(head.files.glob("home/.cache/longtail/models/*/model.safetensors"))) == 1
-    assert not (head.files / "model").exists()
-    shutil.copytree(driver.files / "apart", workshop.path / "apart")
-    assert texts(workshop, "apart") == texts(workshop, "one")
+    """Each process of Ray has a port on all networks; longtail's are on the hosts' alone."""
+    head, other = cluster(hosts, 2)
+    run = train(workshop, head, "two", head=head, workers=2)
+    rows = workshop.path / "two" / "metrics.jsonl"
+    run.until(lambda: rows.exists() and rows.read_text() != "")
+    for host in (head, other):
+        lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::_Actor" in line]
+        listens = [line.split()[3].rpartition(":")[0] for line in lines]
+        assert listens.count("*") == 1, lines
+        assert set(listens) == {"*", host.address}, lines
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "two") == texts(workshop, "one")
+    first, *_, last = workshop.metrics("two")
+    assert first["network/texts_bytes"] > 0
+    assert last["network/drafter_bytes"] > 0
+    assert last["network/policy_bytes"] == last["network/model_bytes"] == 0, "nothing is published"
+
+
+def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:
+    head, other = hosts.add(), hosts.add(LONGTAIL_NATIVE="0")
+    head.head()
+    other.join(head)
+    run = train(workshop, head, "differs", head=head, workers=2)
+    assert run.code() == 1, run.said()
+    assert "host 10.77.0.2: native kernels is none, and " in run.said().splitlines()[-1]
+
+
+def test_a_killed_bed_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import time, pathlib; from hosts.bed import Bed; bed = Bed(pathlib.Path('.'));"
+        "host = bed.add(); host.shell('sleep 12345 &'); print(host.space.init, flush=True);"
+        "time.sleep(12345)"
+    )
+    words = [sys.executable, "-c", script]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | _PATHS)
+    assert owner.stdout is not None
+    init = Path("/proc") / owner.stdout.readline().decode().strip()
+    assert init.exists()
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while init.exists() or "sleep\x0012345" in _commands():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _commands() -> str:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(file.read_text())
+    return "\n".join(found)

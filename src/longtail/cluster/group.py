@@ -236,6 +236,10 @@ class WorkerGroup:
         begin_s, end_s, spans = self._supervisor.drain_states()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
+    def drain_traffic(self) -> dict[str, float]:
+        """Return metrics of what passed between hosts since the last call; none on one host."""
+        return self._pool.drain_traffic()
+
     # ---- state
 
     def save_policy(self, path: Path) -> None:

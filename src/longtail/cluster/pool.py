@@ -26,7 +26,7 @@ T = TypeVar("T", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a worker is made: its number, and what is known of its machine.
+    """Place of a worker: its number, and what is known of its machine.
 
     Example: Place(worker=3, sharing=2)
     """
@@ -88,6 +88,10 @@ class WorkerPool(abc.ABC):
     @abc.abstractmethod
     def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
+
+    def drain_traffic(self) -> dict[str, float]:
+        """Return metrics of what passed between hosts since the last call; none on one host."""
+        return {}
 
     @abc.abstractmethod
     def replace(self, worker: int) -> None:

@@ -63,8 +63,8 @@ class Places:
                 f"driver's host; it has {_text(ray.cluster_resources())} in all); start more hosts "
                 "or lower cluster.workers"
             )
-        hosts = placement_group_table(self._group)["bundles_to_node_id"]
-        self.most_on_a_host = max(Counter(hosts.values()).values())
+        self._hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
+        self.most_on_a_host = max(Counter(self._hosts.values()).values())
         """Number of workers on the host with the most."""
         self._head = str(ray.get_runtime_context().gcs_address)
         self._looked_s = self._answered_s = self._placed_s = time.monotonic()
@@ -78,12 +78,19 @@ class Places:
             "scheduling_strategy": strategy,
         }
 
+    def other_host(self, worker: int) -> str | None:
+        """Return the host of a worker; None if it is the driver's."""
+        host = self._hosts.get(worker)
+        return None if host == self._hosts.get(0) else host
+
     def check(self) -> None:
         """Raise ClusterError if the head is silent, or has had no room for a worker, for long."""
         now = time.monotonic()
         if now - self._looked_s < _CHECK_S or not self._answers(now):
             return
-        if placement_group_table(self._group)["state"] == "CREATED":
+        table = placement_group_table(self._group)
+        self._hosts = table["bundles_to_node_id"]
+        if table["state"] == "CREATED":
             self._placed_s = now
         elif now - self._placed_s > self._cluster.timeout_s:
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""What the hosts of a run must have in common, and files that only the driver has.
+"""Checks of the hosts of a run, and files that only the driver has.
 
 driver   Kit(software, directory, SHA-256 of its files) --> every host
 host     same software, or an error that names it and the difference

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast, final
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
 import numpy as np
 import ray
@@ -28,6 +28,7 @@ from longtail.cluster.ray import hosts
 from longtail.cluster.ray.cluster import Cluster, Places, check_answers
 from longtail.cluster.ray.hosts import Kit
 from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
+from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
@@ -39,6 +40,22 @@ _ANSWER_S = 20.0
 _MESSAGES = "messages"
 _PROGRESS_S = 2.0
 """Seconds for the answers to `progress`; a late answer is returned by the next call."""
+
+
+class _Call(NamedTuple):
+    """A task that runs."""
+
+    worker: int
+    task: str
+
+
+class _Stored(NamedTuple):
+    """An object in Ray."""
+
+    content: object
+    reference: Any
+    hosts: set[str]
+    """Hosts other than the driver's that it was sent to."""
 
 
 class _Made(enum.Enum):
@@ -114,12 +131,13 @@ class RayWorkerPool(WorkerPool):
         _send_tensors_as_arrays()
         self._kit = None if cluster is None else cluster.kit
         self._places = None if cluster is None else Places(cluster, size, gpus)
-        self._files: dict[str, Any] = {}
-        """Files of the model in Ray, while workers are made that lack them."""
-        self._stored: dict[int, tuple[object, Any]] = {}
-        """What was sent last, with its place in Ray: the next worker may be sent the same."""
+        self._traffic = None if self._places is None else Traffic(self._places)
+        self._files: dict[str, _Stored] = {}
+        """Files of the model, while workers are made that lack them."""
+        self._stored: dict[int, _Stored] = {}
+        """Objects that were sent last: the next worker may be sent the same."""
         self._num_teams = 0
-        self._running: dict[Any, int] = {}
+        self._running: dict[Any, _Call] = {}
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
@@ -131,8 +149,9 @@ class RayWorkerPool(WorkerPool):
 
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Send the task to the worker."""
-        assert worker not in self._running.values(), f"worker {worker} is at work"
-        self._running[self._sent(worker, self._actors[worker].call, task, *args)] = worker
+        assert all(worker != each.worker for each in self._running.values()), "it is at work"
+        reference = self._sent(worker, self._actors[worker].call, task, *args)
+        self._running[reference] = _Call(worker, task.__name__)
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         """Return the tasks that have ended; wait only if there is none."""
@@ -148,7 +167,10 @@ class RayWorkerPool(WorkerPool):
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Call the message, and wait some seconds for the answer."""
         call = self._in_message_thread(self._actors[worker].call)
-        return cast(R, self._answer(worker, self._sent(worker, call, message, *args)))
+        reference = self._sent(worker, call, message, *args)
+        answer = cast(R, self._answer(worker, reference))
+        self._count(worker, message.__name__, reference, set())
+        return answer
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Ask all workers together, and wait a short time for their answers."""
@@ -177,13 +199,17 @@ class RayWorkerPool(WorkerPool):
         host, port = self._answer(0, self._in_message_thread(self._actors[0].free_address).remote())
         return f"tcp://{host}:{port}"
 
+    def drain_traffic(self) -> dict[str, float]:
+        """Return the bytes that have passed between hosts since the last call, by kind."""
+        return {} if self._traffic is None else self._traffic.drain()
+
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
         if self._places is not None:
             self._places.wait_for_head()
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
-        self._running = {ref: each for ref, each in self._running.items() if each != worker}
+        self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
@@ -245,27 +271,35 @@ class RayWorkerPool(WorkerPool):
         """Start the first task of a worker. `files` of the model are in Ray."""
         sharing = self._size if self._places is None else self._places.most_on_a_host
         place = Place(worker=worker, sharing=sharing)
-        self._running[actor.make.remote(self._make, place, self._kit, files)] = worker
+        reference = actor.make.remote(self._make, place, self._kit, files)
+        self._running[reference] = _Call(worker, "make")
 
     def _send_model(self, worker: int) -> None:
         """Store the files of the model in Ray, if they are not there, for a worker without them."""
         assert self._kit is not None, "only other hosts lack files"
         try:
             if not self._files:
-                self._files = {name: ray.put(data) for name, data in hosts.read(self._kit).items()}
+                read = hosts.read(self._kit)
+                self._files = {name: _Stored(None, ray.put(read[name]), set()) for name in read}
         except RayError as error:
             raise ClusterError(
                 f"the model does not fit into Ray's object store ({_first_line(error)}); copy "
                 f"{self._kit.directory} to every host, or start Ray with a larger "
                 "--object-store-memory"
             ) from error
-        self._make_worker(worker, self._actors[worker], self._files)
+        for file in self._files.values():
+            self._count(worker, "make", file.reference, file.hosts)
+        files = {name: file.reference for name, file in self._files.items()}
+        self._make_worker(worker, self._actors[worker], files)
 
     def _ended(self, reference: Any) -> TaskResult | None:
         """Return the result of a task; None if a worker waits for the model."""
-        worker = self._running.pop(reference)
+        worker, task = self._running.pop(reference)
+        if all(each.task != "make" for each in self._running.values()):
+            self._files = {}
         try:
             result = ray.get(reference, timeout=_ANSWER_S)
+            self._count(worker, task, reference, set())
             if result is _Made.WITHOUT_MODEL:
                 self._send_model(worker)
                 return None
@@ -289,19 +323,27 @@ class RayWorkerPool(WorkerPool):
         """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
         before, self._stored = self._stored, {}
         try:
-            return method.remote(*(self._shared(each, before) for each in args))
+            found = [self._store(each, before) for each in args]
+            stored = [each for each in found if isinstance(each, _Stored)]
+            self._stored = {id(each.content): each for each in stored}
+            for each in stored:
+                self._count(worker, getattr(args[0], "__name__", ""), each.reference, each.hosts)
+            sent = [each.reference if isinstance(each, _Stored) else each for each in found]
+            return method.remote(*sent)
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
 
-    def _shared(self, sent: object, before: Mapping[int, tuple[object, Any]]) -> Any:
-        """Return what is sent as stored in Ray; the same again, if it was sent just before."""
+    def _store(self, sent: object, before: Mapping[int, _Stored]) -> object:
+        """Return what is sent as it is, or as stored in Ray; the same if it was just sent."""
         if sent is None or callable(sent) or isinstance(sent, int | float | str | Path):
             return sent
-        known = before.get(id(sent)) or (sent, ray.put(sent))
-        self._stored[id(sent)] = known
-        return known[1]
+        return before.get(id(sent)) or _Stored(sent, ray.put(sent), set())
+
+    def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
+        if self._traffic is not None:
+            self._traffic.add(worker, task, reference, have)
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:
