@@ -98,12 +98,20 @@ class OwnRay:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def disconnect(*, waits: bool) -> None:
-    """Leave a cluster; without `waits` silently, since Ray would wait for a lost head for ever."""
-    if waits:
+def disconnect(*, has_head: bool) -> None:
+    """Leave a cluster. After the loss of its head this process ends with exit code 1."""
+    if has_head:
         ray.shutdown()
     else:
         atexit.unregister(ray_worker.shutdown)
+        atexit.register(_end)
+
+
+def _end() -> None:
+    """End at once: Ray's own end waits for its head for ever, and crashes if that is left out."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 @contextmanager

@@ -228,7 +228,7 @@ class RayWorkerPool(WorkerPool):
             self._own_ray.close()
             RayWorkerPool._own_ray = None
         elif self._has_connected:
-            disconnect(waits=self._places is None or self._places.has_head)
+            disconnect(has_head=self._places is None or self._places.has_head)
         RayWorkerPool._has_connected = False
 
     def _log_output(self) -> None:
