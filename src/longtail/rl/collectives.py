@@ -260,7 +260,9 @@ class TorchProcessGroup(ProcessGroup):
         assert where.hostname, f"{self._name}: there is no host"
         assert where.port, f"{self._name}: there is no port"
         is_first = self.rank == 0
-        listens = {"master_listen_fd": _listen(where.hostname, where.port)} if is_first else {}
+        listens: dict[str, Any] = {}
+        if is_first:
+            listens["master_listen_fd"] = _listen(where.hostname, where.port)
         store = dist.TCPStore(  # type: ignore[attr-defined]
             where.hostname, where.port, self.size, is_first, self._timeout, **listens
         )

@@ -57,11 +57,11 @@ class Places:
         self._share = share
         if not self._group.wait(timeout_seconds=cluster.timeout_s):
             ray.util.remove_placement_group(self._group)
+            there = _text(ray.cluster_resources())  # type: ignore[no-untyped-call]
             raise ClusterError(
                 f"cluster.workers = {size}: after {cluster.timeout_s:.0f} s Ray at "
                 f"{cluster.address} has no room for them ({_text(share)} each, worker 0 on the "
-                f"driver's host; it has {_text(ray.cluster_resources())} in all); start more hosts "
-                "or lower cluster.workers"
+                f"driver's host; it has {there} in all); start more hosts or lower cluster.workers"
             )
         self._hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
         self.most_on_a_host = max(Counter(self._hosts.values()).values())
@@ -71,7 +71,7 @@ class Places:
 
     def options(self, worker: int) -> dict[str, Any]:
         """Return Ray's options for a worker's process."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, worker)  # type: ignore[no-untyped-call]
+        strategy = PlacementGroupSchedulingStrategy(self._group, worker)
         return {
             "num_cpus": self._share["CPU"],
             "num_gpus": self._share.get("GPU", 0),

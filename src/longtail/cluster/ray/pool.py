@@ -6,7 +6,6 @@ stored in Ray once, and comes to each host once. Ray pickles what passes between
 cluster that you trust, as Ray itself requires (SECURITY.md).
 """
 
-import enum
 import logging
 import os
 import socket
@@ -58,14 +57,6 @@ class _Stored(NamedTuple):
     """Hosts other than the driver's that it was sent to."""
 
 
-class _Made(enum.Enum):
-    """The result of the first task of a worker."""
-
-    READY = enum.auto()
-    WITHOUT_MODEL = enum.auto()
-    """It has to be sent the files of the model."""
-
-
 class _Actor:
     """A worker in a process of its own; tasks run in one thread, messages in another."""
 
@@ -79,15 +70,18 @@ class _Actor:
         place: Place,
         kit: Kit | None,
         files: dict[str, Any] | None,
-    ) -> "_Made":
-        """Make the worker. This is a task, so that an exception in it is not a lost process."""
+    ) -> str | None:
+        """Make the worker; return its host's address, or None without the files of the model.
+
+        This is a task, so that an exception in it is not a lost process.
+        """
         if kit is not None:
             model = hosts.find(kit)
             if model is None and files is None:
-                return _Made.WITHOUT_MODEL
+                return None
             place = replace(place, model=model or hosts.keep(kit, files or {}))
         self._worker = make(place)
-        return _Made.READY
+        return self.free_address()[0]
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a task or a message."""
@@ -137,6 +131,8 @@ class RayWorkerPool(WorkerPool):
         self._stored: dict[int, _Stored] = {}
         """Objects that were sent last: the next worker may be sent the same."""
         self._num_teams = 0
+        self._hosts: dict[int, str] = {}
+        """Addresses of the workers' hosts."""
         self._running: dict[Any, _Call] = {}
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
@@ -210,6 +206,7 @@ class RayWorkerPool(WorkerPool):
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
+        self._hosts.pop(worker, None)
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
@@ -300,19 +297,26 @@ class RayWorkerPool(WorkerPool):
         try:
             result = ray.get(reference, timeout=_ANSWER_S)
             self._count(worker, task, reference, set())
-            if result is _Made.WITHOUT_MODEL:
+            if task == "make" and result is None:
                 self._send_model(worker)
                 return None
+            if task == "make":
+                self._hosts[worker] = result
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
                 return TaskResult(worker=worker, error=cause)
             if isinstance(cause, RayError):  # no room for the result
-                return _lost(worker, cause)
+                return self._lost(worker, cause)
             return TaskResult(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
         except RayError as error:  # the process is gone, or its result is
-            return _lost(worker, error)
+            return self._lost(worker, error)
+
+    def _lost(self, worker: int, error: Exception) -> TaskResult:
+        where = "" if self._places is None else f" on {self._hosts.get(worker, 'a new host')}"
+        reason = ClusterError(f"worker {worker}{where} is gone: {_first_line(error)}")
+        return TaskResult(worker=worker, error=reason, is_lost=True)
 
     @staticmethod
     def _in_message_thread(method: Any) -> Any:
@@ -373,11 +377,6 @@ def _as_array(tensor: Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Siz
 def _as_tensor(sent: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> Tensor:
     array, dtype, shape = sent
     return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
-
-
-def _lost(worker: int, error: Exception) -> TaskResult:
-    reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
-    return TaskResult(worker=worker, error=reason, is_lost=True)
 
 
 def _first_line(error: Exception) -> str:
