@@ -36,8 +36,6 @@ class Forecast:
 class IdleWork(abc.ABC):
     """One kind of work for idle workers in one rollout."""
 
-    name: str
-    """Name of the work in metrics and logs."""
     is_endless: bool
     """Whether it goes on until it is stopped."""
 

@@ -49,7 +49,7 @@ class LearningTimes:
 class LearningWork(IdleWork):
     """The micro-batches of one round of a step, as its groups are finished."""
 
-    name, is_endless = "learning", False
+    is_endless = False
 
     def __init__(
         self,

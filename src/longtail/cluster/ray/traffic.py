@@ -12,7 +12,10 @@ from ray.experimental import get_local_object_locations
 from longtail.cluster.ray.cluster import Places
 
 _KINDS = {
-    "texts": ("generate", "learn", "texts", "add_texts"),
+    "texts": (
+        *("generate", "learn", "accumulate", "texts", "add_texts"),
+        *("completed", "lengths", "drain_released", "add"),
+    ),
     "drafter": ("adopt", "offer", "solve_drafter", "train_drafter", "candidate", "drafter"),
     "policy": ("restore", "restore_saved", "policy_state", "learner_state"),
     "model": ("make",),
