@@ -9,8 +9,8 @@ DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 MINUTES ?= 20
 
-.PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm coverage fuzz chaos lint format bench docs site figures \
-	dist smoke clean
+.PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm test-hosts \
+	coverage fuzz chaos lint format bench docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
+	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader, other cases each time"
 	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
@@ -130,6 +131,10 @@ build/vllm/vllm-%/vllm: | develop
 	touch $@
 
 .PRECIOUS: build/vllm/vllm-%/vllm
+
+# One after another: a Ray node on each of up to three hosts needs most of two cores.
+test-hosts: develop
+	LONGTAIL_HOSTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts
 
 fuzz: develop
 	$(PYTEST) tests/fuzz --hypothesis-profile=fuzz

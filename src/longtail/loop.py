@@ -278,6 +278,7 @@ class Trainer:
             **record.metrics(),
             **self.timeline.metrics(),
             **self.workers.drafter_metrics(),
+            **self.workers.drain_traffic(),
         }
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())

@@ -12,7 +12,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
-from longtail.cluster import tasks
+from longtail.cluster import rollout, sharing, tasks
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import event_of
 from longtail.cluster.worker import Worker
@@ -76,13 +76,15 @@ def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_doe
     assert workshop.drafter("shards", 4) == workshop.drafter("one", 4) is not None
 
 
+UNEVEN = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
+"""A worker decodes two at a time, and one has twice as many requests: the other becomes idle."""
+
+
 def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
     workshop, monkeypatch
 ):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
-    # A worker decodes two at a time, and one has twice as many requests: the other becomes idle.
-    uneven = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150")
-    words = ("--run.steps=3", *WORDS, f"--speculation.drafter={drafter}", *uneven)
+    words = ("--run.steps=3", *WORDS, f"--speculation.drafter={drafter}", *UNEVEN)
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
     assert workshop.train("deadly", *words, "--run.steps=1").code == 0  # two workers go on with it
     fatal = {tasks.TRAIN_DRAFTER: 1, tasks.PUBLISH: 4}
@@ -105,6 +107,56 @@ def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
     assert all(begins <= 0 for begins in fatal.values()), fatal
     assert said.err.count("it is replaced") == 2
     assert texts(workshop, "deadly") == texts(workshop, "calm")
+
+
+def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop, monkeypatch):
+    """In float32: a worker is killed as it learns ahead, another as it hands requests over."""
+    words = ("--run.steps=3", "--speculation.drafter=fresh+history", *UNEVEN)
+    assert workshop.train("whole", *words).code == 0
+    monkeypatch.setattr(rollout, "_SHARE_S", 0.05)
+    monkeypatch.setattr(rollout, "best_move", half_of_the_most)
+    left = {"ahead": 2, "release": 3}
+    """Number of the micro-batch and of the move that kill their worker."""
+    start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
+
+    def kill(supervisor: WorkerSupervisor, worker: int, what: str) -> None:
+        left[what] -= 1
+        if left[what] == 0:
+            os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+
+    def deadly_start(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
+        start(supervisor, worker, task, *args)
+        if task is tasks.ACCUMULATE:
+            kill(supervisor, worker, "ahead")
+
+    def deadly_tell(supervisor: WorkerSupervisor, worker: int, message: Any, *args: Any) -> bool:
+        told = tell(supervisor, worker, message, *args)
+        if message is Worker.release:
+            kill(supervisor, worker, "release")
+        return told
+
+    monkeypatch.setattr(WorkerSupervisor, "start", deadly_start)
+    monkeypatch.setattr(WorkerSupervisor, "tell", deadly_tell)
+    said = workshop.train("moved", *words, *TWO)
+    assert said.code == 0
+    assert all(count <= 0 for count in left.values()), left
+    assert said.err.count("it is replaced") == 2
+    assert texts(workshop, "moved") == texts(workshop, "whole")
+    weights = [workshop.policy(run, 3) / "model.safetensors" for run in ("moved", "whole")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert workshop.drafter("moved", 3) == workshop.drafter("whole", 3) is not None
+
+
+def half_of_the_most(loads: Any, idle: Any, early_s: float, forecast: Any) -> sharing.Move | None:
+    """Return a move of half of the longest shard, in place of one that gains."""
+    source = max(loads, key=lambda worker: len(loads[worker]), default=None)
+    others = [worker for worker in (*idle, *loads) if worker != source]
+    if source is None or not others or not loads[source]:
+        return None
+    names = [text.request.request_id for text in loads[source]]
+    return sharing.Move(
+        source=source, target=others[0], names=tuple(names[: -(-len(names) // 2)]), gain_s=0.0
+    )
 
 
 def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at_most(monkeypatch):

@@ -12,26 +12,26 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1340,
-    "assembly": 1425,
-    "bench": 2645,
+    "top level": 1350,
+    "assembly": 1435,
+    "bench": 3060,
     "cli": 730,
-    "cluster": 3161,
-    "config": 1210,
-    "drafter": 4950,
+    "cluster": 3895,
+    "config": 1215,
+    "drafter": 4995,
     "engine": 3185,
-    "integrations": 1730,
-    "model": 4795,
+    "integrations": 1640,
+    "model": 4855,
     "programs": 1170,
-    "rl": 3875,
-    "run": 1420,
+    "rl": 4225,
+    "run": 1415,
     "serve": 900,
     "speculation": 1090,
     "system": 855,
     "tuner": 1170,
     "view": 1110,
     "vllm": 1925,
-    "tests": 31990,
+    "tests": 33175,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

@@ -15,7 +15,7 @@ from longtail.assembly.prompts import load_prompts
 from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.pool import LocalWorkerPool, WorkerPool
+from longtail.cluster.pool import LocalWorkerPool, Place, WorkerPool
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig
@@ -129,7 +129,7 @@ def _started(
 ) -> WorkerGroup:
     """Return the workers once all are ready."""
     make = partial(build_worker, config, directory, limits)
-    pool = _worker_pool(config, make, log, on_progress)
+    pool = _worker_pool(config, directory, make, log, on_progress)
     workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
         workers.begin()
@@ -154,7 +154,8 @@ def _check(config: RunConfig, directory: Path) -> None:
 
 def _worker_pool(
     config: RunConfig,
-    make: Callable[[int], Worker],
+    directory: Path,
+    make: Callable[[Place], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerPool:
@@ -163,15 +164,22 @@ def _worker_pool(
     if own.workers == 1 and not own.address:
         return LocalWorkerPool(make, on_progress)
     try:
+        from longtail.cluster.ray.cluster import Cluster
+        from longtail.cluster.ray.hosts import own_kit
         from longtail.cluster.ray.pool import RayWorkerPool
     except ImportError as error:
         raise ConfigError(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    gpus = float(run_device(config).type == "cuda")
-    gpus *= float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
-    return RayWorkerPool(make, own.workers, address=own.address, gpus=gpus, log=log)
+    on_cpu = run_device(config).type == "cpu"
+    gpus = 0.0 if on_cpu else float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
+    if not own.address:
+        return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
+    cluster = Cluster(
+        address=own.address, kit=own_kit(directory, on_cpu=on_cpu), timeout_s=own.worker_timeout_s
+    )
+    return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
 
 def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> EngineLimits:

@@ -22,7 +22,9 @@ from longtail.assembly.drafters import (
 )
 from longtail.assembly.policy import open_policy, shape_of
 from longtail.assembly.vllm import open_vllm, uses_vllm
-from longtail.cluster.worker import Drafting, Worker, WorkerComponents
+from longtail.cluster.components import Drafting, WorkerComponents
+from longtail.cluster.pool import Place
+from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.architecture import ARCHITECTURES
@@ -60,10 +62,11 @@ _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
 
 
-def build_worker(config: RunConfig, directory: Path, limits: EngineLimits, number: int) -> Worker:
-    """Build worker `number` in its own process."""
-    set_threads(threads_each(config.run.threads, config.cluster.workers))
-    return Worker(build_components(config, directory, limits, number=number))
+def build_worker(config: RunConfig, directory: Path, limits: EngineLimits, place: Place) -> Worker:
+    """Build a worker in its own process."""
+    set_threads(threads_each(config.run.threads, place.sharing))
+    model = place.model or directory
+    return Worker(build_components(config, model, limits, number=place.worker))
 
 
 def build_components(

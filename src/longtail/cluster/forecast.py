@@ -156,7 +156,7 @@ class Lengths:
 
 @final
 class RolloutForecast:
-    """What is known of rollouts, and the forecast of the present one. Lives as long as the run."""
+    """Measurements of rollouts, and the forecast of the present one. Lives as long as the run."""
 
     def __init__(self, num_workers: int, max_running: int) -> None:
         self._num_workers, self.max_running = num_workers, max_running

@@ -242,6 +242,10 @@ class WorkerGroup:
         begin_s, end_s, spans = self._supervisor.drain_states()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
+    def drain_traffic(self) -> dict[str, float]:
+        """Return metrics of what passed between hosts since the last call; none on one host."""
+        return self._pool.drain_traffic()
+
     # ---- state
 
     def save_policy(self, path: Path) -> None:
@@ -257,8 +261,19 @@ class WorkerGroup:
         return self._team.state()
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
-        """Restore every learner from a checkpoint."""
-        self._supervisor.run_on_all(tasks.RESTORE_SAVED, policy, learner)
+        """Restore every learner from a checkpoint.
+
+        Worker 0 reads it, and the others get a copy: their hosts may not have the files. With
+        sharding every worker reads its rows.
+        """
+        if self._config.is_sharded:
+            self._supervisor.run_on_all(tasks.RESTORE_SAVED, policy, learner)
+            return
+        self._supervisor.run_on((0,), tasks.RESTORE_SAVED, policy, learner)
+        others = range(1, self._pool.size)
+        if others:
+            (copied,) = self._supervisor.run_on((0,), tasks.POLICY_STATE)
+            self._supervisor.run_on(others, tasks.RESTORE, copied)
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter as a drafter directory."""

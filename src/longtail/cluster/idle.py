@@ -19,7 +19,7 @@ from longtail.cluster.supervisor import WorkerSupervisor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is expected of the present rollout.
+    """The expected rest of the present rollout.
 
     Example: Forecast(num_workers=4, num_generating=2, rest_s=3.5, slowdown=0.05)
     """
@@ -36,8 +36,6 @@ class Forecast:
 class IdleWork(abc.ABC):
     """One kind of work for idle workers in one rollout."""
 
-    name: str
-    """Name of the work in metrics and logs."""
     is_endless: bool
     """Whether it goes on until it is stopped."""
 

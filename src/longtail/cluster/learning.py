@@ -22,7 +22,7 @@ _FADE = 0.8
 
 @runtime_checkable
 class Groups(Protocol):
-    """What makes micro-batches of groups: `rl.streaming.GroupStream`."""
+    """A maker of micro-batches of groups: `rl.streaming.GroupStream`."""
 
     def add(self, completions: Iterable[Completion]) -> None:
         """Add finished texts."""
@@ -49,7 +49,7 @@ class LearningTimes:
 class LearningWork(IdleWork):
     """The micro-batches of one round of a step, as its groups are finished."""
 
-    name, is_endless = "learning", False
+    is_endless = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ place of an answer, busy or idle; an exception in a task is returned in its resu
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
 
 from longtail.cluster.records import Progress
@@ -21,6 +22,20 @@ from longtail.system.interrupt import Interrupted
 
 R = TypeVar("R")
 T = TypeVar("T", covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Place of a worker: its number, and what is known of its machine.
+
+    Example: Place(worker=3, sharing=2)
+    """
+
+    worker: int = 0
+    sharing: int = 1
+    """Number of workers that share the machine's cores."""
+    model: Path | None = None
+    """Directory of the model, if it is another than the driver's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +89,10 @@ class WorkerPool(abc.ABC):
     def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
 
+    def drain_traffic(self) -> dict[str, float]:
+        """Return metrics of what passed between hosts since the last call; none on one host."""
+        return {}
+
     @abc.abstractmethod
     def replace(self, worker: int) -> None:
         """Kill a worker and start another, which is ready once its first task ends."""
@@ -87,8 +106,10 @@ class WorkerPool(abc.ABC):
 class LocalWorkerPool(WorkerPool):
     """One worker in this process; `wait` runs its tasks."""
 
-    def __init__(self, make: Callable[[int], Worker], on_step: Callable[[Progress], None]) -> None:
-        self._worker = make(0)
+    def __init__(
+        self, make: Callable[[Place], Worker], on_step: Callable[[Progress], None]
+    ) -> None:
+        self._worker = make(Place())
         self._worker.on_step = on_step
         self._task: Callable[[], Any] | None = self._worker.ready
 

@@ -96,7 +96,7 @@ def reused_share(spots: Sequence[SpotReport]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutParts:
-    """What takes part in a rollout beside the workers."""
+    """The parts of a rollout beside the workers."""
 
     forecast: RolloutForecast
     idle: IdleCoordinator
@@ -130,7 +130,7 @@ class RolloutCoordinator:
         self._held: dict[int, dict[str, Request]] = {}
         """Requests of each generating worker, those that it has finished included."""
         self._begun: dict[str, Completion] = {}
-        """What was written of the requests that moved."""
+        """Beginnings of the requests that moved."""
         self._moves: dict[str, Move] = {}
         """Requests that are asked for, and not yet returned."""
         self._num_known: dict[int, int] = {}

@@ -30,7 +30,7 @@ POLL_S = 1.0
 class DrafterWork(IdleWork):
     """The texts of one rollout, and the replicas trained on them."""
 
-    name, is_endless = "drafter", True
+    is_endless = True
 
     def __init__(
         self,

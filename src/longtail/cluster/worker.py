@@ -11,30 +11,25 @@ for a task.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Literal, NamedTuple, final
 
-import torch
 from torch import Tensor
 
+from longtail.cluster.components import Drafting, WorkerComponents
 from longtail.cluster.mailbox import Mailbox
 from longtail.cluster.records import PolicyState, Progress, ShardResult
-from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
-from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError
-from longtail.generator import Generator, StepReport
-from longtail.model.hf.tokenizer import Tokenizer
-from longtail.model.policy import Policy
+from longtail.generator import StepReport
 from longtail.rl.collectives import TorchProcessGroup
-from longtail.rl.learner import Learner, LearnerState
+from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
 from longtail.system import memory
@@ -47,39 +42,6 @@ _MOST_TEXT = 1000
 
 class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for it
     """The task was stopped before it was done."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafting:
-    """The drafter that a worker serves, and how it learns: from sums, or by gradient."""
-
-    served: DrafterWeights
-    """Initial weights of the drafter."""
-    buffer: DrafterBuffer
-    """Texts of `trainer`."""
-    texts: Statistics | None = None
-    """Adds up what the engine writes."""
-    sums: Sums | None = None
-    """Sums that the drafter begins with."""
-    trainer: SpotTrainer | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerComponents:
-    """The components of a worker, none of which knows another."""
-
-    generator: Generator
-    learner: Learner
-    policy: Policy
-    """The learner's model, for saving; in main memory if it is sharded."""
-    device: torch.device
-    """Device of all computations."""
-    tokenizer: Tokenizer
-    drafting: Drafting | None
-    """None if no drafter can be trained."""
-    drafter: LoadedDrafter | None
-    """The drafter with weights as the run began with it, if there is one."""
-    rollout_threads: int
 
 
 class _Shard(NamedTuple):

@@ -235,10 +235,22 @@ class TorchProcessGroup(ProcessGroup):
             return file, _LOOPBACK
         assert where.hostname, f"{self._name}: there is no host"
         assert where.port, f"{self._name}: there is no port"
+        is_first = self.rank == 0
+        listens: dict[str, Any] = {}
+        if is_first:
+            listens["master_listen_fd"] = _listen(where.hostname, where.port)
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            where.hostname, where.port, self.size, self.rank == 0, self._timeout
+            where.hostname, where.port, self.size, is_first, self._timeout, **listens
         )
         return store, _own_address(where.hostname, where.port)
+
+
+def _listen(host: str, port: int) -> int:
+    """Return a listening socket of this address only; torch would listen on all networks."""
+    try:
+        return socket.create_server((host, port)).detach()
+    except OSError as error:
+        raise RuntimeError(f"{host}:{port}: {error}") from error  # as torch would
 
 
 def _own_address(host: str, port: int) -> str:

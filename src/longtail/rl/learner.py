@@ -104,12 +104,7 @@ class Learner:
         """Number of steps made, which is the version of the present weights."""
         return self._version
 
-    def accumulate(
-        self,
-        micro_batch: MicroBatch,
-        sampling: SamplingParams,
-        on_progress: OnProgress = lambda is_waiting: None,
-    ) -> None:
+    def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
         """Add the gradient of a micro-batch to the sums of the next step, which then leaves it out.
 
         The next step must make a single update, of a batch with this micro-batch. A loss that is
@@ -126,7 +121,6 @@ class Learner:
             self._learn(micro_batch, sampling, self._metrics)
             if not math.isfinite(rows[name].loss):
                 self._sums.refuse(self._version, {name: rows.pop(name)})
-        on_progress(False)
 
     def forget(self) -> None:
         """Drop what was accumulated; the next step computes it again."""

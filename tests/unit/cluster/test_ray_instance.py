@@ -18,8 +18,8 @@ import pytest
 pytest.importorskip("ray")
 
 from longtail.cluster.ray import instance as own_ray
+from longtail.cluster.ray.cluster import check_answers
 from longtail.cluster.ray.instance import OwnRay
-from longtail.cluster.ray.pool import check_answers
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,9 @@ import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.assembly.worker import build_components
+from longtail.cluster.components import WorkerComponents
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Worker, WorkerComponents
+from longtail.cluster.worker import Worker
 from longtail.config.rl import load
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport

@@ -1,17 +1,19 @@
 """Workers as Ray actors (extra `cluster`).
 
 Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
-the end. With an address it uses an existing cluster, where the directories of the model and of the
-run must be readable under the same paths. Ray pickles what passes between processes: use a cluster
-that you trust, as Ray itself requires (SECURITY.md).
+the end. With a `Cluster` its workers are on the hosts of that. What several workers are sent is
+stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a
+cluster that you trust, as Ray itself requires (SECURITY.md).
 """
 
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeVar, cast, final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
 import numpy as np
 import ray
@@ -20,8 +22,12 @@ from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from torch import Tensor
 
-from longtail.cluster.pool import TaskResult, WorkerPool
-from longtail.cluster.ray.instance import OwnRay, quietly
+from longtail.cluster.pool import Place, TaskResult, WorkerPool
+from longtail.cluster.ray import hosts
+from longtail.cluster.ray.cluster import Cluster, Places, check_answers
+from longtail.cluster.ray.hosts import Kit
+from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
+from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
@@ -30,14 +36,25 @@ R = TypeVar("R")
 
 _ANSWER_S = 20.0
 """Seconds for the answer to a message: an engine step is far shorter."""
-CONNECT_S = 2.0
-"""Seconds for a connection to an existing cluster, and again for its answer."""
-_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
-_SETTINGS = b"\x04"
 _MESSAGES = "messages"
 _PROGRESS_S = 2.0
 """Seconds for the answers to `progress`; a late answer is returned by the next call."""
+
+
+class _Call(NamedTuple):
+    """A task that runs."""
+
+    worker: int
+    task: str
+
+
+class _Stored(NamedTuple):
+    """An object in Ray."""
+
+    content: object
+    reference: Any
+    hosts: set[str]
+    """Hosts other than the driver's that it was sent to."""
 
 
 class _Actor:
@@ -47,11 +64,26 @@ class _Actor:
         self._worker: Worker | None = None
         _send_tensors_as_arrays()
 
-    def make(self, make: Callable[[int], Worker], number: int) -> None:
-        """Make the worker. This is a task, so that an exception in it is not a lost process."""
-        self._worker = make(number)
+    def make(
+        self,
+        make: Callable[[Place], Worker],
+        place: Place,
+        kit: Kit | None,
+        files: dict[str, Any] | None,
+    ) -> str | None:
+        """Make the worker; return its host's address, or None without the files of the model.
 
-    def call(self, method: Callable[..., Any], args: Any) -> Any:
+        This is a task, so that an exception in it is not a lost process.
+        """
+        if kit is not None:
+            model = hosts.find(kit)
+            if model is None and files is None:
+                return None
+            place = replace(place, model=model or hosts.keep(kit, files or {}))
+        self._worker = make(place)
+        return self.free_address()[0]
+
+    def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a task or a message."""
         return method(self._worker, *args)
 
@@ -65,9 +97,10 @@ class _Actor:
 
 @final
 class RayWorkerPool(WorkerPool):
-    """Starts `size` workers, each made by `make(number)` in a process of its own.
+    """Starts `size` workers, each made by `make(place)` in a process of its own.
 
-    `log` receives the lines that workers of this machine print.
+    They are on this machine, or on the hosts of `cluster`. `log` receives the lines that workers of
+    this machine print, if its Ray is the run's own.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
@@ -78,21 +111,29 @@ class RayWorkerPool(WorkerPool):
 
     def __init__(
         self,
-        make: Callable[[int], Worker],
+        make: Callable[[Place], Worker],
         size: int,
         *,
-        address: str = "",
+        cluster: Cluster | None = None,
         gpus: float = 0.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
-        self._make, self._size, self._gpus = make, size, gpus
-        self._is_local = not address
+        self._make, self._size = make, size
         self._users.add(id(self))
-        self._start_ray(address)
+        self._start_ray("" if cluster is None else cluster.address)
         _send_tensors_as_arrays()
+        self._kit = None if cluster is None else cluster.kit
+        self._places = None if cluster is None else Places(cluster, size, gpus)
+        self._traffic = None if self._places is None else Traffic(self._places)
+        self._files: dict[str, _Stored] = {}
+        """Files of the model, while workers are made that lack them."""
+        self._stored: dict[int, _Stored] = {}
+        """Objects that were sent last: the next worker may be sent the same."""
         self._num_teams = 0
-        self._running: dict[Any, int] = {}
+        self._hosts: dict[int, str] = {}
+        """Addresses of the workers' hosts."""
+        self._running: dict[Any, _Call] = {}
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
@@ -104,8 +145,9 @@ class RayWorkerPool(WorkerPool):
 
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Send the task to the worker."""
-        assert worker not in self._running.values(), f"worker {worker} is at work"
-        self._running[self._sent(worker, self._actors[worker].call, task, args)] = worker
+        assert all(worker != each.worker for each in self._running.values()), "it is at work"
+        reference = self._sent(worker, self._actors[worker].call, task, *args)
+        self._running[reference] = _Call(worker, task.__name__)
 
     def wait(self, timeout_s: float) -> list[TaskResult]:
         """Return the tasks that have ended; wait only if there is none."""
@@ -113,20 +155,25 @@ class RayWorkerPool(WorkerPool):
         if not self._running:
             time.sleep(timeout_s)
             return []
+        if self._places is not None:
+            self._places.check()
         done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
-        return [self._ended(reference) for reference in done]
+        return [ended for ref in done if (ended := self._ended(ref)) is not None]
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Call the message, and wait some seconds for the answer."""
         call = self._in_message_thread(self._actors[worker].call)
-        return cast(R, self._answer(worker, self._sent(worker, call, message, args)))
+        reference = self._sent(worker, call, message, *args)
+        answer = cast(R, self._answer(worker, reference))
+        self._count(worker, message.__name__, reference, set())
+        return answer
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Ask all workers together, and wait a short time for their answers."""
         for worker in workers:
             if worker not in self._progress:
                 call = self._in_message_thread(self._actors[worker].call)
-                self._progress[worker] = call.remote(Worker.progress, ())
+                self._progress[worker] = call.remote(Worker.progress)
         asked = {self._progress[worker]: worker for worker in workers}
         done = (
             ray.wait(list(asked), num_returns=len(asked), timeout=_PROGRESS_S)[0] if asked else ()
@@ -148,17 +195,27 @@ class RayWorkerPool(WorkerPool):
         host, port = self._answer(0, self._in_message_thread(self._actors[0].free_address).remote())
         return f"tcp://{host}:{port}"
 
+    def drain_traffic(self) -> dict[str, float]:
+        """Return the bytes that have passed between hosts since the last call, by kind."""
+        return {} if self._traffic is None else self._traffic.drain()
+
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
+        if self._places is not None:
+            self._places.wait_for_head()
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
-        self._running = {ref: each for ref, each in self._running.items() if each != worker}
+        self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
+        self._hosts.pop(worker, None)
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
         """End all workers; the last pool also disconnects from Ray, or stops its own."""
-        for actor in self._actors:
-            ray.kill(actor)
+        if self._places is None or self._places.has_head:  # else each call would wait for it
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._places is not None:
+                self._places.close()
         self._log_output()
         self._running.clear()
         self._users.discard(id(self))
@@ -168,7 +225,7 @@ class RayWorkerPool(WorkerPool):
             self._own_ray.close()
             RayWorkerPool._own_ray = None
         elif self._has_connected:
-            ray.shutdown()
+            disconnect(has_head=self._places is None or self._places.has_head)
         RayWorkerPool._has_connected = False
 
     def _log_output(self) -> None:
@@ -201,27 +258,65 @@ class RayWorkerPool(WorkerPool):
     def _actor(self, worker: int) -> Any:
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
-        own = remote(_Actor).options(
-            num_cpus=0 if self._is_local else 1,  # several pools may share this machine
-            num_gpus=self._gpus,
-        )
-        actor = own.remote()
-        self._running[actor.make.remote(self._make, worker)] = worker
+        # Several pools may share this machine.
+        where = {"num_cpus": 0} if self._places is None else self._places.options(worker)
+        actor = remote(_Actor).options(**where).remote()
+        self._make_worker(worker, actor, None)
         return actor
 
-    def _ended(self, reference: Any) -> TaskResult:
-        worker = self._running.pop(reference)
+    def _make_worker(self, worker: int, actor: Any, files: dict[str, Any] | None) -> None:
+        """Start the first task of a worker. `files` of the model are in Ray."""
+        sharing = self._size if self._places is None else self._places.most_on_a_host
+        place = Place(worker=worker, sharing=sharing)
+        reference = actor.make.remote(self._make, place, self._kit, files)
+        self._running[reference] = _Call(worker, "make")
+
+    def _send_model(self, worker: int) -> None:
+        """Store the files of the model in Ray, if they are not there, for a worker without them."""
+        assert self._kit is not None, "only other hosts lack files"
         try:
-            return TaskResult(worker=worker, result=ray.get(reference, timeout=_ANSWER_S))
+            if not self._files:
+                read = hosts.read(self._kit)
+                self._files = {name: _Stored(None, ray.put(read[name]), set()) for name in read}
+        except RayError as error:
+            raise ClusterError(
+                f"the model does not fit into Ray's object store ({_first_line(error)}); copy "
+                f"{self._kit.directory} to every host, or start Ray with a larger "
+                "--object-store-memory"
+            ) from error
+        for file in self._files.values():
+            self._count(worker, "make", file.reference, file.hosts)
+        files = {name: file.reference for name, file in self._files.items()}
+        self._make_worker(worker, self._actors[worker], files)
+
+    def _ended(self, reference: Any) -> TaskResult | None:
+        """Return the result of a task; None if a worker waits for the model."""
+        worker, task = self._running.pop(reference)
+        if all(each.task != "make" for each in self._running.values()):
+            self._files = {}
+        try:
+            result = ray.get(reference, timeout=_ANSWER_S)
+            self._count(worker, task, reference, set())
+            if task == "make" and result is None:
+                self._send_model(worker)
+                return None
+            if task == "make":
+                self._hosts[worker] = result
+            return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, LongtailError | Stopped):
                 return TaskResult(worker=worker, error=cause)
             if isinstance(cause, RayError):  # no room for the result
-                return _lost(worker, cause)
+                return self._lost(worker, cause)
             return TaskResult(worker=worker, error=ClusterError(f"worker {worker}: {error}"))
         except RayError as error:  # the process is gone, or its result is
-            return _lost(worker, error)
+            return self._lost(worker, error)
+
+    def _lost(self, worker: int, error: Exception) -> TaskResult:
+        where = "" if self._places is None else f" on {self._hosts.get(worker, 'a new host')}"
+        reason = ClusterError(f"worker {worker}{where} is gone: {_first_line(error)}")
+        return TaskResult(worker=worker, error=reason, is_lost=True)
 
     @staticmethod
     def _in_message_thread(method: Any) -> Any:
@@ -230,12 +325,29 @@ class RayWorkerPool(WorkerPool):
 
     def _sent(self, worker: int, method: Any, *args: object) -> Any:
         """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
+        before, self._stored = self._stored, {}
         try:
-            return method.remote(*args)
+            found = [self._store(each, before) for each in args]
+            stored = [each for each in found if isinstance(each, _Stored)]
+            self._stored = {id(each.content): each for each in stored}
+            for each in stored:
+                self._count(worker, getattr(args[0], "__name__", ""), each.reference, each.hosts)
+            sent = [each.reference if isinstance(each, _Stored) else each for each in found]
+            return method.remote(*sent)
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
+
+    def _store(self, sent: object, before: Mapping[int, _Stored]) -> object:
+        """Return what is sent as it is, or as stored in Ray; the same if it was just sent."""
+        if sent is None or callable(sent) or isinstance(sent, int | float | str | Path):
+            return sent
+        return before.get(id(sent)) or _Stored(sent, ray.put(sent), set())
+
+    def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
+        if self._traffic is not None:
+            self._traffic.add(worker, task, reference, have)
 
     def _answer(self, worker: int, reference: Any) -> Any:
         try:
@@ -265,31 +377,6 @@ def _as_array(tensor: Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Siz
 def _as_tensor(sent: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> Tensor:
     array, dtype, shape = sent
     return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
-
-
-def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:
-    """Raise ConnectionError within seconds if nothing at an address answers as Ray does.
-
-    An address that is no host:port, like "auto", is left to Ray.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not (host and port.isdigit()):
-        return
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s) as sock:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return
-            sock.sendall(_HELLO)
-            answer = sock.recv(9)
-    except (OSError, OverflowError) as error:
-        raise ConnectionError(f"no Ray answers there: {error}") from error
-    if answer[3:4] != _SETTINGS:
-        raise ConnectionError("what answers there is no Ray")
-
-
-def _lost(worker: int, error: Exception) -> TaskResult:
-    reason = ClusterError(f"worker {worker} is gone: {_first_line(error)}")
-    return TaskResult(worker=worker, error=reason, is_lost=True)
 
 
 def _first_line(error: Exception) -> str:

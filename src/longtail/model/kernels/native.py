@@ -173,6 +173,12 @@ def layout(dtype: torch.dtype) -> Layout | None:
     return found.get(loaded["product_bf16_layout"]())
 
 
+def build_name() -> str:
+    """Return the name of the loaded build: equal where its source, compiler and flags are."""
+    loaded = _available()
+    return "none" if loaded is None else Path(loaded._name).parent.name
+
+
 def lanes() -> int:
     """Return the number of float32 in a register of the loaded kernels."""
     loaded = _available()
@@ -222,8 +228,8 @@ def _build() -> Path | None:
     compiler = shutil.which("cc")
     assert compiler is not None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = next((x for x in cpuinfo.read_text().splitlines() if x.startswith("flags")), "")
+    cpuinfo = "" if machine.cpu_cap() else Path("/proc/cpuinfo").read_text()
+    flags = next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "")
     sources = "".join(path.read_text() for path in _SOURCES.values())
     chosen = (*_flags(), *_FAST, *_EXACT, *_LINK_FLAGS)
     parts = (sources, _FLOAT32, _BFLOAT16, " ".join(chosen), version.stdout, flags)

@@ -1,0 +1,163 @@
+"""Losses of hosts, links, the head and room: the same texts, or one sentence and a resumed run."""
+
+import itertools
+import os
+import shutil
+import time
+
+import pytest
+
+from end_to_end.workshop import Workshop
+from hosts.bed import PLACE, Bed, Host, Running, cluster
+from hosts.rewards import HOLD
+from hosts.test_training import texts, train
+from longtail.cluster.timeline import event_of
+
+pytestmark = pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
+HELD = ("--reward.name=hosts.rewards:held", "--reward.timeout_s=200")
+
+
+class Begun(NamedTuple):
+    """A run, the host of its worker 1, and the file that holds it back."""
+
+    run: Running
+    host: Host
+    hold: Path
+
+
+def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> Begun:
+    """Start a run of two workers, driven by the head; return it after so many steps.
+
+    All workers are idle until the file `hold` is removed; before the first step, one evaluates.
+    """
+    hold = workshop.path / "hold"
+    hold.with_suffix(".reached").unlink(missing_ok=True)
+    if not steps:
+        hold.touch()
+    head, *others = cluster(hosts, num, **{HOLD: str(hold)})
+    running = train(workshop, head, run, *HELD, head=head, workers=2)
+    running.until(lambda: _steps(workshop, run) >= steps)
+    hold.touch()
+    running.until(hold.with_suffix(".reached").exists)
+    return Begun(
+        running, next(host for host in others if "ray::_Actor" in host.shell("ps ax")), hold
+    )
+
+
+def _steps(workshop: Workshop, run: str) -> int:
+    file = workshop.path / run / "metrics.jsonl"
+    return file.read_text().count("\n") if file.exists() else 0
+
+
+def _lost_while(workshop: Workshop, run: str) -> list[str]:
+    """Return the states in which workers were lost."""
+    lines = (workshop.path / run / "trace.json").read_bytes().splitlines(keepends=True)
+    spans = [each for line in lines[1:] if (each := event_of(line))["ph"] == "X"]
+    worker = [each["name"] for each in spans if each["tid"] == 1]
+    return [before for before, now in itertools.pairwise(worker) if now == "dead"]
+
+
+@pytest.mark.parametrize("state", ["generating", "learning", "idle"])
+def test_a_host_is_lost_in_each_state_and_another_goes_on(
+    workshop: Workshop, hosts: Bed, state: str
+) -> None:
+    run, host, hold = begin(workshop, hosts, state, steps=int(state != "generating"), num=3)
+    if state != "idle":
+        host.limit("100kbit")  # its texts or its gradients take seconds
+        hold.unlink()
+        time.sleep(1.5)
+    host.kill()
+    hold.unlink(missing_ok=True)
+    assert run.code() == 0, run.said()
+    assert texts(workshop, state) == texts(workshop, "one")
+    assert _lost_while(workshop, state)[0] == {"idle": "learning"}.get(state, state)
+
+
+def test_a_link_is_cut_for_seconds_and_nothing_is_lost(workshop: Workshop, hosts: Bed) -> None:
+    run, host, hold = begin(workshop, hosts, "cut", steps=1, num=2)
+    host.cut()
+    hold.unlink()
+    time.sleep(2.0)
+    host.mend()
+    assert run.code() == 0, run.said()
+    assert "it is replaced" not in run.said()
+    assert texts(workshop, "cut") == texts(workshop, "one")
+
+
+def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hosts: Bed) -> None:
+    hold = workshop.path / "hold"
+    head, driver = cluster(hosts, 2, **{HOLD: str(hold)})
+    run = train(workshop, driver, "head", *HELD, head=head, workers=2)
+    run.until(lambda: _steps(workshop, "head") >= 1)
+    hold.touch()
+    run.until(hold.with_suffix(".reached").exists)
+    head.kill()
+    hold.unlink()
+    assert run.code() == 1, run.said()
+    last = run.said().splitlines()[-1]
+    assert last.startswith("longtail: Ray's head at 10.77.0.1:6379 has not answered for 45 s"), last
+    assert "Traceback" not in run.said()
+    new, other = cluster(hosts, 2, **{HOLD: str(hold)})
+    run = train(workshop, other, "head", *HELD, head=new, workers=2)
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "head") == texts(workshop, "one")
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"), [("other", "6 workers were lost in a row"), ("driver", "No space left")]
+)
+def test_a_full_disk_ends_the_run_with_one_sentence(
+    workshop: Workshop, hosts: Bed, where: str, reason: str
+) -> None:
+    """Where Ray cannot write a log, it starts no process."""
+    head, other = cluster(hosts, 2)
+    head.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
+    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl")
+    words = (*own, f"--run.dir={PLACE}/full", "--run.steps=100000")
+    fill = f"cat /dev/zero >{PLACE}/filled || true"
+    if where == "other":
+        other.shell(fill)
+    run = train(workshop, head, "full", *words, head=head, workers=2)
+    if where == "driver":
+        run.until(lambda: (head.files / "full/checkpoints/step_000002").exists())
+        head.shell(fill)
+    assert run.code() == 1, run.said()
+    assert "Traceback" not in run.said()
+    assert reason in run.said().splitlines()[-1], run.said()
+    for host in (head, other):
+        host.shell(f"rm -f {PLACE}/filled")
+    run = train(workshop, head, "full", *own, f"--run.dir={PLACE}/full", head=head, workers=2)
+    assert run.code() == 0, run.said()
+
+
+def test_a_host_is_lost_for_good_and_the_run_resumes_with_fewer_workers(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    run, host, hold = begin(workshop, hosts, "fewer", steps=1, num=2)
+    host.kill()
+    hold.unlink()
+    assert run.code() == 1, run.said()
+    last = run.said().splitlines()[-1]
+    assert last.startswith("longtail: a host is gone, and for 20 s no other has had room"), last
+    assert "Traceback" not in run.said()
+    head = hosts.hosts[0]
+    run = train(workshop, head, "fewer", *HELD, head=head, workers=1)
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "fewer") == texts(workshop, "one")
+
+
+def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    """The driver is no head; step 1 is of one host, steps 2 and 3 of two, step 4 of one."""
+    head, driver = cluster(hosts, 2)
+    driver.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
+    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl")
+    for steps, workers in ((1, 1), (3, 2), (4, 1)):
+        words = (f"--run.dir={PLACE}/apart", f"--run.steps={steps}", *own)
+        run = train(workshop, driver, "apart", *words, head=head, workers=workers)
+        assert run.code() == 0, run.said()
+    assert len(list(head.files.glob("home/.cache/longtail/models/*/model.safetensors"))) == 1
+    assert not (head.files / "model").exists()
+    shutil.copytree(driver.files / "apart", workshop.path / "apart")
+    assert texts(workshop, "apart") == texts(workshop, "one")

@@ -1,0 +1,94 @@
+"""Training over hosts: the texts of one process. test_faults.py has more, for `make test-hosts`."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from end_to_end.workshop import Workshop
+from hosts.bed import PATIENCE_S, PORT, ROOT, Bed, Host, Running, cluster
+from hosts.conftest import WORDS
+
+pytestmark = pytest.mark.slow
+_PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
+
+
+def texts(workshop: Workshop, run: str) -> dict[tuple[int, str], object]:
+    """Everything of the rollouts that no rounding can reach."""
+    rows = workshop.rollouts(run)
+    found = {
+        (row["step"], row["request_id"]): (row["text"], row["reward"], row["policy_version"])
+        for row in rows
+    }
+    assert len(found) == len(rows), "nothing is counted twice"
+    return found
+
+
+def train(
+    workshop: Workshop, host: Host, run: str, *more: str, head: Host, workers: int
+) -> Running:
+    """Start a run of four steps on a host."""
+    own = ("--run.steps=4", f"--cluster.workers={workers}", "--cluster.worker_timeout_s=20")
+    words = workshop.words(run, *WORDS, *own, f"--cluster.address={head.address}:{PORT}", *more)
+    return host.longtail(*words, log=workshop.path / f"{run}.log")
+
+
+def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    """Each process of Ray has a port on all networks; longtail's are on the hosts' alone."""
+    head, other = cluster(hosts, 2)
+    run = train(workshop, head, "two", head=head, workers=2)
+    rows = workshop.path / "two" / "metrics.jsonl"
+    run.until(lambda: rows.exists() and rows.read_text() != "")
+    for host in (head, other):
+        lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::_Actor" in line]
+        listens = [line.split()[3].rpartition(":")[0] for line in lines]
+        assert listens.count("*") == 1, lines
+        assert set(listens) == {"*", host.address}, lines
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "two") == texts(workshop, "one")
+    first, *_, last = workshop.metrics("two")
+    assert first["network/texts_bytes"] > 0
+    assert last["network/drafter_bytes"] > 0
+    assert last["network/policy_bytes"] == last["network/model_bytes"] == 0, "nothing is published"
+
+
+def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:
+    head, other = hosts.add(), hosts.add(LONGTAIL_NATIVE="0")
+    head.head()
+    other.join(head)
+    run = train(workshop, head, "differs", head=head, workers=2)
+    assert run.code() == 1, run.said()
+    assert "host 10.77.0.2: native kernels is none, and " in run.said().splitlines()[-1]
+
+
+def test_a_killed_bed_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import time, pathlib; from hosts.bed import Bed; bed = Bed(pathlib.Path('.'));"
+        "host = bed.add(); host.shell('sleep 12345 >/dev/null 2>&1 &');"
+        "print(host.space.init, flush=True); time.sleep(12345)"
+    )
+    words = [sys.executable, "-c", script]
+    owner = subprocess.Popen(words, stdout=subprocess.PIPE, env=os.environ | _PATHS)
+    assert owner.stdout is not None
+    init = Path("/proc") / owner.stdout.readline().decode().strip()
+    assert init.exists()
+    owner.kill()
+    owner.communicate()
+    deadline = time.monotonic() + PATIENCE_S
+    while init.exists() or "sleep\x0012345" in _commands():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _commands() -> str:
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found.append(file.read_text())
+    return "\n".join(found)

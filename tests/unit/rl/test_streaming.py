@@ -1,0 +1,143 @@
+"""Groups that are graded and packed as they are finished, in any order."""
+
+import random
+import time
+from typing import Any
+
+import pytest
+
+from longtail.config.rl import RunConfig, load
+from longtail.errors import GradingError
+from longtail.rl.data.prompts import Taken
+from longtail.rl.data.requests import RequestBatch, train_requests
+from longtail.rl.grading.pool import Graded, GraderPool
+from longtail.rl.streaming import GroupStream, streams, why_not
+from longtail.types import Completion, GradingFailure, Prompt, Rollout, SamplingParams
+from support.rollouts import completion
+
+PROMPTS, SAMPLES = 5, 3
+
+
+def config(*words: str) -> RunConfig:
+    sizes = [f"--rollout.prompts_per_step={PROMPTS}", f"--rollout.group_size={SAMPLES}"]
+    return load(None, ["--learner.loss=grpo", *sizes, *words])
+
+
+def asked() -> RequestBatch:
+    prompts = [Prompt(prompt_id=f"p/{n}", tokens=(1, n), text="") for n in range(PROMPTS)]
+    taken = [Taken(prompt=prompt, epoch=0) for prompt in prompts]
+    return train_requests(taken, samples=SAMPLES, seed=0, sampling=SamplingParams())
+
+
+def grader(calls: list[int], *, equal: str = "p/1@", failing: str = "p/2@0#1") -> GraderPool:
+    """Return a pool without processes: rewards are sample numbers, or equal in one group."""
+
+    def grade(pairs: Any) -> Graded:
+        calls.append(len(pairs))
+        rollouts, failures = list[Rollout](), list[GradingFailure]()
+        for prompt, made in pairs:
+            name = made.request_id
+            if name == failing:
+                failures.append(GradingFailure(prompt=prompt, completion=made, error="no"))
+            else:
+                reward = 1.0 if name.startswith(equal) else float(name[-1])
+                rollouts.append(Rollout(prompt=prompt, completion=made, reward=reward))
+        return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
+
+    pool: Any = object.__new__(GraderPool)
+    pool.grade = grade
+    return pool
+
+
+def texts(batch: RequestBatch) -> list[Completion]:
+    return [completion(each.request_id, (3, 4, 5)) for each in batch.requests]
+
+
+def groups_of(micro_batches: Any) -> list[str]:
+    return [each.name.rpartition("/")[0] for each in micro_batches]
+
+
+def wait_for(stream: GroupStream, count: int) -> list[str]:
+    found = list[str]()
+    end = time.monotonic() + 20.0
+    while len(found) < count and time.monotonic() < end:
+        found += groups_of(stream.micro_batches())
+        time.sleep(0.001)
+    return found
+
+
+def test_a_group_is_packed_as_soon_as_its_last_text_is_finished():
+    batch, calls = asked(), list[int]()
+    stream = GroupStream(batch, grader(calls), config())
+    done = texts(batch)
+    stream.add(done[1:SAMPLES])
+    stream.add(done[SAMPLES : 2 * SAMPLES - 1])
+    assert not calls
+    assert stream.micro_batches() == []
+    stream.add(done[:1])
+    assert wait_for(stream, 1) == ["p/0@0"]
+    assert sum(calls) == SAMPLES
+    stream.add(done)
+    stream.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_grades_are_in_the_order_of_requests_and_packed_groups_can_be_learned_from(seed):
+    batch, calls = asked(), list[int]()
+    stream = GroupStream(batch, grader(calls), config())
+    done = texts(batch)
+    random.Random(seed).shuffle(done)
+    for each in done:
+        stream.add([each, each])
+    graded = stream.finish()
+    names = [each.completion.request_id for each in graded.rollouts]
+    expected = [each.request_id for each in batch.requests if each.request_id != "p/2@0#1"]
+    assert names == expected
+    assert [each.completion.request_id for each in graded.failures] == ["p/2@0#1"]
+    assert sum(calls) == PROMPTS * SAMPLES
+    # Group 1 has equal rewards, so it has no gradient.
+    packed = groups_of(stream.micro_batches())
+    assert sorted(packed) == ["p/0@0", "p/2@0", "p/3@0", "p/4@0"]
+
+
+def test_with_dynamic_sampling_only_groups_that_are_surely_kept_are_packed():
+    batch = asked()
+    dynamic = config("--learner.dynamic_sampling=true")
+    stream = GroupStream(batch, grader([]), dynamic, num_learned=PROMPTS - 3)
+    stream.add(texts(batch))
+    stream.finish()
+    assert sorted(groups_of(stream.micro_batches())) == ["p/0@0", "p/2@0"]
+
+
+def test_what_grading_raises_is_raised_at_the_end():
+    def broken(pairs: Any) -> Graded:
+        raise GradingError("the graders ended")
+
+    pool: Any = object.__new__(GraderPool)
+    pool.grade = broken
+    batch = asked()
+    stream = GroupStream(batch, pool, config())
+    stream.add(texts(batch))
+    with pytest.raises(GradingError, match="the graders ended"):
+        stream.finish()
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [
+        ("--learner.mini_batches=2", "learner.mini_batches = 2"),
+        ("--learner.sharding=full", "learner.sharding = 'full'"),
+        ("--learner.loss=reinforce_pp", "learner.loss = 'reinforce_pp'"),
+    ],
+)
+def test_what_needs_the_whole_step_is_named_and_not_packed_before(word, reason):
+    own = config(word)
+    assert reason in str(why_not(own))
+    assert not streams(own)
+    batch = asked()
+    stream = GroupStream(batch, grader([]), own)
+    stream.add(texts(batch))
+    stream.finish()
+    assert stream.micro_batches() == []
+    assert not streams(config("--learner.streaming=false"))
+    assert streams(config())
