@@ -4,6 +4,8 @@ import itertools
 import os
 import shutil
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
