@@ -1,9 +1,10 @@
-"""Hosts on one machine: nothing is shared but a network, and what a test puts into `Bed.shared`.
+"""Hosts on one machine: a network joins them, and /mnt and /dev/shm are each host's own.
 
     bed process --pipe--> init of host 0   own processes, network 10.77.0.1, /mnt, /dev/shm
                      \\--> init of host 1   own processes, network 10.77.0.2, /mnt, /dev/shm
                       \\-> init of the switch, with a bridge between them
 
+Other paths are the machine's: code, and a file system that the hosts share where a test uses it.
 A host ends with its init, and that with its pipe, so nothing survives the process of the bed: the
 kernel kills all processes of a host, and removes its network and its file systems.
 """
@@ -11,7 +12,6 @@ kernel kills all processes of a host, and removes its network and its file syste
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -120,7 +120,11 @@ class Host:
 
     def longtail(self, *words: str, log: Path) -> "Running":
         """Start `longtail WORDS` here; its output goes to `log`."""
-        command = [sys.executable, "-c", _TRAIN, *words]
+        return self.python(_TRAIN, *words, log=log)
+
+    def python(self, script: str, *words: str, log: Path) -> "Running":
+        """Start a script here; its output goes to `log`."""
+        command = [sys.executable, "-c", script, *words]
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 self.space.inside(*command), env=self.env, stdout=file, stderr=file
@@ -169,10 +173,6 @@ class Running:
         """What it has printed so far."""
         return self.log.read_text()
 
-    def signal(self, number: signal.Signals) -> None:
-        """Signal the command itself."""
-        os.kill(_children(self.process.pid)[0], number)
-
     def until(self, condition: Callable[[], bool]) -> None:
         """Wait until the condition holds, while the command runs."""
         deadline = time.monotonic() + PATIENCE_S
@@ -187,10 +187,9 @@ class Running:
 
 
 class Bed:
-    """Makes hosts; `shared` is a directory that all of them see."""
+    """Makes hosts."""
 
-    def __init__(self, shared: Path) -> None:
-        self.shared = shared
+    def __init__(self) -> None:
         self.hosts: list[Host] = []
         self._switch = _Space()
         self._switch.ip("link add bridge type bridge")
@@ -228,9 +227,9 @@ class Bed:
 
 
 @contextmanager
-def bed(shared: Path) -> Iterator[Bed]:
+def bed() -> Iterator[Bed]:
     """Make a bed, which ends with the context."""
-    made = Bed(shared)
+    made = Bed()
     try:
         yield made
     finally:

@@ -32,7 +32,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture
-def hosts(workshop: Workshop) -> Iterator[Bed]:
+def hosts() -> Iterator[Bed]:
     """An empty bed."""
-    with bed(workshop.path) as made:
+    with bed() as made:
         yield made

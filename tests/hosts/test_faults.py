@@ -4,6 +4,8 @@ import itertools
 import os
 import shutil
 import time
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -161,3 +163,22 @@ def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts
     assert not (head.files / "model").exists()
     shutil.copytree(driver.files / "apart", workshop.path / "apart")
     assert texts(workshop, "apart") == texts(workshop, "one")
+
+
+_HOG = """
+import time, numpy, ray
+ray.init(address="10.77.0.1:6379", log_to_driver=False)
+held = [ray.get(ray.put(numpy.zeros(2_000_000, numpy.uint8))) for _ in range(45)]
+print("full", flush=True)
+time.sleep(100000)
+"""
+
+
+def test_a_full_object_store_changes_no_text(workshop: Workshop, hosts: Bed) -> None:
+    """Another program of the cluster holds all of the driver's store: Ray takes files instead."""
+    head, _other = cluster(hosts, 2)
+    hog = head.python(_HOG, log=workshop.path / "hog.log")
+    hog.until(lambda: "full" in hog.said())
+    run = train(workshop, head, "store", head=head, workers=2)
+    assert run.code() == 0, run.said()
+    assert texts(workshop, "store") == texts(workshop, "one")

@@ -69,7 +69,7 @@ def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:
 
 def test_a_killed_bed_leaves_nothing(tmp_path: Path) -> None:
     script = (
-        "import time, pathlib; from hosts.bed import Bed; bed = Bed(pathlib.Path('.'));"
+        "import time; from hosts.bed import Bed; bed = Bed();"
         "host = bed.add(); host.shell('sleep 12345 >/dev/null 2>&1 &');"
         "print(host.space.init, flush=True); time.sleep(12345)"
     )

@@ -81,9 +81,13 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
 
 
 def check(config: RunConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if a run on a CPU may need more memory than is free."""
+    """Raise ConfigError if a run on a CPU may need more memory than is free.
+
+    Of a cluster only this host is known, with one worker at least.
+    """
     available, found = machine.memory().available, estimate(config, shape, on_cpu=True)
-    needed = config.cluster.workers * sum(found.values())
+    workers = 1 if config.cluster.address else config.cluster.workers
+    needed = workers * sum(found.values())
     if available is not None and needed > available:
         largest = max(found, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")

@@ -74,12 +74,13 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     own, shape = config("--cluster.workers=2", *words), tiny_config()
     needed = 2 * sum(memory.estimate(own, shape, on_cpu=True).values())
 
-    def check(available: int | None) -> None:
+    def check(available: int | None, *more: str) -> None:
         found = machine.Memory(total=needed, available=available)
         monkeypatch.setattr(memory.machine, "memory", lambda: found)
-        memory.check(own, shape)
+        memory.check(config("--cluster.workers=2", *words, *more), shape)
 
     check(needed)
+    check(needed // 2, "--cluster.address=10.0.0.1:6379")  # the other worker has another host
     check(None)
     with pytest.raises(ConfigError, match=f"lower {field}"):
         check(needed - 1)

@@ -119,7 +119,7 @@ class RayWorkerPool(WorkerPool):
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
-        self._make, self._size = make, size
+        self._make, self._size, self._gpus = make, size, gpus
         self._users.add(id(self))
         self._start_ray("" if cluster is None else cluster.address)
         _send_tensors_as_arrays()
@@ -259,7 +259,8 @@ class RayWorkerPool(WorkerPool):
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
         # Several pools may share this machine.
-        where = {"num_cpus": 0} if self._places is None else self._places.options(worker)
+        own = {"num_cpus": 0, "num_gpus": self._gpus}
+        where = own if self._places is None else self._places.options(worker)
         actor = remote(_Actor).options(**where).remote()
         self._make_worker(worker, actor, None)
         return actor
