@@ -110,7 +110,8 @@ class WorkerGroup:
         `groups` gets each text when it is finished; idle workers learn from the groups that it
         returns.
         """
-        if self._spot is not None:  # a refill: what the round before trained would be lost
+        self._learn_rest()  # a refill: workers are idle before the next round
+        if self._spot is not None:  # what the round before trained would be lost
             self.offer_drafter()
         spot = self._begin_spot(step) if trains else None
         learning = self._begin_learning(groups, requests)
@@ -158,14 +159,14 @@ class WorkerGroup:
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if a worker is lost in it."""
-        if self._learning is not None:
-            self._learn_rest(*self._learning)
-            self._learning = None
+        self._learn_rest()
         return self._team.learn(batches)
 
-    def _learn_rest(self, idle: IdleCoordinator, learning: LearningWork) -> None:
-        """Learn from the micro-batches that are left, one at a time on each worker."""
-        self._supervisor.wait_ready()
+    def _learn_rest(self) -> None:
+        """Learn from the micro-batches of the last rollout that are left, one at a time."""
+        if self._learning is None:
+            return
+        (idle, learning), self._learning = self._learning, None
         learning.poll((), self._forecast.now(self._supervisor.now(), 0))
         while learning.is_unfinished:
             idle.assign(self._forecast.now(self._supervisor.now(), 0))

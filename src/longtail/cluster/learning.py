@@ -7,7 +7,6 @@ the last text is written all workers learn from what is left, one micro-batch at
 worker had added is learned from again by another one, so nothing is counted twice.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
@@ -61,7 +60,7 @@ class LearningWork(IdleWork):
     ) -> None:
         self._supervisor, self._groups, self._times = supervisor, groups, times
         self._sampling, self._log = sampling, log
-        self._ready: deque[MicroBatch] = deque()
+        self._ready: list[MicroBatch] = []
         self._running: dict[int, tuple[MicroBatch, float]] = {}
         """Micro-batch of each worker at work, and when it began."""
         self._done: dict[int, list[MicroBatch]] = {}
@@ -84,8 +83,9 @@ class LearningWork(IdleWork):
         return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
 
     def start(self, worker: int) -> None:
-        """Learn from the next micro-batch."""
-        unit = self._ready.popleft()
+        """Learn from the longest micro-batch: the last ones decide when all workers are done."""
+        unit = max(self._ready, key=lambda each: each.packed.num_tokens)
+        self._ready.remove(unit)
         self._running[worker] = unit, self._supervisor.now()
         self._supervisor.start(worker, tasks.ACCUMULATE, unit, self._sampling)
 
@@ -96,7 +96,7 @@ class LearningWork(IdleWork):
             self._done.setdefault(ended.worker, []).append(unit)
             self._times.observe(unit.packed.num_tokens, self._supervisor.now() - began_s)
         elif ended.is_lost:
-            self._ready.appendleft(unit)
+            self._ready.append(unit)
         else:
             self._is_off = True
             self._log(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
@@ -93,6 +93,16 @@ def test_learning_that_takes_longer_than_the_tail_goes_on_by_all_workers_after_i
     assert held(pool) == groups(TAIL)
 
 
+def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once():
+    pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
+    group, _ = rolled(pool, TAIL)
+    more = requests(30, 30, 500, 20, siblings=2, first=10)
+    stream: Any = Stream(more)
+    assert len(group.rollout(1, more, stream).completions) == 4
+    group.learn([batch(2)])
+    assert held(pool) == sorted(groups(TAIL) + groups(more))
+
+
 def test_a_lost_worker_takes_nothing_with_it():
     pool = ScriptedPool(
         3,
@@ -108,6 +118,7 @@ def test_a_lost_worker_takes_nothing_with_it():
 
 
 @settings(max_examples=60)
+@example([52, 399, 173, 1], 4, [(0, 14.546), (0, 5.0)], 0.0)  # it ends while another one starts
 @given(
     st.lists(st.integers(1, 400), min_size=4, max_size=24),
     st.integers(2, 4),
