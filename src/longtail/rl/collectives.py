@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longtail.errors import ConfigError, ProcessGroupError
+from longtail.rl.shared_memory import SharedWindows, share_windows
 
 _LOOPBACK = "127.0.0.1"
 _BUCKET = 2**20
@@ -115,23 +116,42 @@ class TorchProcessGroup(ProcessGroup):
         self._group: dist.ProcessGroup | None = None
         self._connected: Any = None
         self._is_default = False
+        self._windows: SharedWindows | None = None
         with self._failing("connecting to the other ranks"):
             self._group = self._connect(address, backend)
+        if backend == "gloo" and address.startswith("file:"):
+            self._windows = share_windows(rank, self._gather)
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum; small tensors of one dtype share a message."""
+        """Replace each tensor by its sum; small tensors of one dtype share a message.
+
+        Processes of one machine add whole numbers in shared memory.
+        """
         for bucket in _buckets([tensor.detach() for tensor in tensors]):
             is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
             flat = torch.cat([each.flatten() for each in bucket]) if is_copied else bucket[0]
             flat = flat.to(self._device)
             with self._failing(f"the sum of {flat.numel():,} numbers"):
-                # NOTE: a local variable for the work would keep it alive in the traceback, and
-                # with it the connections: other ranks would wait for a rank that has left.
-                self._open_group().allreduce([flat]).wait(self._timeout)
+                if self._windows is not None and flat.dtype is torch.int64:
+                    self._windows.add_up(flat, lambda: self._add_up(torch.zeros(1)))
+                else:
+                    self._add_up(flat)
             if flat is not bucket[0]:
                 parts = torch.split(flat.view(-1), [each.numel() for each in bucket])
                 for each, part in zip(bucket, parts, strict=True):
                     each.copy_(part.view(each.shape))
+
+    def _add_up(self, flat: Tensor) -> None:
+        # NOTE: a local variable for the work would keep it alive in the traceback, and with it the
+        # connections: other ranks would wait for a rank that has left.
+        self._open_group().allreduce([flat]).wait(self._timeout)
+
+    def _gather(self, row: Sequence[float]) -> list[list[float]]:
+        """Return the rows of all ranks."""
+        table = torch.zeros(self.size, len(row), dtype=torch.float64)
+        table[self.rank] = torch.tensor(row)
+        self.all_reduce([table])
+        return table.tolist()
 
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, ProcessGroupError
+from longtail.rl import shared_memory
 from longtail.rl.collectives import (
     ProcessGroup,
     TorchProcessGroup,
@@ -184,3 +185,29 @@ def test_a_backend_that_is_not_built_in_is_refused(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     with pytest.raises(ConfigError, match="use 'gloo'"):
         TorchProcessGroup(0, 1, free_address(), backend="nccl", timeout_s=1.0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("shares", [True, False])
+def test_whole_numbers_are_added_exactly_over_one_machine(size, shares, tmp_path, monkeypatch):
+    """Chunks of any length, with and without shared memory, between floats."""
+    monkeypatch.setattr(shared_memory, "CHUNK", 64)
+    if not shares:
+        monkeypatch.delattr(os, "memfd_create", raising=False)
+    lengths = (1, 2, 63, 64, 65, 1000)
+    made = [
+        [torch.randint(-(2**61), 2**61, (n,), generator=torch.Generator().manual_seed(rank)) // size
+         for n in lengths] for rank in range(size)
+    ]  # fmt: skip
+
+    def run(group: ProcessGroup) -> list[torch.Tensor]:
+        own = [each.clone() for each in made[group.rank]]
+        for each in (*own, torch.ones(3)):
+            group.all_reduce([each])
+        group.all_reduce(own[:0])
+        return own
+
+    address = f"file://{tmp_path / 'meeting'}"
+    for found in together(size, run, address=address):
+        for numbers, *parts in zip(found, *made, strict=True):
+            assert torch.equal(numbers, sum(parts, torch.zeros_like(numbers)))
