@@ -181,4 +181,6 @@ def test_a_full_object_store_changes_no_text(workshop: Workshop, hosts: Bed) -> 
     hog.until(lambda: "full" in hog.said())
     run = train(workshop, head, "store", head=head, workers=2)
     assert run.code() == 0, run.said()
+    hog.process.kill()
+    hog.code()
     assert texts(workshop, "store") == texts(workshop, "one")
