@@ -1,6 +1,6 @@
 """Sums over the processes of one machine, in memory that they share: no copy through a socket.
 
-    numbers --> own window | wait | sum of a slice of all windows --> first window | wait | copy back
+    numbers --> own window | wait | sum of a slice of all windows --> first window | wait | back
 
 A chunk at a time; chunks take turns in two halves of the windows, so that a rank that waits for
 nobody overwrites nothing that another one still reads. A window is a file without a name, which is
@@ -10,6 +10,7 @@ gone with the processes that have it open.
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import final
 
 import torch
@@ -50,13 +51,11 @@ def share_windows(rank: int, gather: Gather) -> SharedWindows | None:
     Every rank calls it. All must be processes of one machine that may open each other's files.
     """
     own = _new_file()
-    places = gather([os.getpid(), own])
+    places = gather([float(os.getpid()), float(own)])
     found: list[Tensor] = []
-    try:
+    with suppress(OSError):
         found = [_opened(int(process), int(file)) for process, file in places]
-    except OSError:
-        pass
-    have_all = all(row[0] for row in gather([bool(found)]))
+    have_all = all(row[0] for row in gather([float(bool(found))]))
     if own >= 0:
         os.close(own)
     return SharedWindows(rank, found) if have_all else None
