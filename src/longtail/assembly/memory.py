@@ -18,6 +18,9 @@ from longtail.system import machine
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
+_GRADIENTS = "gradients"
+PASSING = (_ACTIVATIONS, _GRADIENTS)
+"""Uses that end with a learner step."""
 _REMEDIES = {
     _KV: "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
@@ -63,7 +66,8 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
         * small
         * (2 if on_cpu and rollout.dtype == "bfloat16" else 1),
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small),
-        "weights, their copy and gradients": 2 * shard + sums,
+        "weights and their copy": 2 * shard,
+        _GRADIENTS: sums,
         "optimizer moments": 2 * trained,
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),

@@ -50,11 +50,12 @@ def must_park(plan: Plan) -> bool:
     own = plan.arms[OFF]
     device, shape = run_device(own), memory.model_shape(own.model.path)
     available = memory.available_bytes(device)
-    needed = sum(
-        each.cluster.workers
-        * sum(memory.estimate(each, shape, on_cpu=device.type == "cpu").values())
+    parts = [
+        (each.cluster.workers, memory.estimate(each, shape, on_cpu=device.type == "cpu"))
         for each in plan.arms.values()
-    )
+    ]
+    passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
+    needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
     return available is not None and needed > available and not own.is_sharded
 
 
