@@ -55,7 +55,7 @@ quickstart: install
 	$(BIN)/longtail sft quickstart
 	$(BIN)/longtail train quickstart
 	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
-		--rollout.group_size=2 --arms off,spot --steps 3 --plot runs/quickstart/tail.png
+		--rollout.group_size=2 --rollout.max_running=16 --arms off,all --steps 3 --plot runs/quickstart/tail.png
 
 # Three test processes for two cores, one OpenMP thread each: many tests wait for processes that they
 # start. A process that has no test left takes over half of another's, so tests of one file mostly
