@@ -2,8 +2,8 @@
 
     numbers --> own window | wait | sum of a slice of all windows --> first window | wait | back
 
-A chunk at a time; chunks take turns in two halves of the windows, so that a rank that waits for
-nobody overwrites nothing that another one still reads. A window is a file without a name, which is
+A chunk at a time; chunks take turns in two halves of the windows, so that a rank that is
+ahead overwrites nothing that another one still reads. A window is a file without a name, which is
 gone with the processes that have it open.
 """
 
