@@ -242,22 +242,20 @@ class RolloutCoordinator:
         now, beside = self._supervisor.now(), len(self._idle.busy)
         self._forecast.observe(running, now, beside)
         self._on_progress(self._total(list(running.values())))
-        self._exchange(list(running), now)
+        self._exchange(running, now)
         self._idle.poll(progress.keys(), self._forecast.now(now, len(self._held)))
 
-    def _exchange(self, running: Sequence[int], now: float) -> None:
+    def _exchange(self, running: Mapping[int, Progress], now: float) -> None:
         """Take finished texts and requests that move; look for a move now and then."""
-        has_idle = bool(self._idle.busy or self._supervisor.workers(State.IDLE))
-        is_time = now - self._shared_s >= _SHARE_S
-        if self._parts.on_texts is not None and (has_idle or is_time):
-            for worker in running:
-                known = self._num_known[worker]
+        for worker, progress in running.items() if self._parts.on_texts is not None else ():
+            known = self._num_known[worker]
+            if progress.num_finished > known:
                 found = self._supervisor.ask(worker, Worker.completed, known) or []
                 self._num_known[worker] += len(found)
                 self._take(found)
-        for worker in {move.source for move in self._moves.values()} & set(running):
+        for worker in {move.source for move in self._moves.values()} & running.keys():
             self._take_released(worker)
-        if not is_time:
+        if now - self._shared_s < _SHARE_S:
             return
         self._shared_s = now
         loads = {worker: self._texts_of(worker) for worker in running}
