@@ -198,9 +198,10 @@ class FakeWorker:
 
     def _give_back(self) -> None:
         for name in self._asked_back:
-            if self._left.pop(name, None) is not None:
+            if name in self._left:
                 request = self._shard.pop(name)
                 self._released.append(self._completion(request, self._written_of(request)))
+                del self._left[name]
         self._asked_back = []
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> Steps:
