@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from longtail.cluster.states import Span, State
 from longtail.cluster.timeline import Timeline
 from longtail.sampling import gumbel_noise, noise_key
 from longtail.view import timeline_plot
@@ -40,8 +41,16 @@ def tail(path: Path) -> None:
     """One training step of two workers, without drafting and with longtail."""
     steps = card("e2e_quickstart.json")["last_step"]
     arms = {"Without drafting": "off", "With longtail": "all" if "all" in steps else "spot"}
-    timelines = [(name, Timeline.of_json(steps[arm] | {"marks": []})) for name, arm in arms.items()]
-    timeline_plot.draw(timelines, path)
+    timeline_plot.draw([(name, timeline(steps[arm])) for name, arm in arms.items()], path)
+
+
+def timeline(row: dict[str, Any]) -> Timeline:
+    """Return the states that `Timeline.as_json` gave, without marks."""
+    spans = tuple(
+        Span(worker=worker, state=State(state), begin_s=begin_s, end_s=end_s)
+        for worker, state, begin_s, end_s in row["spans"]
+    )
+    return Timeline(spans=spans, marks=(), begin_s=0.0, end_s=row["end_s"])
 
 
 WORDS = ("seven", "eight", "nine", "ten", "one", "a")
