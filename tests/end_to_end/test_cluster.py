@@ -13,6 +13,7 @@ import pytest
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster import rollout, sharing, tasks
+from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import event_of
 from longtail.cluster.worker import Worker
@@ -120,6 +121,8 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
 
     def kill(supervisor: WorkerSupervisor, worker: int, what: str) -> None:
+        if supervisor.workers(State.STARTING):
+            return  # with both workers the policy would be lost
         left[what] -= 1
         if left[what] == 0:
             os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
@@ -138,7 +141,7 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     monkeypatch.setattr(WorkerSupervisor, "start", deadly_start)
     monkeypatch.setattr(WorkerSupervisor, "tell", deadly_tell)
     said = workshop.train("moved", *words, *TWO)
-    assert said.code == 0
+    assert said.code == 0, said.err
     assert all(count <= 0 for count in left.values()), left
     assert said.err.count("it is replaced") == 2
     assert texts(workshop, "moved") == texts(workshop, "whole")

@@ -91,6 +91,8 @@ class Worker:
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
         `begun`: what other workers released of some of them.
         """
+        for mailbox in (self._added, self._asked_back, self._released):
+            mailbox.take()  # about an earlier shard, which had ended when they came
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         self._shard = _Shard({request.request_id: request for request in requests}, [])
@@ -120,8 +122,6 @@ class Worker:
             completions, self._shard = self._shard.finished, _Shard({}, [])
             for name, _, _ in generator.unfinished():
                 generator.abort(name)
-            self._asked_back.take()
-            self._added.take()
         return ShardResult(
             completions=tuple(completions),
             report=meter.report(),

@@ -135,6 +135,24 @@ def test_texts_are_of_the_present_rollout_only(worker, asked):
     assert worker.texts(2) == []
 
 
+def test_requests_are_added_in_mid_rollout_and_messages_about_an_ended_shard_change_nothing(
+    worker, asked
+):
+    worker.publish()
+    whole = worker.generate(asked).completions
+    once = iter([True])
+    worker.on_step = lambda progress: worker.add(asked[2:], ()) if next(once, False) else None
+    added = worker.generate(asked[:2]).completions
+    assert sorted(added, key=lambda each: each.request_id) == list(whole)
+    worker.add(asked, ())
+    worker.release([each.request_id for each in asked])
+    worker.on_step = None
+    assert sorted(worker.generate(asked).completions, key=lambda each: each.request_id) == list(
+        whole
+    )
+    assert worker.drain_released() == []
+
+
 def size(texts: Iterable[Completion]) -> int:
     return sum(len(each.tokens) for each in texts)
 
