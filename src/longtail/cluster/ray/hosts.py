@@ -9,6 +9,7 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ import ray
 import torch
 from numpy.typing import NDArray
 
-from longtail import __version__
 from longtail.errors import ClusterError
 from longtail.model.kernels import native
 from longtail.system.cache import build_once, cache_directory
@@ -90,7 +90,7 @@ def keep(kit: Kit, files: Mapping[str, Any]) -> Path:
 def _software(*, on_cpu: bool) -> dict[str, str]:
     """Return what has to be equal for equal texts; on a GPU the processors may differ."""
     found = {
-        "longtail": __version__,
+        "longtail": metadata.version("longtail"),
         "PyTorch": torch.__version__,
         "Python": platform.python_version(),
     }
