@@ -32,7 +32,7 @@ class SharedWindows:
     def add_up(self, numbers: Tensor, wait: Callable[[], None]) -> None:
         """Replace int64 numbers by their sums; `wait` returns once all ranks have called it."""
         size = len(self._windows)
-        for chunk in numbers.view(-1).split(CHUNK):
+        for chunk in torch.split(numbers.view(-1), CHUNK):
             count = len(chunk)
             windows = [each[self._half, :count] for each in self._windows]
             windows[self._rank].copy_(chunk)
