@@ -1,6 +1,6 @@
 """Several workers on Ray write and learn what one does, also when workers are killed.
 
-In float64, where the sum of two workers' gradients is one worker's as far as texts can tell.
+In float64, where the sums of shards are one worker's as far as texts can tell.
 """
 
 import os
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from end_to_end import processes
-from end_to_end.workshop import Workshop, build, save_untaught
+from end_to_end.workshop import EXACT, Workshop, build, save_untaught
 from longtail.cluster import rollout, sharing, tasks
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
@@ -27,12 +27,7 @@ from longtail.cluster.ray import instance as own_ray
 from longtail.cluster.ray import pool as ray_pool
 
 pytestmark = pytest.mark.slow
-WORDS = (
-    "--rollout.dtype=float64",
-    "--learner.dtype=float64",
-    "--run.checkpoint_every=1",
-    "--speculation.drafter=fresh+history",
-)
+WORDS = (*EXACT, "--speculation.drafter=fresh+history")
 TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40")
 
 
@@ -50,17 +45,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return workshop
 
 
-def texts(workshop: Workshop, run: str) -> dict[tuple[int, str], object]:
-    """Everything of the rollouts that no rounding can reach."""
-    rows = workshop.rollouts(run)
-    found = {
-        (row["step"], row["request_id"]): (row["text"], row["reward"], row["policy_version"])
-        for row in rows
-    }
-    assert len(found) == len(rows), "nothing is counted twice"
-    return found
-
-
 def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_does(
     workshop, tmp_path
 ):
@@ -73,7 +57,7 @@ def test_one_worker_and_two_shards_resume_from_each_other_and_write_what_one_doe
     workers = {event_of(line)["tid"] for line in trace[1:]}
     assert workers == {0, 1}
     assert workshop.train("shards", "--run.steps=4", *words).code == 0
-    assert texts(workshop, "shards") == texts(workshop, "one")
+    assert workshop.texts("shards") == workshop.texts("one")
     assert workshop.drafter("shards", 4) == workshop.drafter("one", 4) is not None
 
 
@@ -107,7 +91,7 @@ def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
     assert said.code == 0
     assert all(begins <= 0 for begins in fatal.values()), fatal
     assert said.err.count("it is replaced") == 2
-    assert texts(workshop, "deadly") == texts(workshop, "calm")
+    assert workshop.texts("deadly") == workshop.texts("calm")
 
 
 def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop, monkeypatch):
@@ -144,7 +128,7 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     assert said.code == 0, said.err
     assert all(count <= 0 for count in left.values()), left
     assert said.err.count("it is replaced") == 2
-    assert texts(workshop, "moved") == texts(workshop, "whole")
+    assert workshop.texts("moved") == workshop.texts("whole")
     weights = [workshop.policy(run, 3) / "model.safetensors" for run in ("moved", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert workshop.drafter("moved", 3) == workshop.drafter("whole", 3) is not None

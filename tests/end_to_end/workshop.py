@@ -18,6 +18,8 @@ from longtail.model.hf.tokenizer import load_tokenizer
 from support.metric_names import is_described
 from support.tiny_models import tiny_model, tiny_tokenizer
 
+EXACT = ("--rollout.dtype=float64", "--learner.dtype=float64", "--run.checkpoint_every=1")
+"""Words of a run whose texts no order of additions changes, with a checkpoint of every step."""
 CLOCKED = (
     *("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping"),
     "speculation/",
@@ -89,6 +91,16 @@ class Workshop:
     def rollouts(self, run: str) -> list[dict[str, Any]]:
         """Lines of rollouts.jsonl."""
         return read_lines(self.path / run / "rollouts.jsonl")
+
+    def texts(self, run: str) -> dict[tuple[int, str], object]:
+        """Everything of the rollouts that no rounding can reach."""
+        rows = self.rollouts(run)
+        found = {
+            (row["step"], row["request_id"]): (row["text"], row["reward"], row["policy_version"])
+            for row in rows
+        }
+        assert len(found) == len(rows), "nothing is counted twice"
+        return found
 
     def summary(self, run: str) -> dict[str, Any]:
         """The summary."""

@@ -4,17 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import EXACT, Workshop, build
 from hosts.bed import Bed, bed, unavailable_because
 
 pytest.importorskip("ray")
 
-WORDS = (
-    "--rollout.dtype=float64",
-    "--learner.dtype=float64",
-    "--run.checkpoint_every=1",
-    "--speculation.drafter=fresh+history",
-)
+WORDS = (*EXACT, "--speculation.drafter=fresh+history")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,6 @@ import yaml
 
 from end_to_end.workshop import Workshop
 from hosts.bed import ROOT, Bed
-from hosts.test_training import texts
 
 CLUSTER = ROOT / "examples" / "cluster"
 
@@ -54,7 +53,7 @@ def test_the_script_for_bare_hosts_runs_and_leaves_no_ray(
         check=False,
     )
     assert ran.returncode == 0, (ran.stdout, ran.stderr)
-    assert texts(workshop, "bare") == texts(workshop, "one")
+    assert workshop.texts("bare") == workshop.texts("one")
     for host in (head, other):
         assert "raylet" not in host.shell("ps ax")
         assert not (host.files / "home/.longtail-token").exists()

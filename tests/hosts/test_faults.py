@@ -12,7 +12,7 @@ import pytest
 from end_to_end.workshop import Workshop
 from hosts.bed import PLACE, Bed, Host, Running, cluster
 from hosts.rewards import HOLD
-from hosts.test_training import texts, train
+from hosts.test_training import train
 from longtail.cluster.timeline import event_of
 
 pytestmark = pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
@@ -28,7 +28,7 @@ class Begun(NamedTuple):
 
 
 def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> Begun:
-    """Start a run of two workers, driven by the head; return it after so many steps.
+    """Start a run of two workers, driven by the head; return it when `steps` are done.
 
     All workers are idle until the file `hold` is removed; before the first step, one evaluates.
     """
@@ -71,7 +71,7 @@ def test_a_host_is_lost_in_each_state_and_another_goes_on(
     host.kill()
     hold.unlink(missing_ok=True)
     assert run.code() == 0, run.said()
-    assert texts(workshop, state) == texts(workshop, "one")
+    assert workshop.texts(state) == workshop.texts("one")
     assert _lost_while(workshop, state)[0] == {"idle": "learning"}.get(state, state)
 
 
@@ -83,7 +83,7 @@ def test_a_link_is_cut_for_seconds_and_nothing_is_lost(workshop: Workshop, hosts
     host.mend()
     assert run.code() == 0, run.said()
     assert "it is replaced" not in run.said()
-    assert texts(workshop, "cut") == texts(workshop, "one")
+    assert workshop.texts("cut") == workshop.texts("one")
 
 
 def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hosts: Bed) -> None:
@@ -102,7 +102,7 @@ def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hos
     new, other = cluster(hosts, 2, **{HOLD: str(hold)})
     run = train(workshop, other, "head", *HELD, head=new, workers=2)
     assert run.code() == 0, run.said()
-    assert texts(workshop, "head") == texts(workshop, "one")
+    assert workshop.texts("head") == workshop.texts("one")
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_host_is_lost_for_good_and_the_run_resumes_with_fewer_workers(
     head = hosts.hosts[0]
     run = train(workshop, head, "fewer", *HELD, head=head, workers=1)
     assert run.code() == 0, run.said()
-    assert texts(workshop, "fewer") == texts(workshop, "one")
+    assert workshop.texts("fewer") == workshop.texts("one")
 
 
 def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(
@@ -162,7 +162,7 @@ def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts
     assert len(list(head.files.glob("home/.cache/longtail/models/*/model.safetensors"))) == 1
     assert not (head.files / "model").exists()
     shutil.copytree(driver.files / "apart", workshop.path / "apart")
-    assert texts(workshop, "apart") == texts(workshop, "one")
+    assert workshop.texts("apart") == workshop.texts("one")
 
 
 _HOG = """
@@ -183,4 +183,4 @@ def test_a_full_object_store_changes_no_text(workshop: Workshop, hosts: Bed) -> 
     assert run.code() == 0, run.said()
     hog.process.kill()
     hog.code()
-    assert texts(workshop, "store") == texts(workshop, "one")
+    assert workshop.texts("store") == workshop.texts("one")

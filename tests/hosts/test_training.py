@@ -17,17 +17,6 @@ pytestmark = pytest.mark.slow
 _PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
 
 
-def texts(workshop: Workshop, run: str) -> dict[tuple[int, str], object]:
-    """Everything of the rollouts that no rounding can reach."""
-    rows = workshop.rollouts(run)
-    found = {
-        (row["step"], row["request_id"]): (row["text"], row["reward"], row["policy_version"])
-        for row in rows
-    }
-    assert len(found) == len(rows), "nothing is counted twice"
-    return found
-
-
 def train(
     workshop: Workshop, host: Host, run: str, *more: str, head: Host, workers: int
 ) -> Running:
@@ -51,7 +40,7 @@ def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
         assert listens.count("*") == 1, lines
         assert set(listens) == {"*", host.address}, lines
     assert run.code() == 0, run.said()
-    assert texts(workshop, "two") == texts(workshop, "one")
+    assert workshop.texts("two") == workshop.texts("one")
     first, *_, last = workshop.metrics("two")
     assert first["network/texts_bytes"] > 0
     assert last["network/drafter_bytes"] > 0

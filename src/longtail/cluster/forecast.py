@@ -163,8 +163,8 @@ class RolloutForecast:
         self.times, self.lengths = TokenTimes(), Lengths()
         self._seen: dict[int, tuple[float, Progress, int]] = {}
         """Time and progress of each worker when it was last observed, and who worked beside it."""
-        self._loads: Mapping[int, Sequence[Text]] = {}
-        self._loaded_s = 0.0
+        self._end_s = 0.0
+        """Time at which the last text is expected to be written; in the past if that is unknown."""
         self.stolen_s = 0.0
         """Seconds that the present rollout lost to work beside it; the mean of the workers."""
 
@@ -172,7 +172,7 @@ class RolloutForecast:
         """Begin a rollout."""
         self.lengths.begin()
         self._seen.clear()
-        self._loads, self.stolen_s = {}, 0.0
+        self._end_s = self.stolen_s = 0.0
 
     def observe(self, progress: Mapping[int, Progress], now: float, beside: int) -> None:
         """Learn from the progress of the generating workers."""
@@ -189,7 +189,7 @@ class RolloutForecast:
 
     def load(self, loads: Mapping[int, Sequence[Text]], now: float) -> None:
         """Take the unfinished texts of all generating workers."""
-        self._loads, self._loaded_s = loads, now
+        self._end_s = now + max(map(self.worker_s, loads.values()), default=0.0)
 
     def worker_s(self, texts: Iterable[Text]) -> float:
         """Return the seconds until a worker has written its texts."""
@@ -204,13 +204,10 @@ class RolloutForecast:
             before = left
         return seconds
 
-    def now(self, now: float, num_generating: int) -> Forecast:
-        """Return the forecast."""
-        longest_s = max((self.worker_s(texts) for texts in self._loads.values()), default=0.0)
-        since_s = now - self._loaded_s
+    def now(self, now: float, *, is_over: bool = False) -> Forecast:
+        """Return the forecast; `is_over`: the last text is written."""
         return Forecast(
             num_workers=self._num_workers,
-            num_generating=num_generating,
-            rest_s=max(longest_s - since_s, _LEAST_REST_S) if num_generating else 0.0,
-            slowdown=self.times.slowdown if num_generating else 0.0,
+            rest_s=0.0 if is_over else max(self._end_s - now, _LEAST_REST_S),
+            slowdown=0.0 if is_over else self.times.slowdown,
         )

@@ -167,9 +167,10 @@ class WorkerGroup:
         if self._learning is None:
             return
         (idle, learning), self._learning = self._learning, None
-        learning.poll((), self._forecast.now(self._supervisor.now(), 0))
+        forecast = self._forecast.now(self._supervisor.now(), is_over=True)
+        learning.poll((), forecast)
         while learning.is_unfinished:
-            idle.assign(self._forecast.now(self._supervisor.now(), 0))
+            idle.assign(forecast)
             ends = self._supervisor.wait(_POLL_S)
             for ended in ends:
                 idle.on_ended(ended)

@@ -21,11 +21,10 @@ from longtail.cluster.supervisor import WorkerSupervisor
 class Forecast:
     """The expected rest of the present rollout.
 
-    Example: Forecast(num_workers=4, num_generating=2, rest_s=3.5, slowdown=0.05)
+    Example: Forecast(num_workers=4, rest_s=3.5, slowdown=0.05)
     """
 
     num_workers: int
-    num_generating: int
     rest_s: float
     """Seconds until the last text is written; 0 after that."""
     slowdown: float

@@ -31,6 +31,7 @@ from longtail.cluster.worker import Stopped, Worker
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
+from longtail.rl.data.requests import visit_of
 from longtail.types import Completion, Request
 
 _POLL_S = 0.2
@@ -150,7 +151,7 @@ class RolloutCoordinator:
         self._waiting = _shards(requests, expected, self._supervisor.size)
         while self._waiting or self._held:
             self._start_shards()
-            self._idle.assign(self._forecast.now(self._supervisor.now(), len(self._held)))
+            self._idle.assign(self._forecast.now(self._supervisor.now(), is_over=not self._held))
             for ended in self._supervisor.wait(_POLL_S):
                 self._on_ended(ended)
             self._poll()
@@ -226,8 +227,7 @@ class RolloutCoordinator:
         new = [each for each in completions if each.request_id not in self._completions]
         for each in new:
             self._completions[each.request_id] = each
-            group = each.request_id.rpartition("#")[0]
-            self._forecast.lengths.record(group, len(each.tokens))
+            self._forecast.lengths.record(visit_of(each.request_id), len(each.tokens))
         if new and self._parts.on_texts is not None:
             self._parts.on_texts(new)
 
@@ -243,7 +243,7 @@ class RolloutCoordinator:
         self._forecast.observe(running, now, beside)
         self._on_progress(self._total(list(running.values())))
         self._exchange(running, now)
-        self._idle.poll(progress.keys(), self._forecast.now(now, len(self._held)))
+        self._idle.poll(progress.keys(), self._forecast.now(now))
 
     def _exchange(self, running: Mapping[int, Progress], now: float) -> None:
         """Take finished texts and requests that move; look for a move now and then."""

@@ -208,14 +208,12 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
     work.add_completions((asked := requests(100, first=7)), group.rollout(2, asked).completions)
 
     def gain(slowdown: float, rest_s: float = 10.0) -> float:
-        forecast = Forecast(num_workers=3, num_generating=1, rest_s=rest_s, slowdown=slowdown)
+        forecast = Forecast(num_workers=3, rest_s=rest_s, slowdown=slowdown)
         return work.rate(1, forecast)
 
     assert gain(0.0) > 0.0 > gain(0.5)
     assert gain(0.0, rest_s=0.0) == 0.0
-    cheap, dear = (
-        Forecast(num_workers=3, num_generating=1, rest_s=10.0, slowdown=each) for each in (0.0, 0.5)
-    )
+    cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
     idle = IdleCoordinator(supervisor, [work])
     idle.assign(dear)
     assert supervisor.workers(State.SPOT) == []
