@@ -105,11 +105,12 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
 
     def kill(supervisor: WorkerSupervisor, worker: int, what: str) -> None:
-        if supervisor.workers(State.STARTING):
+        processes = [supervisor.ask(each, lambda own: os.getpid()) for each in (0, 1)]
+        if supervisor.workers(State.STARTING) or None in processes:
             return  # with both workers the policy would be lost
         left[what] -= 1
         if left[what] == 0:
-            os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+            os.kill(processes[worker], signal.SIGKILL)
 
     def deadly_start(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
         start(supervisor, worker, task, *args)

@@ -30,9 +30,7 @@ _WATCH = """
 window.violations = [];
 addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
 """
-
-_OPENED = """[...document.querySelectorAll("details.numbers:not([hidden])")]
-  .every((each) => each.querySelector("table"))"""
+_WITHOUT_TABLE = "details.numbers:not([hidden]):not(:has(table))"
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +180,7 @@ def test_the_panels_of_a_step_show_its_own_numbers(
     metrics = {each["metric"]: value(each["value"]) for each in numbers(page, "panel-metrics")}
     assert metrics["timing_s/learn"] == near(metrics_row(6)["timing_s/learn"])
     page.select_option("#rollout-line", label="worker 1")
-    page.wait_for_function("document.getElementById('rollout-line').value === '0'")
+    sync_api.expect(page.locator("#rollout-line")).to_have_value("0")
 
 
 def test_rollouts_are_read_as_text_in_any_order(open_page: Callable[..., Page], run: Path) -> None:
@@ -294,7 +292,7 @@ def test_the_report_shows_what_the_page_shows(open_page: Callable[..., Page], ru
             page.keyboard.press("Enter")
             page.wait_for_selector(f"body[data-step='{step}']")
             page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
-            page.wait_for_function(_OPENED)
+            sync_api.expect(page.locator(_WITHOUT_TABLE)).to_have_count(0)
             texts = [row["text"] for row in rollout_rows(step)]
             completion = page.locator("pre.completion")
             page.locator("#rows").press("ArrowDown")
