@@ -14,7 +14,7 @@ from longtail.cluster.states import State
 from longtail.cluster.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
-from support.fake_worker import Death, Fault, SpotScript, text
+from support.fake_worker import Absence, Death, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 
@@ -161,6 +161,70 @@ def test_processes_that_die_at_any_time_change_nothing_or_end_the_run_with_a_rem
     else:
         assert len({each.engine for each in pool.workers}) == 1
     pool_waits_for_nobody(pool)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(
+    lengths=lengths,
+    workers=st.integers(2, 4),
+    leaving=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 60), st.integers(0, 60)), max_size=6
+    ),
+)
+@example([90, 9, 9], 2, [(1, 0, 60)])
+@example([90, 9, 9], 3, [(1, 10, 20), (2, 13, 1), (2, 20, 20)])
+def test_hosts_that_come_and_go_change_nothing(lengths, workers, leaving):
+    """A worker dies with its host at any time, and for a while there is no room for another."""
+    gone = [
+        (worker, from_s / 2, (from_s + for_s) / 2)
+        for worker, from_s, for_s in leaving
+        if worker < workers
+    ]
+    pool = ScriptedPool(
+        workers,
+        deaths=[Death(worker=worker, at_s=from_s) for worker, from_s, _ in gone if from_s],
+        absences=[
+            Absence(worker=worker, from_s=from_s, until_s=until_s)
+            for worker, from_s, until_s in gone
+        ],
+    )
+    group = begun(pool, min_workers=1)
+    try:
+        two_steps(group, requests(*lengths))
+    except ClusterError as error:
+        assert "lost in a row" in str(error)  # noqa: PT017
+        return
+    present = [pool.workers[each] for each in group.workers(State.IDLE)]
+    assert 0 in group.workers(State.IDLE)
+    assert {(each.policy, each.engine) for each in present} == {((1, 2), (1, 2))}
+
+
+def test_a_worker_whose_host_comes_in_mid_run_takes_part_from_the_next_rollout():
+    pool = ScriptedPool(2, absences=[Absence(worker=1, from_s=0.0, until_s=50.0)])
+    group = begun(pool, min_workers=1)
+    two_steps(group, requests(*[200] * 4))
+    begins = [worker for _, worker in pool.starts("generate")]
+    assert begins == [0, 0, 1]
+    assert [each.policy for each in pool.workers] == [(1, 2)] * 2
+    assert pool.log_lines == [
+        "1 of 2 workers take part from now on",
+        "there is room for worker 1: it starts, and takes part",
+        "2 of 2 workers take part from now on",
+    ]
+
+
+@pytest.mark.parametrize(("worker", "least"), [(0, 1), (1, 2)])
+def test_too_few_hosts_end_the_run_with_a_remedy(worker, least):
+    """Worker 0 writes the run's directory."""
+    pool = ScriptedPool(
+        2,
+        deaths=[Death(worker=worker, at_s=10.0)],
+        absences=[Absence(worker=worker, from_s=10.0, until_s=1000.0)],
+    )
+    group = begun(pool, min_workers=least)
+    with pytest.raises(ClusterError, match=f"60 s there has been no room for worker {worker}"):
+        two_steps(group, requests(*[90] * 4))
 
 
 @settings(max_examples=40)

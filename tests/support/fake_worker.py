@@ -66,6 +66,15 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Absence:
+    """A time in which no host has room for a new process of a worker."""
+
+    worker: int
+    from_s: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SpotScript:
     """The course of one call of `train_drafter`."""
 
@@ -95,6 +104,7 @@ class Script:
     """Seconds of a task without steps."""
     faults: Sequence[Fault] = ()
     deaths: Sequence[Death] = ()
+    absences: Sequence[Absence] = ()
     late: dict[tuple[int, str], int] = field(default_factory=dict)
     """Number of late answers by worker and message."""
     spot_scripts: Callable[[int, int], SpotScript] = lambda worker, nth: SpotScript()
@@ -132,6 +142,7 @@ class FakeWorker:
         self.received: list[TextSnapshot] = []
         """All texts that it received by `add_texts`."""
         self.team: str | None = None
+        self._team_size = 1
         self._offers: list[DrafterWeights] = []
         self._base: DrafterWeights | None = None
         self._quality = QUALITY
@@ -238,21 +249,22 @@ class FakeWorker:
         return weights.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> Steps:
-        assert rank == self.number
         here = self._crew.meetings.setdefault(address, [])
         here.append(self)
         waited = 0.0
+        self._team_size = size
         while len(here) < size or int(address.removeprefix("tcp://")) < self._script.bad_meetings:
             yield BEAT_S
             waited += BEAT_S
             if waited > timeout_s or any(member.is_dead for member in here):
                 raise ProcessGroupError("a member did not join")
+        assert here[0].number == 0 or rank, "ranks ascend with the workers"
         self.team = address
         self.policy = max((member.policy for member in here), key=len)
         return len(self.policy)
 
     def learn(self, batches: Sequence[TrainBatch]) -> Steps:
-        if self._crew.size > 1:
+        if self._team_size > 1:
             try:
                 yield from self._sum()
             finally:
@@ -295,7 +307,7 @@ class FakeWorker:
             self._beats += 1
         came.append(self)
         waited, self._is_waiting = 0.0, True
-        while len(came) < pool.size:
+        while len(came) < self._team_size:
             if waited > WORKER_TIMEOUT_S or any(one.is_dead or one.team != team for one in members):
                 self.team = None
                 raise ProcessGroupError("a member is gone")

@@ -68,6 +68,7 @@ def begun(
     *,
     is_sharded: bool = False,
     sharing: bool = True,
+    min_workers: int = 0,
     **more: Any,
 ) -> WorkerGroup:
     """Return a group whose workers are ready and have published."""
@@ -75,7 +76,11 @@ def begun(
         {
             "spot": {"train": training, "buffer_mb": 1},
             "rollout": {"sharing": sharing},
-            "cluster": {"workers": max(pool.size, 2), "worker_timeout_s": WORKER_TIMEOUT_S},
+            "cluster": {
+                "workers": max(pool.size, 2),
+                "min_workers": min_workers,
+                "worker_timeout_s": WORKER_TIMEOUT_S,
+            },
             "learner": {"sharding": "full" if is_sharded else "none"},
         }
     )
@@ -123,12 +128,18 @@ class ScriptedPool(WorkerPool):
         self._deaths: list[Death] = []
         for death in self.script.deaths:
             self.schedule(death)
+        self._room_s: dict[int, float] = {}
+        """Time at which there is room for the process of each worker that is absent."""
         for number in range(size):
-            self._begin(number, "ready", ())
+            self._begin_process(number)
 
     @property
     def size(self) -> int:
         return len(self.births)
+
+    def absent(self) -> frozenset[int]:
+        self._pass_to(self.clock.now)
+        return frozenset(self._room_s)
 
     def start(self, worker: int, task: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         self._pass_to(self.clock.now)
@@ -177,7 +188,7 @@ class ScriptedPool(WorkerPool):
         self._ended = [ended for ended in self._ended if ended.worker != worker]
         self.births[worker] += 1
         self.workers[worker] = FakeWorker(self, worker)
-        self._begin(worker, "ready", ())
+        self._begin_process(worker)
 
     def close(self) -> None:
         self._runs.clear()
@@ -200,6 +211,19 @@ class ScriptedPool(WorkerPool):
     def starts(self, task: str) -> list[tuple[float, int]]:
         """Return the time and the worker of every start of a task."""
         return [(when, worker) for when, worker, name in self.started if name == task]
+
+    def _begin_process(self, worker: int) -> None:
+        now = self.clock.now
+        ends = [
+            each.until_s
+            for each in self.script.absences
+            if each.worker == worker and each.from_s <= now < each.until_s
+        ]
+        if ends:
+            self._room_s[worker] = max(ends)
+        else:
+            self._room_s.pop(worker, None)
+            self._begin(worker, "ready", ())
 
     def _begin(self, worker: int, task: str, args: tuple[Any, ...]) -> None:
         now, nth = self.clock.now, self._counts.get((worker, task), 0)
@@ -225,7 +249,8 @@ class ScriptedPool(WorkerPool):
 
     def _next(self) -> float:
         runs = [min(run.wakes_s, run.fault_s) for run in self._runs.values()]
-        return min(runs + [death.at_s for death in self._deaths[-1:]], default=math.inf)
+        others = [*self._room_s.values(), *(death.at_s for death in self._deaths[-1:])]
+        return min([*runs, *others], default=math.inf)
 
     def _pass_to(self, when: float) -> None:
         """Run all tasks until a time."""
@@ -233,6 +258,8 @@ class ScriptedPool(WorkerPool):
             self.clock.pass_to(due)
             while self._deaths and self._deaths[-1].at_s <= due:
                 self._die(self._deaths.pop())
+            for worker in [each for each, room_s in self._room_s.items() if room_s <= due]:
+                self._begin_process(worker)
             for worker, run in list(self._runs.items()):
                 if run.fault_s <= due:
                     self._fail(worker, run)

@@ -7,7 +7,7 @@ from longtail.cluster.timeline import Mark, Timeline
 
 LETTERS = {
     "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,
-    "a": State.AHEAD, "L": State.LEARNING, "x": State.DEAD,
+    "a": State.AHEAD, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
 }  # fmt: skip
 
 

@@ -158,8 +158,8 @@ class Lengths:
 class RolloutForecast:
     """Measurements of rollouts, and the forecast of the present one. Lives as long as the run."""
 
-    def __init__(self, num_workers: int, max_running: int) -> None:
-        self._num_workers, self.max_running = num_workers, max_running
+    def __init__(self, max_running: int) -> None:
+        self._num_workers, self.max_running = 1, max_running
         self.times, self.lengths = TokenTimes(), Lengths()
         self._seen: dict[int, tuple[float, Progress, int]] = {}
         """Time and progress of each worker when it was last observed, and who worked beside it."""
@@ -168,8 +168,9 @@ class RolloutForecast:
         self.stolen_s = 0.0
         """Seconds that the present rollout lost to work beside it; the mean of the workers."""
 
-    def begin(self) -> None:
+    def begin(self, num_workers: int) -> None:
         """Begin a rollout."""
+        self._num_workers = num_workers
         self.lengths.begin()
         self._seen.clear()
         self._end_s = self.stolen_s = 0.0

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
 
+from torch import Tensor
+
 from longtail.cluster import tasks
 from longtail.cluster.drafter.publisher import Decision, DrafterState, Publisher
 from longtail.cluster.forecast import RolloutForecast, TokenTimes
@@ -60,19 +62,24 @@ class WorkerGroup:
         self._supervisor = WorkerSupervisor(
             pool,
             config.cluster.worker_timeout_s,
+            min_workers=config.cluster.min_workers or pool.size,
             is_sharded=config.is_sharded,
             log=log,
             on_replaced=self._on_replaced,
             clock=clock,
         )
         self._team = LearnerTeam(
-            pool, self._supervisor, config.cluster.worker_timeout_s, is_sharded=config.is_sharded
+            pool,
+            self._supervisor,
+            config.cluster.worker_timeout_s,
+            is_sharded=config.is_sharded,
+            log=log,
         )
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
-        self._forecast = RolloutForecast(pool.size, config.rollout.max_running)
+        self._forecast = RolloutForecast(config.rollout.max_running)
         self._learning_times = LearningTimes()
         self._learning: tuple[IdleCoordinator, LearningWork] | None = None
         """Learning from the groups of the last rollout, until `learn`."""
@@ -178,7 +185,8 @@ class WorkerGroup:
                 self._supervisor.check_progress()
 
     def publish(self) -> None:
-        """Hand the learners' weights to the engines."""
+        """Hand the learners' weights to the engines: all have the newest ones then."""
+        self._team.form()
         self._supervisor.run_on_all(tasks.PUBLISH)
 
     def offer_drafter(self) -> None:
@@ -201,16 +209,23 @@ class WorkerGroup:
             self._new_sums = []
             if not self._num_trained:
                 return None
-            num = min(self._pool.size, _MOST_SOLVERS)
-            args = {worker: (publisher.sums, worker, num) for worker in range(num)}
-            parts = self._supervisor.run_each(tasks.SOLVE_DRAFTER, args)
-            tensors = {name: part[name] for part in parts for name in part}
+            tensors = self._solve(publisher.sums)
             return publisher.offer_solved(dict(sorted(tensors.items())), self._num_trained)
         if spot is None:
             return None
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
         return publisher.offer(spot.replicas, is_last=True)
+
+    def _solve(self, sums: Sums) -> dict[str, Tensor]:
+        """Return the drafter that follows from sums, solved by some workers together."""
+        while True:
+            self._supervisor.wait_ready()
+            solvers = self._supervisor.present[:_MOST_SOLVERS]
+            args = {each: (sums, part, len(solvers)) for part, each in enumerate(solvers)}
+            parts = self._supervisor.run_each(tasks.SOLVE_DRAFTER, args)
+            if len(parts) == len(solvers):  # else one is absent now
+                return {name: part[name] for part in parts for name in part}
 
     # ---- observation
 
@@ -272,7 +287,7 @@ class WorkerGroup:
             self._supervisor.run_on_all(tasks.RESTORE_SAVED, policy, learner)
             return
         self._supervisor.run_on((0,), tasks.RESTORE_SAVED, policy, learner)
-        others = range(1, self._pool.size)
+        others = self._supervisor.present[1:]
         if others:
             (copied,) = self._supervisor.run_on((0,), tasks.POLICY_STATE)
             self._supervisor.run_on(others, tasks.RESTORE, copied)
@@ -300,7 +315,7 @@ class WorkerGroup:
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
         assert not self._config.is_sharded, "shards are not parked"
-        args = {worker: (path, worker == 0) for worker in range(self._pool.size)}
+        args = {worker: (path, worker == 0) for worker in self._supervisor.present}
         for ended in self._supervisor.run(tasks.PARK, args).values():
             ended.value()
 

@@ -66,6 +66,14 @@ class WorkerPool(abc.ABC):
     def size(self) -> int:
         """Number of workers."""
 
+    def absent(self) -> frozenset[int]:
+        """Return the workers whose processes wait for room on a host."""
+        return frozenset()
+
+    def room(self) -> str:
+        """Return how much room there is, as a part of a sentence about those that are absent."""
+        return ""
+
     @abc.abstractmethod
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Start a task on an idle worker. Raises ClusterError if it cannot be sent."""

@@ -146,9 +146,10 @@ class RolloutCoordinator:
     def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
         """Generate all completions; `expected` holds the known length of groups, in tokens."""
         began = self._supervisor.now()
-        self._forecast.begin()
+        num_workers = max(len(self._supervisor.present), 1)
+        self._forecast.begin(num_workers)
         self._expected = expected
-        self._waiting = _shards(requests, expected, self._supervisor.size)
+        self._waiting = _shards(requests, expected, num_workers)
         while self._waiting or self._held:
             self._start_shards()
             self._idle.assign(self._forecast.now(self._supervisor.now(), is_over=not self._held))

@@ -3,11 +3,11 @@
                  +-----------------------------------------+
                  v                                         |
     STARTING -> IDLE ---+--> GENERATING  (its shard) ------+
-       ^                +--> SPOT        (the drafter) ----+
-       |                +--> AHEAD       (finished groups) +
-       |                +--> LEARNING    (the policy) -----+
-       |
-       +------- DEAD <------ from each of them
+     ^  |  ^            +--> SPOT        (the drafter) ----+
+     |  v  |            +--> AHEAD       (finished groups) +
+    ABSENT |            +--> LEARNING    (the policy) -----+
+           |
+           +--- DEAD <------ from each of them
 
 All work begins and ends in IDLE: a worker in SPOT is stopped before it is given another task, so to
 wait for the workers is to wait for IDLE. `WorkerStates` records the time in each state, from which
@@ -28,6 +28,8 @@ class State(enum.Enum):
 
     STARTING = "starting"
     """Its process loads weights."""
+    ABSENT = "absent"
+    """No host has room for its process."""
     GENERATING = "generating"
     """Its engine generates completions."""
     IDLE = "idle"
@@ -43,7 +45,8 @@ class State(enum.Enum):
 
 
 _FOLLOWERS = {
-    State.STARTING: (State.IDLE, State.DEAD),
+    State.STARTING: (State.IDLE, State.ABSENT, State.DEAD),
+    State.ABSENT: (State.STARTING, State.DEAD),
     State.IDLE: (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING, State.DEAD),
     State.GENERATING: (State.IDLE, State.DEAD),
     State.SPOT: (State.IDLE, State.DEAD),

@@ -7,7 +7,8 @@
 
 A lost worker is replaced at once, beside the tasks of the others. A loss may be noticed as the end
 of a task or in place of an answer; `wait` returns it in either case, and the caller starts the task
-again.
+again. A worker for whose process no host has room is ABSENT. As long as `min_workers` are ready, the
+others go on without those that are absent or start, which take part as soon as they are ready.
 
 All waiting is done in `wait`, a short time at a time, and every worker that is waited for has a
 deadline: a busy worker until its next step, a starting one until it is ready, and an idle one that
@@ -33,12 +34,15 @@ R = TypeVar("R")
 
 READY_S = 600.0
 """Seconds for a worker to start, or for a task without beats: a large model is read from disk."""
+LAST_CALL_S = 30.0
+"""Seconds for workers to find room before a run begins without them, as torchrun's last call."""
 STOP_S = 15.0
 """Seconds for a worker to stop its task: a step is far shorter."""
 MAX_LOSSES = 5
 """Number of workers lost in a row, with no task done in between, that do not end the run."""
 _POLL_S = 0.5
 _NO_BEATS = -1
+_UNREADY = (State.STARTING, State.ABSENT)
 _BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD)
 """States in which the policy can be copied; in LEARNING it may be changing."""
@@ -50,6 +54,9 @@ class _Startup(enum.Enum):
     READY = enum.auto()
     RESTORE = enum.auto()
     PUBLISH = enum.auto()
+
+
+_GETS_POLICY = (_Startup.RESTORE, _Startup.PUBLISH)
 
 
 @dataclass(slots=True)
@@ -79,13 +86,15 @@ class WorkerSupervisor:
         pool: WorkerPool,
         worker_timeout_s: float,
         *,
+        min_workers: int,
         is_sharded: bool,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pool, self._timeout_s, self._is_sharded = pool, worker_timeout_s, is_sharded
-        self._log, self._on_replaced, self._clock = log, on_replaced, clock
+        self._min_workers, self._log = min_workers, log
+        self._on_replaced, self._clock = on_replaced, clock
         self._states = WorkerStates(pool.size, clock)
         self._processes = {worker: _Process(clock()) for worker in range(pool.size)}
         self._lost: dict[int, str] = {}
@@ -95,11 +104,13 @@ class WorkerSupervisor:
         self._losses = 0
         self._has_begun = False
         """Whether all workers were idle once; before, there is no policy to copy."""
+        self._complete_s = self._began_s = clock()
+        """Time at which there was last room for enough workers, and of the beginning."""
 
     @property
-    def size(self) -> int:
-        """Number of workers."""
-        return self._pool.size
+    def present(self) -> list[int]:
+        """Workers that are ready, in ascending order."""
+        return [each for each in self._processes if self._states.state(each) not in _UNREADY]
 
     def now(self) -> float:
         """Return the time in seconds."""
@@ -126,20 +137,22 @@ class WorkerSupervisor:
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
+        self._follow_room()
+        self._is_complete()
         self._copy_policy()
         found = []
         for ended in self._drain_lost() or self._pool.wait(timeout_s):
             state = self._states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
-            elif state is State.STARTING:
+            elif state in _UNREADY:
                 self._continue_startup(ended)
             else:
                 self._states.move(ended.worker, State.IDLE)
                 # Spot training ends whenever it is stopped, which achieves nothing.
                 if ended.error is None and state is not State.SPOT:
                     self._losses = 0
-            if state is not State.STARTING:
+            if state not in _UNREADY:
                 found.append(ended)
         self._mark_late_starters()
         return found
@@ -149,15 +162,16 @@ class WorkerSupervisor:
     ) -> dict[int, TaskResult[R]]:
         """Run a task on idle workers, each with its own arguments, and return all results.
 
-        The duration of the task is not known in advance: once the first worker is done, the others
-        have `worker_timeout_s` left.
+        Workers that are not present have none. The duration of the task is not known in advance: once
+        the first worker is done, the others have `worker_timeout_s` left.
         """
         self.wait_ready()
-        for worker, own in args.items():
-            self.start(worker, task, *own)
+        started = [worker for worker in self.present if worker in args]
+        for worker in started:
+            self.start(worker, task, *args[worker])
         found: dict[int, TaskResult[R]] = {}
         first_s = math.inf
-        while waiting := args.keys() - found.keys():
+        while waiting := set(started) - found.keys():
             ends = self.wait(_POLL_S)
             found.update((ended.worker, ended) for ended in ends)
             if not all(ended.is_lost for ended in ends):
@@ -178,23 +192,53 @@ class WorkerSupervisor:
     def run_each(self, task: Task[R], args: Mapping[int, tuple[object, ...]]) -> list[R]:
         """Run a task on workers, each with its own arguments, again on those that are lost.
 
-        Return the results in the order of `args`. Raises what the task raises.
+        Return the results in the order of `args`, without workers that are not present any more.
+        Raises what the task raises.
         """
         found: dict[int, R] = {}
         while missing := {each: own for each, own in args.items() if each not in found}:
             ends = self.run(task, missing)
+            if not ends:
+                break
             found |= {worker: end.value() for worker, end in ends.items() if not end.is_lost}
-        return [found[worker] for worker in args]
+        return [found[worker] for worker in args if worker in found]
 
     def run_on_all(self, task: Task[R], *args: object) -> list[R]:
-        """Run a task on all workers, and return the results by worker."""
-        return self.run_on(range(self.size), task, *args)
+        """Run a task on all workers that are present, and return the results by worker."""
+        self.wait_ready()
+        return self.run_on(self.present, task, *args)
 
     def wait_ready(self) -> None:
-        """Wait until no worker is starting."""
-        while self._lost or self.workers(State.STARTING):
+        """Wait until enough workers are ready, and none is being given the policy."""
+        while self._lost or not self._is_complete():
             self.wait(_POLL_S)
         self._has_begun = True
+
+    def _is_complete(self) -> bool:
+        """Return whether enough workers are ready, at the beginning as many as are found room for.
+
+        Raises ClusterError if there has not been room for enough for `worker_timeout_s`.
+        """
+        unready, absent, now = self.workers(*_UNREADY), self.workers(State.ABSENT), self._clock()
+        if not self._are_too_many(absent):
+            self._complete_s = now
+        elif now - self._complete_s > self._timeout_s:
+            names = ", ".join(map(str, absent))
+            raise ClusterError(
+                f"cluster.workers = {self._pool.size}: for {self._timeout_s:.0f} s there has been "
+                f"no room for worker {names} ({self._pool.room()}); start more hosts, or lower "
+                "cluster.workers or cluster.min_workers, then start again: the run resumes from "
+                "its newest checkpoint"
+            )
+        if self._has_begun:
+            waits = any(self._processes[each].startup in _GETS_POLICY for each in unready)
+        else:
+            waits = unready != absent or (unready and now - self._began_s < LAST_CALL_S)
+        return not waits and not self._are_too_many(unready)
+
+    def _are_too_many(self, lacking: Sequence[int]) -> bool:
+        """Return whether a run cannot go on without these workers; worker 0 writes its files."""
+        return 0 in lacking or self._pool.size - len(lacking) < self._min_workers
 
     def abandon(self) -> None:
         """Stop generation and idle work on all workers, and drop their results."""
@@ -285,19 +329,36 @@ class WorkerSupervisor:
                 "then start again: the run resumes from its newest checkpoint"
             )
         is_shard = self._is_sharded and self._has_begun
-        if self.size == 1 or is_shard:
+        if self._pool.size == 1 or is_shard:
             what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(
                 f"{what} is lost ({reason}); start again: the run resumes from its newest "
                 "checkpoint"
             )
         self._pool.replace(worker)
-        self._states.move(worker, State.STARTING)
-        startup = _Startup.READY if self._has_begun else None
-        self._processes[worker] = _Process(self._clock(), startup=startup)
+        self._complete_s = self._clock()
+        self._begin_start(worker)
         if worker in self._without_policy:
             self._without_policy.remove(worker)
         self._on_replaced(worker)
+        self._follow_room()
+
+    def _begin_start(self, worker: int) -> None:
+        self._states.move(worker, State.STARTING)
+        startup = _Startup.READY if self._has_begun else None
+        self._processes[worker] = _Process(self._clock(), startup=startup)
+
+    def _follow_room(self) -> None:
+        """Note which new processes have no room on a host, and which have found some."""
+        absent = self._pool.absent()
+        for worker in self.workers(State.ABSENT):
+            if worker not in absent:
+                self._begin_start(worker)
+                if self._has_begun:
+                    self._log(f"there is room for worker {worker}: it starts, and takes part")
+        for worker in self.workers(State.STARTING):
+            if worker in absent:
+                self._states.move(worker, State.ABSENT)
 
     def _continue_startup(self, ended: TaskResult[Any]) -> None:
         """Start the next task of a new process, or make it idle after the last one."""
@@ -313,10 +374,12 @@ class WorkerSupervisor:
             self._states.move(worker, State.IDLE)
 
     def _copy_policy(self) -> None:
-        """Copy the policy to new processes; while all others learn, they wait."""
+        """Copy the policy to new processes; while others learn, they wait."""
         if not self._without_policy:
             for process in self._processes.values():
                 process.withholds_since_s = None
+        if self.workers(State.LEARNING):  # the policy may be changing
+            return
         while self._without_policy and (policy := self._policy()) is not None:
             worker = self._without_policy.pop(0)
             self._processes[worker].startup = _Startup.RESTORE
@@ -329,8 +392,7 @@ class WorkerSupervisor:
         if no worker has the policy any more.
         """
         is_being_copied = any(
-            process.startup in (_Startup.RESTORE, _Startup.PUBLISH)
-            for process in self._processes.values()
+            process.startup in _GETS_POLICY for process in self._processes.values()
         )
         if not is_being_copied and not self.workers(*_HAVE_POLICY, State.LEARNING):
             raise ClusterError(

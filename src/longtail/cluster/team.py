@@ -4,7 +4,7 @@ A learner that loses its team in a step changes nothing. So either no member has
 those that have pass it on when the team is formed anew: the step is made exactly once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -33,9 +33,12 @@ class LearnerTeam:
         timeout_s: float,
         *,
         is_sharded: bool,
+        log: Callable[[str], None],
     ) -> None:
         self._pool, self._supervisor = pool, supervisor
-        self._timeout_s, self._is_sharded = timeout_s, is_sharded
+        self._timeout_s, self._is_sharded, self._log = timeout_s, is_sharded, log
+        self._members: list[int] = []
+        """Workers of the team, by rank."""
         self._is_stale = True
 
     def mark_stale(self) -> None:
@@ -44,17 +47,16 @@ class LearnerTeam:
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step. Raises ClusterError if every attempt fails."""
-        size = self._pool.size
         for _ in range(_ATTEMPTS):
-            self._form()
-            found = self._supervisor.run(tasks.LEARN, dict.fromkeys(range(size), (batches,)))
+            self.form()
+            found = self._supervisor.run(tasks.LEARN, dict.fromkeys(self._members, (batches,)))
             _raise_own_errors(found)
             done = [worker for worker, ended in found.items() if ended.error is None]
-            if len(done) < size:
+            if len(done) < len(self._members):
                 self._is_stale = True
             if done:
                 report = found[done[0]].value()  # the same for all
-                self._form(report.version)
+                self.form(report.version)
                 return report
         raise ClusterError(
             f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
@@ -64,36 +66,45 @@ class LearnerTeam:
     def state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
         for _ in range(_ATTEMPTS):
-            self._form()
+            self.form()
             tensors: dict[str, Tensor] = {}
-            for worker in range(self._pool.size if self._is_sharded else 1):
+            for worker in self._members if self._is_sharded else (0,):
                 (state,) = self._supervisor.run_on((worker,), tasks.LEARNER_STATE)
                 for name, rows in state.tensors.items():
                     if name not in tensors:
                         tensors[name] = rows
                     elif rows.dim() > 0:
                         tensors[name] = torch.cat((tensors[name], rows))
-            if self._pool.size == 1 or not self._is_stale:
+            if not self._is_stale:
                 return LearnerState(tensors=tensors, numbers=state.numbers)
         raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
 
-    def _form(self, version: int | None = None) -> None:
-        """Form the team if it is stale; its members then have the newest policy of them all.
+    def form(self, version: int | None = None) -> None:
+        """Form the team anew if it is stale, or other workers are there.
 
-        Raises ClusterError if that is not `version`, where it is given.
+        Its members then have the newest policy of them all. Raises ClusterError if that is not
+        `version`, where it is given.
         """
-        size = self._pool.size
         self._supervisor.wait_ready()
         for _ in range(_ATTEMPTS):
-            if size == 1 or not self._is_stale:
+            present = self._supervisor.present
+            if self._pool.size == 1 or (self._members == present and not self._is_stale):
+                self._members, self._is_stale = present, False
                 return
             address = self._rendezvous_address()
             if address is None:
                 continue
-            args = {rank: (rank, size, address, self._timeout_s) for rank in range(size)}
+            size = len(present)
+            if present != self._members and (self._members or size < self._pool.size):
+                self._log(f"{size} of {self._pool.size} workers take part from now on")
+            self._members = present
+            args = {
+                worker: (rank, size, address, self._timeout_s)
+                for rank, worker in enumerate(present)
+            }
             found = self._supervisor.run(tasks.JOIN, args)
             _raise_own_errors(found)
-            self._is_stale = any(ended.error is not None for ended in found.values())
+            self._is_stale = len(found) < size or any(end.error for end in found.values())
             joined = [ended.value() for ended in found.values() if ended.error is None]
             if version is not None and any(each != version for each in joined):
                 raise ClusterError(
@@ -101,7 +112,7 @@ class LearnerTeam:
                     "resumes from its newest checkpoint"
                 )
             self._supervisor.wait_ready()
-        if self._is_stale:
+        if self._is_stale or self._members != self._supervisor.present:
             raise ClusterError(
                 "the workers cannot find each other; see that they share a network, then start "
                 "again: the run resumes from its newest checkpoint"

@@ -28,7 +28,7 @@ from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.text import AcceptedSpans
 from longtail.errors import ClusterError
 from longtail.generator import StepReport
-from longtail.rl.collectives import TorchProcessGroup
+from longtail.rl.collectives import SINGLE_PROCESS, TorchProcessGroup
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
@@ -161,6 +161,8 @@ class Worker:
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
         """Join a process group of learners; return the newest version in it, now this one's."""
+        if size == 1:
+            return self._components.learner.join(SINGLE_PROCESS)
         is_gpu = self._components.device.type == "cuda"
         backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
         group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)

@@ -181,6 +181,9 @@ class ClusterSection(Section):
     workers: Processes = 1
     """Number of processes that generate and learn; more than one are Ray actors (extra
     `cluster`)."""
+    min_workers: Annotated[int, Field(ge=0)] = 0
+    """Number of workers with which a run begins and goes on while hosts have no room for the others,
+    which take part as soon as there is room; 0 is all of them."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
     worker_timeout_s: Seconds = 180.0
@@ -288,6 +291,7 @@ class RunConfig(Section):
     def _agrees_with_itself(self) -> "RunConfig":
         problems = [
             *_reward_problems(self),
+            *_cluster_problems(self),
             *_rollout_problems(self),
             *_learner_problems(self),
         ]
@@ -324,6 +328,17 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         yield (
             f"reward.per = 'group': reward.name = {reward.name!r} grades each completion by "
             "itself; name a module:function, or leave it out"
+        )
+
+
+def _cluster_problems(config: RunConfig) -> Iterator[str]:
+    least, most = config.cluster.min_workers, config.cluster.workers
+    if least > most:
+        yield f"cluster.min_workers = {least}: cluster.workers = {most} is fewer; raise it"
+    if 0 < least < most and config.is_sharded:
+        yield (
+            f"cluster.min_workers = {least}: with learner.sharding = 'full' every worker holds a "
+            "shard; leave it out"
         )
 
 

@@ -27,7 +27,8 @@ def texts(worker: int, *lefts: float) -> list[Text]:
 
 def forecast(start_s: float, more_s: float, num_workers: int = 2) -> RolloutForecast:
     """Return a forecast that has seen steps of `start_s` + n `more_s` seconds."""
-    found = RolloutForecast(num_workers, max_running=32)
+    found = RolloutForecast(max_running=32)
+    found.begin(num_workers)
     for n in (1, 2, 4, 8):
         found.times.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 0)
     return found
@@ -96,7 +97,7 @@ def test_a_worker_hands_its_texts_over_if_it_has_something_to_learn():
 
 
 def test_nothing_moves_before_speeds_are_known():
-    assert best_move({0: texts(0, 500, 500)}, [1], 9.0, RolloutForecast(2, 32)) is None
+    assert best_move({0: texts(0, 500, 500)}, [1], 9.0, RolloutForecast(32)) is None
 
 
 @given(

@@ -1,20 +1,17 @@
 """A Ray cluster that exists: connecting to it, the places of workers on its hosts, and its head.
 
 Worker 0 is on the driver's host, where it writes the run's directory; the others are spread, one
-processor each, with their GPUs. A host that dies gives its places to hosts that have room.
+processor each, with their GPUs. Workers of a host that dies start on hosts that have room.
 """
 
 import os
 import socket
 import time
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 import ray
-from ray.util.placement_group import placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from longtail.cluster.ray.hosts import Kit
 from longtail.errors import ClusterError
@@ -22,7 +19,7 @@ from longtail.errors import ClusterError
 CONNECT_S = 2.0
 """Seconds for a connection to an existing cluster, and again for its answer."""
 _CHECK_S = 2.0
-"""Seconds between two looks at the head, and at the places of workers that are being made."""
+"""Seconds between two looks at the head."""
 _HEAD_S = 45.0
 """Seconds without an answer of the head after which a run ends; Ray's hosts end after 60."""
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
@@ -33,71 +30,59 @@ _AGAIN = "start again: the run resumes from its newest checkpoint"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The address of a cluster, what its hosts must have, and the patience with them.
+    """The address of a cluster, and what its hosts must have.
 
-    Example: Cluster(address="10.0.0.1:6379", kit=own_kit(directory, on_cpu=True), timeout_s=180.0)
+    Example: Cluster(address="10.0.0.1:6379", kit=own_kit(directory, on_cpu=True))
     """
 
     address: str
     kit: Kit
-    timeout_s: float
-    """Seconds to wait for room on the hosts."""
 
 
 @final
 class Places:
-    """Holds a place for each worker until `close`. Raises ClusterError if there is no room."""
+    """Where the workers are, and how Ray finds room for more."""
 
     def __init__(self, cluster: Cluster, size: int, gpus: float) -> None:
-        self._cluster = cluster
-        here = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        share = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
-        shares = [{**share, f"node:{here}": 0.001}, *[share] * (size - 1)]
-        self._group: Any = ray.util.placement_group(shares, strategy="SPREAD")
-        self._share = share
-        if not self._group.wait(timeout_seconds=cluster.timeout_s):
-            ray.util.remove_placement_group(self._group)
-            there = _text(ray.cluster_resources())  # type: ignore[no-untyped-call]
-            raise ClusterError(
-                f"cluster.workers = {size}: after {cluster.timeout_s:.0f} s Ray at "
-                f"{cluster.address} has no room for them ({_text(share)} each, worker 0 on the "
-                f"driver's host; it has {there} in all); start more hosts or lower cluster.workers"
-            )
-        self._hosts: dict[int, str] = placement_group_table(self._group)["bundles_to_node_id"]
-        self.most_on_a_host = max(Counter(self._hosts.values()).values())
-        """Number of workers on the host with the most."""
+        self._cluster, self._size = cluster, size
+        self._share = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
+        self._here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        self.hosts: dict[int, str] = {}
+        """Address of each worker's host; none while it waits for room."""
         self._head = str(ray.get_runtime_context().gcs_address)
-        self._looked_s = self._answered_s = self._placed_s = time.monotonic()
+        self._looked_s = self._answered_s = time.monotonic()
 
     def options(self, worker: int) -> dict[str, Any]:
         """Return Ray's options for a worker's process."""
-        strategy = PlacementGroupSchedulingStrategy(self._group, worker)
         return {
             "num_cpus": self._share["CPU"],
             "num_gpus": self._share.get("GPU", 0),
-            "scheduling_strategy": strategy,
+            "resources": {} if worker else {f"node:{self._here}": 0.001},
+            "scheduling_strategy": "SPREAD",
         }
+
+    def sharing(self, host: str) -> int:
+        """Return the number of workers that share a host: its even share, or those it has."""
+        num_hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
+        return max(-(-self._size // num_hosts), list(self.hosts.values()).count(host))
 
     def other_host(self, worker: int) -> str | None:
         """Return the host of a worker; None if it is the driver's."""
-        host = self._hosts.get(worker)
-        return None if host == self._hosts.get(0) else host
+        host = self.hosts.get(worker)
+        return None if host == self._here else host
+
+    def room(self) -> str:
+        """Return what a worker needs, and what Ray has."""
+        there = _text(ray.cluster_resources())  # type: ignore[no-untyped-call]
+        return (
+            f"{_text(self._share)} each, worker 0 on the driver's host; Ray at "
+            f"{self._cluster.address} has {there} in all"
+        )
 
     def check(self) -> None:
-        """Raise ClusterError if the head is silent, or has had no room for a worker, for long."""
-        now = time.monotonic()
-        if now - self._looked_s < _CHECK_S or not self._answers(now):
-            return
-        table = placement_group_table(self._group)
-        self._hosts = table["bundles_to_node_id"]
-        if table["state"] == "CREATED":
-            self._placed_s = now
-        elif now - self._placed_s > self._cluster.timeout_s:
-            raise ClusterError(
-                f"a host is gone, and for {self._cluster.timeout_s:.0f} s no other has had room "
-                f"for its workers ({_text(self._share)} each); start a host or lower "
-                f"cluster.workers, then {_AGAIN}"
-            )
+        """Raise ClusterError if the head has been silent for long."""
+        if (now := time.monotonic()) - self._looked_s >= _CHECK_S:
+            self._answers(now)
 
     def wait_for_head(self) -> None:
         """Wait until the head answers, as Ray would without end. Raises ClusterError."""
@@ -123,10 +108,6 @@ class Places:
     def has_head(self) -> bool:
         """Whether the head has answered the last look at it."""
         return self._answered_s >= self._looked_s
-
-    def close(self) -> None:
-        """Give the places back."""
-        ray.util.remove_placement_group(self._group)
 
 
 def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:

@@ -131,9 +131,9 @@ class RayWorkerPool(WorkerPool):
         self._stored: dict[int, _Stored] = {}
         """Objects that were sent last: the next worker may be sent the same."""
         self._num_teams = 0
-        self._hosts: dict[int, str] = {}
-        """Addresses of the workers' hosts."""
         self._running: dict[Any, _Call] = {}
+        self._absent: dict[int, Any] = {}
+        """First calls of the workers on `cluster` whose processes wait for room."""
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
@@ -142,6 +142,14 @@ class RayWorkerPool(WorkerPool):
     def size(self) -> int:
         """Number of workers."""
         return self._size
+
+    def absent(self) -> frozenset[int]:
+        """Return the workers whose processes wait for room on a host."""
+        return frozenset(self._absent)
+
+    def room(self) -> str:
+        """Return what a worker needs, and what Ray has."""
+        return "" if self._places is None else self._places.room()
 
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Send the task to the worker."""
@@ -152,12 +160,13 @@ class RayWorkerPool(WorkerPool):
     def wait(self, timeout_s: float) -> list[TaskResult]:
         """Return the tasks that have ended; wait only if there is none."""
         self._log_output()
-        if not self._running:
-            time.sleep(timeout_s)
-            return []
         if self._places is not None:
             self._places.check()
-        done, _ = ray.wait(list(self._running), num_returns=1, timeout=timeout_s)
+        calls = [*self._running, *self._absent.values()]
+        if not calls:
+            time.sleep(timeout_s)
+            return []
+        done, _ = ray.wait(calls, num_returns=1, timeout=timeout_s)
         return [ended for ref in done if (ended := self._ended(ref)) is not None]
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
@@ -206,7 +215,7 @@ class RayWorkerPool(WorkerPool):
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
-        self._hosts.pop(worker, None)
+        self._absent.pop(worker, None)
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
@@ -214,8 +223,6 @@ class RayWorkerPool(WorkerPool):
         if self._places is None or self._places.has_head:  # else each call would wait for it
             for actor in self._actors:
                 ray.kill(actor)
-            if self._places is not None:
-                self._places.close()
         self._log_output()
         self._running.clear()
         self._users.discard(id(self))
@@ -262,12 +269,16 @@ class RayWorkerPool(WorkerPool):
         own = {"num_cpus": 0, "num_gpus": self._gpus}
         where = own if self._places is None else self._places.options(worker)
         actor = remote(_Actor).options(**where).remote()
-        self._make_worker(worker, actor, None)
+        if self._places is None:
+            self._make_worker(worker, actor, None)
+        else:
+            self._absent[worker] = actor.free_address.remote()
         return actor
 
     def _make_worker(self, worker: int, actor: Any, files: dict[str, Any] | None) -> None:
         """Start the first task of a worker. `files` of the model are in Ray."""
-        sharing = self._size if self._places is None else self._places.most_on_a_host
+        places = self._places
+        sharing = self._size if places is None else places.sharing(places.hosts[worker])
         place = Place(worker=worker, sharing=sharing)
         reference = actor.make.remote(self._make, place, self._kit, files)
         self._running[reference] = _Call(worker, "make")
@@ -291,7 +302,9 @@ class RayWorkerPool(WorkerPool):
         self._make_worker(worker, self._actors[worker], files)
 
     def _ended(self, reference: Any) -> TaskResult | None:
-        """Return the result of a task; None if a worker waits for the model."""
+        """Return the result of a task; None if a worker begins to start, or waits for the model."""
+        if reference not in self._running:
+            return self._arrived(next(w for w, ref in self._absent.items() if ref == reference))
         worker, task = self._running.pop(reference)
         if all(each.task != "make" for each in self._running.values()):
             self._files = {}
@@ -301,8 +314,6 @@ class RayWorkerPool(WorkerPool):
             if task == "make" and result is None:
                 self._send_model(worker)
                 return None
-            if task == "make":
-                self._hosts[worker] = result
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
@@ -314,8 +325,19 @@ class RayWorkerPool(WorkerPool):
         except RayError as error:  # the process is gone, or its result is
             return self._lost(worker, error)
 
+    def _arrived(self, worker: int) -> TaskResult | None:
+        """Make the worker, whose process has found room."""
+        assert self._places is not None, "only workers on a cluster wait for room"
+        try:
+            self._places.hosts[worker] = ray.get(self._absent.pop(worker), timeout=_ANSWER_S)[0]
+        except RayError as error:
+            return self._lost(worker, error)
+        self._make_worker(worker, self._actors[worker], None)
+        return None
+
     def _lost(self, worker: int, error: Exception) -> TaskResult:
-        where = "" if self._places is None else f" on {self._hosts.get(worker, 'a new host')}"
+        hosts_of = {} if self._places is None else self._places.hosts
+        where = f" on {hosts_of[worker]}" if worker in hosts_of else ""
         reason = ClusterError(f"worker {worker}{where} is gone: {_first_line(error)}")
         return TaskResult(worker=worker, error=reason, is_lost=True)
 
