@@ -61,8 +61,7 @@ class WorkerGroup:
         self._on_progress, self._log = on_progress, log
         self._supervisor = WorkerSupervisor(
             pool,
-            config.cluster.worker_timeout_s,
-            min_workers=config.cluster.min_workers or pool.size,
+            config.cluster,
             is_sharded=config.is_sharded,
             log=log,
             on_replaced=self._on_replaced,

@@ -7,8 +7,8 @@
 
 A lost worker is replaced at once, beside the tasks of the others. A loss may be noticed as the end
 of a task or in place of an answer; `wait` returns it in either case, and the caller starts the task
-again. A worker for whose process no host has room is ABSENT. As long as `min_workers` are ready, the
-others go on without those that are absent or start, which take part as soon as they are ready.
+again. A worker for whose process no host has room is ABSENT. As long as `min_workers` are ready,
+the others go on without those that are absent or start, which take part once they are ready.
 
 All waiting is done in `wait`, a short time at a time, and every worker that is waited for has a
 deadline: a busy worker until its next step, a starting one until it is ready, and an idle one that
@@ -28,6 +28,7 @@ from longtail.cluster.records import PolicyState, Progress
 from longtail.cluster.states import Span, State, WorkerStates
 from longtail.cluster.tasks import Task
 from longtail.cluster.worker import Worker
+from longtail.config.rl import ClusterSection
 from longtail.errors import ClusterError, LostWorkerError
 
 R = TypeVar("R")
@@ -84,16 +85,15 @@ class WorkerSupervisor:
     def __init__(
         self,
         pool: WorkerPool,
-        worker_timeout_s: float,
+        config: ClusterSection,
         *,
-        min_workers: int,
         is_sharded: bool,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pool, self._timeout_s, self._is_sharded = pool, worker_timeout_s, is_sharded
-        self._min_workers, self._log = min_workers, log
+        self._pool, self._timeout_s, self._is_sharded = pool, config.worker_timeout_s, is_sharded
+        self._min_workers, self._log = config.min_workers or pool.size, log
         self._on_replaced, self._clock = on_replaced, clock
         self._states = WorkerStates(pool.size, clock)
         self._processes = {worker: _Process(clock()) for worker in range(pool.size)}
@@ -162,8 +162,8 @@ class WorkerSupervisor:
     ) -> dict[int, TaskResult[R]]:
         """Run a task on idle workers, each with its own arguments, and return all results.
 
-        Workers that are not present have none. The duration of the task is not known in advance: once
-        the first worker is done, the others have `worker_timeout_s` left.
+        Workers that are not present have none. The duration of the task is not known in advance:
+        once the first worker is done, the others have `worker_timeout_s` left.
         """
         self.wait_ready()
         started = [worker for worker in self.present if worker in args]
@@ -233,7 +233,7 @@ class WorkerSupervisor:
         if self._has_begun:
             waits = any(self._processes[each].startup in _GETS_POLICY for each in unready)
         else:
-            waits = unready != absent or (unready and now - self._began_s < LAST_CALL_S)
+            waits = unready != absent or (bool(absent) and now - self._began_s < LAST_CALL_S)
         return not waits and not self._are_too_many(unready)
 
     def _are_too_many(self, lacking: Sequence[int]) -> bool:

@@ -182,7 +182,7 @@ class ClusterSection(Section):
     """Number of processes that generate and learn; more than one are Ray actors (extra
     `cluster`)."""
     min_workers: Annotated[int, Field(ge=0)] = 0
-    """Number of workers with which a run begins and goes on while hosts have no room for the others,
+    """Number of workers with which a run goes on while hosts have no room for the others,
     which take part as soon as there is room; 0 is all of them."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""

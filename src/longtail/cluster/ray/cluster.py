@@ -41,7 +41,7 @@ class Cluster:
 
 @final
 class Places:
-    """Where the workers are, and how Ray finds room for more."""
+    """Hosts of the workers, and what Ray needs to find room for them."""
 
     def __init__(self, cluster: Cluster, size: int, gpus: float) -> None:
         self._cluster, self._size = cluster, size
