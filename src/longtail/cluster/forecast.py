@@ -2,6 +2,7 @@
 
 tokens left of a text    from texts of its prompt, else from all texts that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
+speed of a worker        by its seconds per token beside these (`speeds`)
 seconds of a worker      its texts end one after another, and those left become faster
 """
 
@@ -13,6 +14,7 @@ from typing import final
 
 from longtail.cluster.idle import Forecast
 from longtail.cluster.records import Progress
+from longtail.cluster.speeds import WorkerSpeeds
 from longtail.types import Request
 
 _FADE = 0.98
@@ -161,6 +163,7 @@ class RolloutForecast:
     def __init__(self, num_workers: int, max_running: int) -> None:
         self._num_workers, self.max_running = num_workers, max_running
         self.times, self.lengths = TokenTimes(), Lengths()
+        self.speeds = WorkerSpeeds(num_workers)
         self._seen: dict[int, tuple[float, Progress, int]] = {}
         """Time and progress of each worker when it was last observed, and who worked beside it."""
         self._end_s = 0.0
@@ -183,15 +186,20 @@ class RolloutForecast:
                 self._seen[worker] = now, each, beside
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
-                lost_s = self.times.observe(running, written, now - at_s, beside)
+                seconds, speed = now - at_s, self.speeds.relative[worker]
+                if running and not beside:
+                    self.speeds.observe(worker, running, written, seconds)
+                lost_s = self.times.observe(running, written, seconds * speed, beside) / speed
                 self.stolen_s += lost_s / len(progress)
                 self._seen[worker] = now, each, beside
+        self.speeds.compare(self.times.seconds)
 
     def load(self, loads: Mapping[int, Sequence[Text]], now: float) -> None:
         """Take the unfinished texts of all generating workers."""
-        self._end_s = now + max(map(self.worker_s, loads.values()), default=0.0)
+        ends = (self.worker_s(worker, texts) for worker, texts in loads.items())
+        self._end_s = now + max(ends, default=0.0)
 
-    def worker_s(self, texts: Iterable[Text]) -> float:
+    def worker_s(self, worker: int, texts: Iterable[Text]) -> float:
         """Return the seconds until a worker has written its texts."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
@@ -202,7 +210,12 @@ class RolloutForecast:
                 (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
             )
             before = left
-        return seconds
+        return seconds / self.speeds.relative[worker]
+
+    def reading_s(self, worker: int, texts: Iterable[Text]) -> float:
+        """Return the seconds in which a worker reads what others have written of texts."""
+        begun = [each.num_known for each in texts if each.written]
+        return self.times.reading_s(sum(begun)) / self.speeds.relative[worker] if begun else 0.0
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:
         """Return the forecast; `is_over`: the last text is written."""

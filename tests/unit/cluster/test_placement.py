@@ -29,7 +29,7 @@ def test_the_figure_of_the_docstring_is_placed_as_shown() -> None:
         for tokens, parts in zip(expected, sizes, strict=True)
         for size in parts
     ]
-    assert place(groups, 2) == [[0, 1, 8, 9, 12, 13, 4, 5], [2, 3, 10, 11, 14, 15, 6, 7]]
+    assert place(groups, [1.0] * 2) == [[0, 1, 8, 9, 12, 13, 4, 5], [2, 3, 10, 11, 14, 15, 6, 7]]
 
 
 @given(st.integers(1, 64), st.integers(0, 4000), expectations, st.integers(1, 200))
@@ -53,7 +53,7 @@ def test_a_group_of_unknown_length_has_a_part_for_each_worker() -> None:
 def test_each_request_is_placed_once_in_even_shares_that_split_few_groups(
     groups: list[PromptGroup], workers: int
 ) -> None:
-    placed, owner = place(groups, workers), group_of(groups)
+    placed, owner = place(groups, [1.0] * workers), group_of(groups)
     assert sorted(request for each in placed for request in each) == list(range(len(owner)))
     counts = [len(each) for each in placed]
     assert len(counts) == workers
@@ -66,7 +66,7 @@ def test_each_request_is_placed_once_in_even_shares_that_split_few_groups(
 def test_workers_begin_with_their_longest_group(groups: list[PromptGroup], workers: int) -> None:
     groups = [PromptGroup(size=each.size, expected=each.expected or 7.0) for each in groups]
     owner = group_of(groups)
-    for each in place(groups, workers):
+    for each in place(groups, [1.0] * workers):
         lengths = [groups[owner[request]].expected or 0.0 for request in each]
         assert lengths == sorted(lengths, reverse=True)
 
@@ -79,7 +79,7 @@ def test_groups_that_come_out_even_are_never_split(
     expected = data.draw(st.lists(expectations, min_size=count, max_size=count))
     groups = [PromptGroup(size=size, expected=tokens) for tokens in expected]
     owner = group_of(groups)
-    for each in place(groups, workers):
+    for each in place(groups, [1.0] * workers):
         assert len(each) == rounds * size
         assert len({owner[request] for request in each}) == rounds
 
@@ -92,13 +92,13 @@ def test_loads_differ_by_the_longest_group_at_most(
     lengths = [float(int(chance.paretovariate(0.7))) for _ in range(rounds * workers)]
     groups = [PromptGroup(size=size, expected=tokens) for tokens in lengths]
     owner = group_of(groups)
-    loads = [sum(lengths[owner[request]] for request in each) for each in place(groups, workers)]
+    loads = [sum(lengths[owner[request]] for request in each) for each in place(groups, [1.0] * workers)]
     assert max(loads) - min(loads) <= size * max(lengths)
 
 
 def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
-    assert place(groups, 1) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
+    assert place(groups, [1.0]) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
 
 
 def test_the_history_keeps_the_longest_completion_of_a_prompt() -> None:

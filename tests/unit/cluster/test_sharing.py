@@ -121,7 +121,7 @@ def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s
     assert move.target != move.source
 
     def end_s(of, extra):
-        seconds = [known.worker_s(own) + (extra if worker == move.target else 0.0)
+        seconds = [known.worker_s(worker, own) + (extra if worker == move.target else 0.0)
                    for worker, own in of.items()]  # fmt: skip
         longest = max(seconds)
         spare = (len(loads) + num_idle) * longest - math.fsum(seconds)

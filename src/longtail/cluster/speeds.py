@@ -1,0 +1,59 @@
+"""Speeds of workers, relative to the fastest: a host may be slow, or share its processors.
+
+    worker      0      1      2      3
+    measured    1.04   0.98   0.51   0.47      seconds by the common line, for each second it took
+    counts as   1      1      0.485  0.485     speeds within the noise are one: their mean
+
+So workers that differ by noise alone count as equal, and 1 is the speed of the fastest ones.
+"""
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import final
+
+_FADE = 0.98
+"""Weight of an observation relative to the next one of the same worker."""
+_LEAST_S = 1.0
+"""Seconds of a worker before it has a speed: an observation is wrong by an engine step at most."""
+_NOISE = 0.25
+"""Most by which equal workers are measured below the fastest."""
+
+
+@final
+class WorkerSpeeds:
+    """Speed of each worker, from its seconds per token beside those that are common to all."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.relative = [1.0] * num_workers
+        """Speed of each worker; 1 for the fastest, and until a worker is observed."""
+        self._sums = [(0.0, 0.0, 0.0)] * num_workers
+        """Sums of each worker over what was observed: tokens of each text, these times the number
+        of texts, seconds."""
+
+    def observe(self, worker: int, num_running: float, num_tokens: int, seconds: float) -> None:
+        """Add `num_tokens` that a worker has written, while nobody worked beside the writers."""
+        new = (num_tokens / num_running, float(num_tokens), seconds)
+        a, b, c = (_FADE * old + more for old, more in zip(self._sums[worker], new, strict=True))
+        self._sums[worker] = a, b, c
+
+    def forget(self, worker: int) -> None:
+        """Forget what was observed of a worker that is replaced."""
+        self._sums[worker] = (0.0, 0.0, 0.0)
+        self.relative[worker] = 1.0
+
+    def compare(self, token_s: Callable[[float], float]) -> None:
+        """Compare the workers; `token_s` are the seconds of a token of each of n running texts."""
+        measured = {
+            worker: each * token_s(tokens / each) / seconds
+            for worker, (each, tokens, seconds) in enumerate(self._sums)
+            if seconds >= _LEAST_S
+        }
+        alike: list[list[int]] = []
+        for worker in sorted(measured, key=lambda worker: -measured[worker]):
+            if not alike or measured[worker] < (1.0 - _NOISE) * measured[alike[-1][0]]:
+                alike.append([])
+            alike[-1].append(worker)
+        means = [fmean(measured[worker] for worker in workers) for workers in alike]
+        for workers, mean in zip(alike, means, strict=True):
+            for worker in workers:
+                self.relative[worker] = mean / means[0]
