@@ -187,7 +187,7 @@ class RolloutForecast:
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
                 seconds, speed = now - at_s, self.speeds.relative[worker]
-                if running and not beside:
+                if running and not beside and each.num_running <= before.num_running:
                     self.speeds.observe(worker, running, written, seconds)
                 lost_s = self.times.observe(running, written, seconds * speed, beside) / speed
                 self.stolen_s += lost_s / len(progress)
