@@ -13,10 +13,14 @@ from typing import final
 
 _FADE = 0.98
 """Weight of an observation relative to the next one of the same worker."""
-_LEAST_S = 1.0
-"""Seconds of a worker before it has a speed: an observation is wrong by an engine step at most."""
-_NOISE = 0.25
-"""Most by which equal workers are measured below the fastest."""
+_LEAST_S, _NOISE = 2.0, 0.25
+"""Seconds of a worker before it has a speed, and most by which equal workers are measured apart.
+
+Measured: two workers of one machine that wrote 12 steps of 32 texts with SmolLM2, drafts included,
+while two cores were shared with 15 to 35 other processes. In all polls after two seconds of each
+worker the slower one was at 0.81 of the faster one or above, at the ends of rollouts at 0.85; in
+the second before, at 0.66. By the time of their processors alone, the same: 0.82, 0.89 and 0.74.
+"""
 
 
 @final
@@ -48,12 +52,12 @@ class WorkerSpeeds:
             for worker, (each, tokens, seconds) in enumerate(self._sums)
             if seconds >= _LEAST_S
         }
-        alike: list[list[int]] = []
+        alike: list[dict[int, float]] = []
         for worker in sorted(measured, key=lambda worker: -measured[worker]):
-            if not alike or measured[worker] < (1.0 - _NOISE) * measured[alike[-1][0]]:
-                alike.append([])
-            alike[-1].append(worker)
-        means = [fmean(measured[worker] for worker in workers) for workers in alike]
-        for workers, mean in zip(alike, means, strict=True):
+            if not alike or measured[worker] < (1.0 - _NOISE) * fmean(alike[-1].values()):
+                alike.append({})
+            alike[-1][worker] = measured[worker]
+        for workers in alike:
+            speed = fmean(workers.values()) / fmean(alike[0].values())
             for worker in workers:
-                self.relative[worker] = mean / means[0]
+                self.relative[worker] = speed

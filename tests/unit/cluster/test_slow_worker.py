@@ -90,4 +90,4 @@ def test_slow_workers_have_one_speed_too_between_their_least_and_their_most(fast
 
 
 def test_a_worker_that_was_hardly_observed_has_no_speed_yet() -> None:
-    assert measured(0.3, 0.6) == [1.0, 1.0]
+    assert measured(1.0, 1.9) == [1.0, 1.0]
