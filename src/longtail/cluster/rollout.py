@@ -150,7 +150,8 @@ class RolloutCoordinator:
         began = self._supervisor.now()
         self._forecast.begin()
         self._expected = expected
-        self._waiting = _shards(requests, expected, self._forecast.speeds.relative)
+        speeds = [self._forecast.speeds.of(worker) for worker in range(self._supervisor.size)]
+        self._waiting = _shards(requests, expected, speeds)
         while self._waiting or self._held:
             self._start_shards()
             self._idle.assign(self._forecast.now(self._supervisor.now(), is_over=not self._held))
@@ -167,7 +168,7 @@ class RolloutCoordinator:
             stop_s=self._supervisor.now() - done,
             num_moved=self._num_moved,
             stolen_s=max(self._forecast.stolen_s, 0.0),
-            slowest=min(self._forecast.speeds.relative),
+            slowest=min(map(self._forecast.speeds.of, range(self._supervisor.size))),
         )
 
     # ---- shards
@@ -189,8 +190,8 @@ class RolloutCoordinator:
 
     def _fastest(self, *states: State) -> list[int]:
         """Return the workers in each of the states, the fastest ones first."""
-        speeds = self._forecast.speeds.relative
-        found = [sorted(self._supervisor.workers(s), key=lambda w: -speeds[w]) for s in states]
+        speed_of = self._forecast.speeds.of
+        found = (sorted(self._supervisor.workers(s), key=speed_of, reverse=True) for s in states)
         return [worker for workers in found for worker in workers]
 
     def _begun_of(self, shard: Sequence[Request]) -> list[Completion]:

@@ -47,8 +47,8 @@ def best_move(
     """Return the move after which the step ends soonest; None if none gains enough.
 
     `loads` are the unfinished texts of each generating worker; `idle` are workers without texts
-    that could take some, the one that would get them first. `early_s` are the seconds of learning, by one worker, that can be done
-    before the last text is written.
+    that could take some, the one that would get them first. `early_s` are the seconds of learning,
+    by one worker, that can be done before the last text is written.
     """
     if not forecast.times.is_known or not loads:
         return None
@@ -61,7 +61,8 @@ def best_move(
         *_gatherings(loads, idle, seconds, forecast),
     ):
         names = tuple(each.request.request_id for each in moved)
-        stays = [each for each in loads[source] if each.request.request_id not in names]
+        gone = set(names)
+        stays = [each for each in loads[source] if each.request.request_id not in gone]
         both = [*loads.get(target, ()), *moved]
         changed = {
             source: forecast.worker_s(source, stays),
@@ -95,10 +96,10 @@ def _spreads(
     source = max(seconds, key=lambda worker: seconds[worker])
     if not idle:
         return []
-    target, speeds = idle[0], forecast.speeds.relative
+    target, speed_of = idle[0], forecast.speeds.of
     moves, num_kept = list[Text](), 0
     for text in sorted(loads[source], key=lambda each: -each.left):
-        if (num_kept + 1) / speeds[source] <= (len(moves) + 1) / speeds[target]:
+        if (num_kept + 1) / speed_of(source) <= (len(moves) + 1) / speed_of(target):
             num_kept += 1
         else:
             moves.append(text)
@@ -112,13 +113,13 @@ def _gatherings(
     forecast: RolloutForecast,
 ) -> list[_Texts]:
     """Free the worker with the least left, for learning; relieve the last one, if it is slower."""
-    ranked, speeds = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.relative
+    ranked, speed_of = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.of
     pairs = list[tuple[int, int]]()
     if len(ranked) > 1:
         pairs.append((ranked[0], ranked[1]))
     *others, last = ranked
-    fastest = max((*idle[:1], *others), key=lambda worker: speeds[worker], default=last)
-    if speeds[fastest] > speeds[last]:
+    fastest = max((*idle[:1], *others), key=speed_of, default=last)
+    if speed_of(fastest) > speed_of(last):
         pairs.append((last, fastest))
     return [
         (source, target, loads[source])

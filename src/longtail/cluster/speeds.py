@@ -18,8 +18,8 @@ _LEAST_S, _NOISE = 2.0, 0.25
 
 Measured: two workers of one machine that wrote 12 steps of 32 texts with SmolLM2, drafts included,
 while two cores were shared with 15 to 35 other processes. In all polls after two seconds of each
-worker the slower one was at 0.81 of the faster one or above, at the ends of rollouts at 0.85; in
-the second before, at 0.66. By the time of their processors alone, the same: 0.82, 0.89 and 0.74.
+worker the slower one was at 0.78 of the faster one or above, at the ends of rollouts at 0.86; in
+the second before, at 0.66. By the time of their processors alone: 0.82, 0.89 and 0.74.
 """
 
 
@@ -27,29 +27,33 @@ the second before, at 0.66. By the time of their processors alone, the same: 0.8
 class WorkerSpeeds:
     """Speed of each worker, from its seconds per token beside those that are common to all."""
 
-    def __init__(self, num_workers: int) -> None:
-        self.relative = [1.0] * num_workers
-        """Speed of each worker; 1 for the fastest, and until a worker is observed."""
-        self._sums = [(0.0, 0.0, 0.0)] * num_workers
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, float, float]] = {}
         """Sums of each worker over what was observed: tokens of each text, these times the number
         of texts, seconds."""
+        self._relative: dict[int, float] = {}
+
+    def of(self, worker: int) -> float:
+        """Return the speed of a worker: 1 for the fastest, and until a worker is observed."""
+        return self._relative.get(worker, 1.0)
 
     def observe(self, worker: int, num_running: float, num_tokens: int, seconds: float) -> None:
-        """Add `num_tokens` that a worker has written, while nobody worked beside the writers."""
-        new = (num_tokens / num_running, float(num_tokens), seconds)
-        a, b, c = (_FADE * old + more for old, more in zip(self._sums[worker], new, strict=True))
-        self._sums[worker] = a, b, c
+        """Add `num_tokens` that a worker has written; no worker did other work meanwhile."""
+        old = self._sums.get(worker, (0.0, 0.0, 0.0))
+        new = (num_tokens / num_running, num_tokens, seconds)
+        each, tokens, all_s = (_FADE * a + b for a, b in zip(old, new, strict=True))
+        self._sums[worker] = each, tokens, all_s
 
     def forget(self, worker: int) -> None:
         """Forget what was observed of a worker that is replaced."""
-        self._sums[worker] = (0.0, 0.0, 0.0)
-        self.relative[worker] = 1.0
+        self._sums.pop(worker, None)
+        self._relative.pop(worker, None)
 
     def compare(self, token_s: Callable[[float], float]) -> None:
         """Compare the workers; `token_s` are the seconds of a token of each of n running texts."""
         measured = {
             worker: each * token_s(tokens / each) / seconds
-            for worker, (each, tokens, seconds) in enumerate(self._sums)
+            for worker, (each, tokens, seconds) in self._sums.items()
             if seconds >= _LEAST_S
         }
         alike: list[dict[int, float]] = []
@@ -57,7 +61,9 @@ class WorkerSpeeds:
             if not alike or measured[worker] < (1.0 - _NOISE) * fmean(alike[-1].values()):
                 alike.append({})
             alike[-1][worker] = measured[worker]
-        for workers in alike:
-            speed = fmean(workers.values()) / fmean(alike[0].values())
-            for worker in workers:
-                self.relative[worker] = speed
+        means = [fmean(workers.values()) for workers in alike]
+        self._relative = {
+            worker: mean / means[0]
+            for workers, mean in zip(alike, means, strict=True)
+            for worker in workers
+        }

@@ -31,7 +31,9 @@ def forecast(
 ) -> RolloutForecast:
     """Return a forecast that has seen steps of `start_s` + n `more_s` seconds."""
     found = RolloutForecast(len(speeds), max_running=32)
-    found.speeds.relative[:] = speeds
+    for worker, speed in enumerate(speeds):
+        found.speeds.observe(worker, 1.0, 100, 100 / speed)
+    found.speeds.compare(lambda num: 1.0)
     for n in (1, 2, 4, 8):
         found.times.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 0)
     return found

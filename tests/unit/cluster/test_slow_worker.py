@@ -65,11 +65,11 @@ def test_a_worker_in_place_of_a_slow_one_counts_as_fast_and_one_that_becomes_slo
 
 def measured(*seconds: float) -> list[float]:
     """Return the speeds of workers that write 100 tokens of each of 4 texts in some seconds."""
-    speeds = WorkerSpeeds(len(seconds))
+    speeds = WorkerSpeeds()
     for worker, each_s in enumerate(seconds):
         speeds.observe(worker, 4.0, 400, each_s)
     speeds.compare(lambda num: 0.1)
-    return speeds.relative
+    return [speeds.of(worker) for worker in range(len(seconds))]
 
 
 @given(st.lists(st.floats(10.0, 13.0), min_size=1, max_size=128))
