@@ -98,6 +98,8 @@ class Script:
     learn_s: float = LEARN_S
     token_s: Callable[[int], float] = lambda num_running: TOKEN_S
     """Seconds in which each of the running requests grows by a token."""
+    slowness: dict[int, float] = field(default_factory=dict)
+    """Factor of the seconds in which a worker generates; 1 for those that are not named."""
     accumulate_s: float = 0.01
     """Seconds of learning from a token."""
     short_task_s: float = 0.01
@@ -175,7 +177,8 @@ class FakeWorker:
         self._num_written = 0
         self._take_offers()
         while self._left:
-            yield self._script.token_s(len(self._left))
+            slowness = self._script.slowness.get(self.number, 1.0)
+            yield slowness * self._script.token_s(len(self._left))
             self._num_written += len(self._left)
             for name in list(self._left):
                 self._left[name] -= 1

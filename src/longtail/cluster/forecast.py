@@ -2,6 +2,7 @@
 
 tokens left of a text    from texts of its prompt, else from all texts that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
+speed of a worker        by its seconds per token beside these (`speeds`)
 seconds of a worker      its texts end one after another, and those left become faster
 """
 
@@ -13,10 +14,11 @@ from typing import final
 
 from longtail.cluster.idle import Forecast
 from longtail.cluster.records import Progress
+from longtail.cluster.speeds import WorkerSpeeds
 from longtail.types import Request
 
 _FADE = 0.98
-"""Weight of an observation relative to the next one."""
+"""Weight of an observation relative to the next one of the same worker."""
 _RECENT = 2048
 """Number of texts whose lengths are remembered."""
 _LEAST_REST_S = 1.0
@@ -54,27 +56,30 @@ class TokenTimes:
         seconds, lost = self._beside
         return max(lost / seconds, 0.0) if seconds > 0.0 else 0.0
 
-    def observe(self, num_running: float, num_tokens: int, seconds: float, beside: int) -> float:
-        """Add `num_tokens` written by one worker in some seconds, while `beside` others worked.
+    def observe(
+        self, num_running: float, num_tokens: int, seconds: float, beside: int, writers: int = 1
+    ) -> float:
+        """Add `num_tokens` written by one of `writers` in some seconds, while `beside` others work.
 
         Return the seconds that it lost to these.
         """
         if num_tokens <= 0 or num_running <= 0.0:
             return 0.0
         each_s, bits = seconds * num_running / num_tokens, int(num_running).bit_length()
+        fade = _FADE ** (1 / writers)
         if beside:
             if bits not in self._usual:
                 return 0.0
             weight, total = self._usual[bits]
             lost_s = seconds * (1.0 - total / weight / each_s)
             new = (seconds * beside, lost_s)
-            self._beside = [_FADE * a + b for a, b in zip(self._beside, new, strict=True)]
+            self._beside = [fade * a + b for a, b in zip(self._beside, new, strict=True)]
             return lost_s
         w, n = num_tokens / num_running, num_running
         new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
-        self._sums = [_FADE * a + b for a, b in zip(self._sums, new_sums, strict=True)]
+        self._sums = [fade * a + b for a, b in zip(self._sums, new_sums, strict=True)]
         weight, total = self._usual.get(bits, (0.0, 0.0))
-        self._usual[bits] = _FADE * weight + w, _FADE * total + w * each_s
+        self._usual[bits] = fade * weight + w, fade * total + w * each_s
         return 0.0
 
     def seconds(self, num_running: float) -> float:
@@ -161,6 +166,7 @@ class RolloutForecast:
     def __init__(self, max_running: int) -> None:
         self._num_workers, self.max_running = 1, max_running
         self.times, self.lengths = TokenTimes(), Lengths()
+        self.speeds = WorkerSpeeds()
         self._seen: dict[int, tuple[float, Progress, int]] = {}
         """Time and progress of each worker when it was last observed, and who worked beside it."""
         self._end_s = 0.0
@@ -184,15 +190,21 @@ class RolloutForecast:
                 self._seen[worker] = now, each, beside
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
-                lost_s = self.times.observe(running, written, now - at_s, beside)
-                self.stolen_s += lost_s / len(progress)
+                seconds, speed = now - at_s, self.speeds.of(worker)
+                if running and not beside and each.num_running <= before.num_running:
+                    self.speeds.observe(worker, running, written, seconds)
+                usual_s = seconds * speed
+                lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
+                self.stolen_s += lost_s / speed / len(progress)
                 self._seen[worker] = now, each, beside
+        self.speeds.compare(self.times.seconds)
 
     def load(self, loads: Mapping[int, Sequence[Text]], now: float) -> None:
         """Take the unfinished texts of all generating workers."""
-        self._end_s = now + max(map(self.worker_s, loads.values()), default=0.0)
+        ends = (self.worker_s(worker, texts) for worker, texts in loads.items())
+        self._end_s = now + max(ends, default=0.0)
 
-    def worker_s(self, texts: Iterable[Text]) -> float:
+    def worker_s(self, worker: int, texts: Iterable[Text]) -> float:
         """Return the seconds until a worker has written its texts."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
@@ -203,7 +215,12 @@ class RolloutForecast:
                 (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
             )
             before = left
-        return seconds
+        return seconds / self.speeds.of(worker)
+
+    def reading_s(self, worker: int, texts: Iterable[Text]) -> float:
+        """Return the seconds in which a worker reads what others have written of texts."""
+        begun = [each.num_known for each in texts if each.written]
+        return self.times.reading_s(sum(begun)) / self.speeds.of(worker) if begun else 0.0
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:
         """Return the forecast; `is_over`: the last text is written."""

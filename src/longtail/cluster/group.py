@@ -330,6 +330,7 @@ class WorkerGroup:
 
     def _on_replaced(self, worker: int) -> None:
         self._team.mark_stale()
+        self._forecast.speeds.forget(worker)
 
     def _begin_learning(
         self, groups: Groups | None, requests: Sequence[Request]

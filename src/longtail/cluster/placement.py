@@ -7,8 +7,8 @@ long: `LengthHistory` keeps the lengths of earlier epochs.
 
     groups of 4, expected tokens per request  A: 900   B: 30   C: 200   D: 50
 
-    worker 0   A0 A1 C0 C1 D0 D1 B0 B1      longest first, to the worker with the fewest tokens;
-    worker 1   A2 A3 C2 C3 D2 D3 B2 B3      every worker gets its even share of requests
+    worker 0   A0 A1 C0 C1 D0 D1 B0 B1      longest first, to the worker that is done with it first;
+    worker 1   A2 A3 C2 C3 D2 D3 B2 B3      a worker of half the speed gets half as many requests
 
 Requests are indices into the list of all requests, group after group.
 """
@@ -74,38 +74,42 @@ def part_sizes(size: int, prompt_len: int, expected: float | None, num_workers: 
     if expected is not None:
         least = max(1, math.ceil(prompt_len / (_PROMPT_COST * max(expected, 1.0))))
         most = max(1, min(most, size // least))
-    return _even_shares(size, most)
+    return _shares(size, [1.0] * most)
 
 
-def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
+def place(groups: Sequence[PromptGroup], speeds: Sequence[float]) -> list[list[int]]:
     """Return the requests of each worker, in the order in which they should begin.
 
-    Groups are placed by descending expected length, each on the worker with the fewest expected
-    tokens so far (ties: in the given order). Every worker gets its even share of requests, to
-    within one. The requests of a group stay together; it is split only if no worker has room for
-    all of it, which happens less often than there are workers. A group of unknown length counts
-    like the median of the others.
+    `speeds` are those of the workers, in any unit. Groups are placed by descending expected length,
+    each on the worker that would have written its tokens first (ties: in the given order). Every
+    worker gets its share of requests by its speed, to within one. The requests of a group stay
+    together; it is split only if no worker has room for all of it, which happens less often than
+    there are workers. A group of unknown length counts like the median of the others.
 
-    For groups of one size that come out even, the loads (expected tokens) of two workers differ by
-    at most the longest group's, so the largest load is at most 2 - 1 / num_workers times the
-    optimum. (Consider loads A and B, of a and b groups, when x is placed: A - B + (b - a) x never
-    exceeds the longest group. If b <= a, because A - B does not: x goes to the smaller load. If
-    b > a, because a placement leaves it as it is and a smaller x lowers it. When B has its share of
-    k groups, A gets k - a more, none above x.)
+    The time of a worker is its load (expected tokens) over its speed. For groups of one size that
+    come out even (every share is a number of groups), no worker's time exceeds that of another one
+    with the longest group, of load M, added. So the largest time is at most
+    1 + (W - 1) / S times the optimum, where S is the sum of the W speeds with the fastest as 1; for
+    equal speeds 2 - 1 / W. (Consider workers with loads A and B, of a and b groups, and speeds p
+    and q, when x is placed: A / p - B / q + (b / q - a / p) x never exceeds M / q. If b / q <= a /
+    p, because A / p - B / q does not: x went where it was done first. If b / q > a / p, because a
+    placement leaves it as it is and a smaller x lowers it. In the end b / q = a / p. Summed over
+    all B, S A / p <= all tokens + (W - 1) M.)
     """
     known = [group.expected for group in groups if group.expected is not None]
     usual = median(known) if known else 1.0
     lengths = [usual if group.expected is None else group.expected for group in groups]
     edges = [0, *accumulate(group.size for group in groups)]
-    room = _even_shares(edges[-1], num_workers)
-    loads = [0.0] * num_workers
-    placed: list[list[int]] = [[] for _ in range(num_workers)]
+    room = _shares(edges[-1], speeds)
+    loads = [0.0] * len(speeds)
+    placed: list[list[int]] = [[] for _ in speeds]
     for index in sorted(range(len(groups)), key=lambda index: -lengths[index]):
         begin, end = edges[index], edges[index + 1]
         while begin < end:
-            whole = [worker for worker in range(num_workers) if room[worker] >= end - begin]
-            some = [worker for worker in range(num_workers) if room[worker]]
-            worker = min(whole or some, key=lambda worker: loads[worker])
+            whole = [worker for worker, free in enumerate(room) if free >= end - begin]
+            some = [worker for worker, free in enumerate(room) if free]
+            more = (end - begin) * lengths[index]
+            worker = min(whole or some, key=lambda worker: (loads[worker] + more) / speeds[worker])
             count = min(room[worker], end - begin)
             placed[worker] += range(begin, begin + count)
             room[worker] -= count
@@ -114,7 +118,12 @@ def place(groups: Sequence[PromptGroup], num_workers: int) -> list[list[int]]:
     return placed
 
 
-def _even_shares(count: int, num_shares: int) -> list[int]:
-    """Divide `count` to within one, the larger shares first."""
-    share, rest = divmod(count, num_shares)
-    return [share + (index < rest) for index in range(num_shares)]
+def _shares(count: int, speeds: Sequence[float]) -> list[int]:
+    """Divide `count` by speed, to within one: the larger remainders first, and who has nothing."""
+    total = sum(speeds)
+    exact = [count * speed / total for speed in speeds]
+    shares = [math.floor(each) for each in exact]
+    ranked = sorted(range(len(speeds)), key=lambda i: (shares[i] > 0, shares[i] - exact[i]))
+    for worker in ranked[: count - sum(shares)]:
+        shares[worker] += 1
+    return shares

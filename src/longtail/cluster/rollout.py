@@ -58,6 +58,8 @@ class RolloutResult:
     """Number of requests that moved to another worker."""
     stolen_s: float = 0.0
     """Seconds that the rollout lost to work beside it, as measured by the workers' speed."""
+    slowest: float = 1.0
+    """Speed of the slowest worker, as a share of the fastest one's."""
 
     @property
     def report(self) -> RolloutReport:
@@ -146,10 +148,11 @@ class RolloutCoordinator:
     def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
         """Generate all completions; `expected` holds the known length of groups, in tokens."""
         began = self._supervisor.now()
-        num_workers = max(len(self._supervisor.present), 1)
-        self._forecast.begin(num_workers)
+        present = self._supervisor.present
+        self._forecast.begin(len(present) or 1)
         self._expected = expected
-        self._waiting = _shards(requests, expected, num_workers)
+        speeds = [self._forecast.speeds.of(worker) for worker in present] or [1.0]
+        self._waiting = _shards(requests, expected, speeds)
         while self._waiting or self._held:
             self._start_shards()
             self._idle.assign(self._forecast.now(self._supervisor.now(), is_over=not self._held))
@@ -166,13 +169,14 @@ class RolloutCoordinator:
             stop_s=self._supervisor.now() - done,
             num_moved=self._num_moved,
             stolen_s=max(self._forecast.stolen_s, 0.0),
+            slowest=min(speeds),
         )
 
     # ---- shards
 
     def _start_shards(self) -> None:
         """Start waiting shards on idle workers; stop training workers for those that are left."""
-        for worker in self._supervisor.workers(State.IDLE)[: len(self._waiting)]:
+        for worker in self._fastest(State.IDLE)[: len(self._waiting)]:
             self._offer_missed(worker)
             shard = self._waiting.pop(0)
             self._held[worker] = {each.request_id: each for each in shard}
@@ -182,8 +186,14 @@ class RolloutCoordinator:
             self._supervisor.start(
                 worker, tasks.GENERATE, shard, self._parts.learns, self._begun_of(shard)
             )
-        for worker in self._supervisor.workers(State.SPOT)[: len(self._waiting)]:
+        for worker in self._fastest(State.SPOT)[: len(self._waiting)]:
             self._supervisor.stop(worker)
+
+    def _fastest(self, *states: State) -> list[int]:
+        """Return the workers in each of the states, the fastest ones first."""
+        speed_of = self._forecast.speeds.of
+        found = (sorted(self._supervisor.workers(s), key=speed_of, reverse=True) for s in states)
+        return [worker for workers in found for worker in workers]
 
     def _begun_of(self, shard: Sequence[Request]) -> list[Completion]:
         names = [each.request_id for each in shard]
@@ -262,7 +272,7 @@ class RolloutCoordinator:
         loads = {worker: self._texts_of(worker) for worker in running}
         self._forecast.load(loads, now)
         if self._parts.shares and not self._moves:
-            takers = self._supervisor.workers(State.IDLE, State.SPOT, State.AHEAD)
+            takers = self._fastest(State.IDLE, State.SPOT, State.AHEAD)
             move = best_move(loads, takers, self._early_s(loads), self._forecast)
             if move is not None:
                 self._ask_for(move)
@@ -345,14 +355,17 @@ class RolloutCoordinator:
 
 
 def _shards(
-    requests: Sequence[Request], expected: Mapping[str, float], num_workers: int
+    requests: Sequence[Request], expected: Mapping[str, float], speeds: Sequence[float]
 ) -> list[list[Request]]:
-    """Place the requests, in parts of groups; one shard for each worker that has any."""
+    """Place the requests, in parts of groups; one shard for each worker that has any.
+
+    The shard of the fastest worker comes first, as `_start_shards` takes them.
+    """
     parts = []
     for _, members in groupby(requests, key=lambda each: each.group_id or each.request_id):
         group = list(members)
         length = expected.get(group[0].group_id)
-        sizes = part_sizes(len(group), len(group[0].prompt_tokens), length, num_workers)
+        sizes = part_sizes(len(group), len(group[0].prompt_tokens), length, len(speeds))
         parts += [PromptGroup(size=size, expected=length) for size in sizes]
-    placed = place(parts, num_workers)
-    return [[requests[index] for index in shard] for shard in placed if shard]
+    placed = sorted(zip(speeds, place(parts, speeds), strict=True), key=lambda each: -each[0])
+    return [[requests[index] for index in shard] for _, shard in placed if shard]

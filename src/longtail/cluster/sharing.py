@@ -1,10 +1,11 @@
 """Sharing: which requests move to another worker, so that a step ends sooner.
 
 A text does not depend on its worker, so a running request may move; the other worker first reads
-what is written. Two moves are weighed, and the one is made that gains most, if any does:
+what is written. Moves are weighed, and the one is made that gains most, if any does:
 
-    spread   half of the busiest worker's texts go to an idle one   all are written sooner
-    gather   all texts of one worker go to another                  it learns from finished groups
+    spread   texts of the busiest worker go to an idle one   all are written sooner
+    gather   all texts of one worker go to another           it learns from finished groups,
+                                                             or the other one is faster
 
 In the tail a core waits for memory: six texts take hardly longer than three, so that a worker
 gathers them nearly for free. A step ends when all texts are written and learned from:
@@ -46,26 +47,29 @@ def best_move(
     """Return the move after which the step ends soonest; None if none gains enough.
 
     `loads` are the unfinished texts of each generating worker; `idle` are workers without texts
-    that could take some. `early_s` are the seconds of learning, by one worker, that can be done
-    before the last text is written.
+    that could take some, the one that would get them first. `early_s` are the seconds of learning,
+    by one worker, that can be done before the last text is written.
     """
     if not forecast.times.is_known or not loads:
         return None
     num_workers = len(loads) + len(idle)
-    seconds = {worker: forecast.worker_s(texts) for worker, texts in loads.items()}
+    seconds = {worker: forecast.worker_s(worker, texts) for worker, texts in loads.items()}
     now_s = _end_s(seconds, early_s, num_workers)
-    moves = [
-        Move(
-            source=source,
-            target=target,
-            names=tuple(each.request.request_id for each in moved),
-            gain_s=now_s - _end_s(seconds | changed, early_s, num_workers),
-        )
-        for source, target, moved, changed in (
-            *_spreads(loads, idle, seconds, forecast),
-            *_gatherings(loads, seconds, forecast),
-        )
-    ]
+    moves = []
+    for source, target, moved in (
+        *_spreads(loads, idle, seconds, forecast),
+        *_gatherings(loads, idle, seconds, forecast),
+    ):
+        names = tuple(each.request.request_id for each in moved)
+        gone = set(names)
+        stays = [each for each in loads[source] if each.request.request_id not in gone]
+        both = [*loads.get(target, ()), *moved]
+        changed = {
+            source: forecast.worker_s(source, stays),
+            target: forecast.worker_s(target, both) + forecast.reading_s(target, moved),
+        }
+        gain_s = now_s - _end_s(seconds | changed, early_s, num_workers)
+        moves.append(Move(source=source, target=target, names=names, gain_s=gain_s))
     best = max(moves, key=lambda move: move.gain_s, default=None)
     enough = max(_LEAST_GAIN_S, _LEAST_SHARE * now_s)
     return best if best is not None and best.gain_s > enough else None
@@ -78,8 +82,8 @@ def _end_s(seconds: Mapping[int, float], early_s: float, num_workers: int) -> fl
     return longest_s - min(early_s, idle_s) / num_workers
 
 
-_Change = tuple[int, int, Sequence[Text], dict[int, float]]
-"""Source, target, texts that move, and the seconds of both workers after it."""
+_Texts = tuple[int, int, Sequence[Text]]
+"""Source, target, and texts that may move."""
 
 
 def _spreads(
@@ -87,38 +91,38 @@ def _spreads(
     idle: Sequence[int],
     seconds: Mapping[int, float],
     forecast: RolloutForecast,
-) -> list[_Change]:
-    """Divide the texts of the worker that ends last with an idle one."""
+) -> list[_Texts]:
+    """Divide the texts of the worker that ends last with an idle one, each by its speed."""
     source = max(seconds, key=lambda worker: seconds[worker])
-    if not idle or len(loads[source]) < 2:
+    if not idle:
         return []
-    stays, moves = list[Text](), list[Text]()
+    target, speed_of = idle[0], forecast.speeds.of
+    moves, num_kept = list[Text](), 0
     for text in sorted(loads[source], key=lambda each: -each.left):
-        (stays if len(stays) <= len(moves) else moves).append(text)
-    changed = {
-        source: forecast.worker_s(stays),
-        idle[0]: forecast.worker_s(moves) + _reading_s(moves, forecast),
-    }
-    return [(source, idle[0], moves, changed)]
+        if (num_kept + 1) / speed_of(source) <= (len(moves) + 1) / speed_of(target):
+            num_kept += 1
+        else:
+            moves.append(text)
+    return [(source, target, moves)] if moves else []
 
 
 def _gatherings(
     loads: Mapping[int, Sequence[Text]],
+    idle: Sequence[int],
     seconds: Mapping[int, float],
     forecast: RolloutForecast,
-) -> list[_Change]:
-    """Free the worker with the least left, for learning; another one writes its texts."""
-    if len(loads) < 2:
-        return []
-    source, target, *_ = sorted(seconds, key=lambda worker: seconds[worker])
-    moves = loads[source]
-    both = [*loads[target], *moves]
-    if len(both) > forecast.max_running:
-        return []
-    changed = {source: 0.0, target: forecast.worker_s(both) + _reading_s(moves, forecast)}
-    return [(source, target, moves, changed)]
-
-
-def _reading_s(texts: Sequence[Text], forecast: RolloutForecast) -> float:
-    begun = [each.num_known for each in texts if each.written]
-    return forecast.times.reading_s(sum(begun)) if begun else 0.0
+) -> list[_Texts]:
+    """Free the worker with the least left, for learning; relieve the last one, if it is slower."""
+    ranked, speed_of = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.of
+    pairs = list[tuple[int, int]]()
+    if len(ranked) > 1:
+        pairs.append((ranked[0], ranked[1]))
+    *others, last = ranked
+    fastest = max((*idle[:1], *others), key=speed_of, default=last)
+    if speed_of(fastest) > speed_of(last):
+        pairs.append((last, fastest))
+    return [
+        (source, target, loads[source])
+        for source, target in pairs
+        if len(loads[source]) + len(loads.get(target, ())) <= forecast.max_running
+    ]

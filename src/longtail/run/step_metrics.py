@@ -89,6 +89,7 @@ class StepRecord:
             "cluster/reused_share": reused_share(spots),
             "cluster/moved_requests": float(sum(rollout.num_moved for rollout in rollouts)),
             "cluster/stolen_s": sum(rollout.stolen_s for rollout in rollouts),
+            "cluster/slowest_speed": min(rollout.slowest for rollout in rollouts),
         }
 
 

@@ -14,6 +14,7 @@ group_lists = st.lists(
     st.builds(PromptGroup, size=st.integers(1, 8), expected=expectations), max_size=24
 )
 worker_counts = st.integers(1, 7)
+speed_lists = st.lists(st.sampled_from((1.0, 1.0, 0.5, 0.3)), min_size=1, max_size=7)
 
 
 def group_of(groups: list[PromptGroup]) -> list[int]:
@@ -29,7 +30,7 @@ def test_the_figure_of_the_docstring_is_placed_as_shown() -> None:
         for tokens, parts in zip(expected, sizes, strict=True)
         for size in parts
     ]
-    assert place(groups, 2) == [[0, 1, 8, 9, 12, 13, 4, 5], [2, 3, 10, 11, 14, 15, 6, 7]]
+    assert place(groups, [1.0] * 2) == [[0, 1, 8, 9, 12, 13, 4, 5], [2, 3, 10, 11, 14, 15, 6, 7]]
 
 
 @given(st.integers(1, 64), st.integers(0, 4000), expectations, st.integers(1, 200))
@@ -49,24 +50,29 @@ def test_a_group_of_unknown_length_has_a_part_for_each_worker() -> None:
     assert part_sizes(8, 100, 150.0, 16) == [4, 4]
 
 
-@given(group_lists, worker_counts)
-def test_each_request_is_placed_once_in_even_shares_that_split_few_groups(
-    groups: list[PromptGroup], workers: int
+@given(group_lists, speed_lists)
+def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(
+    groups: list[PromptGroup], speeds: list[float]
 ) -> None:
-    placed, owner = place(groups, workers), group_of(groups)
+    placed, owner = place(groups, speeds), group_of(groups)
     assert sorted(request for each in placed for request in each) == list(range(len(owner)))
-    counts = [len(each) for each in placed]
-    assert len(counts) == workers
-    assert max(counts) - min(counts) <= 1
+    for each, speed in zip(placed, speeds, strict=True):
+        assert abs(len(each) - len(owner) * speed / sum(speeds)) < 1
+    assert placed == place(groups, [4 * speed for speed in speeds])
     parts = [len({owner[request] for request in each}) for each in placed]
-    assert sum(parts) - len(groups) <= workers - 1
+    assert sum(parts) - len(groups) <= len(speeds) - 1
+
+
+def test_a_worker_that_was_slow_has_a_request_by_which_it_is_observed() -> None:
+    placed = place([PromptGroup(size=1)] * 8, [0.01, *[1.0] * 7])
+    assert [len(each) for each in placed] == [1] * 8
 
 
 @given(group_lists, worker_counts)
 def test_workers_begin_with_their_longest_group(groups: list[PromptGroup], workers: int) -> None:
     groups = [PromptGroup(size=each.size, expected=each.expected or 7.0) for each in groups]
     owner = group_of(groups)
-    for each in place(groups, workers):
+    for each in place(groups, [1.0] * workers):
         lengths = [groups[owner[request]].expected or 0.0 for request in each]
         assert lengths == sorted(lengths, reverse=True)
 
@@ -79,26 +85,37 @@ def test_groups_that_come_out_even_are_never_split(
     expected = data.draw(st.lists(expectations, min_size=count, max_size=count))
     groups = [PromptGroup(size=size, expected=tokens) for tokens in expected]
     owner = group_of(groups)
-    for each in place(groups, workers):
+    for each in place(groups, [1.0] * workers):
         assert len(each) == rounds * size
         assert len({owner[request] for request in each}) == rounds
 
 
-@given(st.integers(1, 4), st.integers(1, 6), worker_counts, st.integers(0, 999))
-def test_loads_differ_by_the_longest_group_at_most(
-    size: int, rounds: int, workers: int, seed: int
+@given(
+    st.integers(1, 4),
+    st.integers(1, 6),
+    st.lists(st.integers(1, 3), min_size=1, max_size=7),
+    st.integers(0, 999),
+)
+def test_no_worker_ends_later_than_another_would_with_the_longest_group_more(
+    size: int, rounds: int, numbers: list[int], seed: int
 ) -> None:
+    """So the largest time is at most 1 + (W - 1) / S times the optimum."""
     chance = random.Random(seed)
-    lengths = [float(int(chance.paretovariate(0.7))) for _ in range(rounds * workers)]
+    lengths = [float(int(chance.paretovariate(0.7))) for _ in range(rounds * sum(numbers))]
     groups = [PromptGroup(size=size, expected=tokens) for tokens in lengths]
-    owner = group_of(groups)
-    loads = [sum(lengths[owner[request]] for request in each) for each in place(groups, workers)]
-    assert max(loads) - min(loads) <= size * max(lengths)
+    owner, speeds = group_of(groups), [number / max(numbers) for number in numbers]
+    loads = [sum(lengths[owner[request]] for request in each) for each in place(groups, speeds)]
+    longest = size * max(lengths)
+    last = max(load / speed for load, speed in zip(loads, speeds, strict=True))
+    with_longest = [(load + longest) / each for load, each in zip(loads, speeds, strict=True)]
+    assert last <= min(with_longest) * (1 + 1e-12)
+    optimum = max(sum(loads) / sum(speeds), longest)
+    assert last <= (1 + (len(speeds) - 1) / sum(speeds)) * optimum * (1 + 1e-12)
 
 
 def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
-    assert place(groups, 1) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
+    assert place(groups, [1.0]) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
 
 
 def test_the_history_keeps_the_longest_completion_of_a_prompt() -> None:

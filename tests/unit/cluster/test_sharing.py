@@ -1,6 +1,7 @@
 """Forecasts and moves: a move is chosen only if the step then ends sooner."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -25,10 +26,15 @@ def texts(worker: int, *lefts: float) -> list[Text]:
     ]
 
 
-def forecast(start_s: float, more_s: float, num_workers: int = 2) -> RolloutForecast:
+def forecast(
+    start_s: float, more_s: float, speeds: Sequence[float] = (1.0, 1.0)
+) -> RolloutForecast:
     """Return a forecast that has seen steps of `start_s` + n `more_s` seconds."""
     found = RolloutForecast(max_running=32)
-    found.begin(num_workers)
+    found.begin(len(speeds))
+    for worker, speed in enumerate(speeds):
+        found.speeds.observe(worker, 1.0, 100, 100 / speed)
+    found.speeds.compare(lambda num: 1.0)
     for n in (1, 2, 4, 8):
         found.times.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 0)
     return found
@@ -96,6 +102,18 @@ def test_a_worker_hands_its_texts_over_if_it_has_something_to_learn():
     assert best_move(loads, [], 4.0, forecast(1e-5, 0.01)) is None
 
 
+def test_a_slow_worker_keeps_texts_by_its_speed_and_hands_its_last_one_to_a_faster_one():
+    slow = forecast(0.0, 0.01, (1.0, 0.5))
+    move = best_move({1: texts(1, 500, 400, 300)}, [0], 0.0, slow)
+    assert move is not None
+    assert (move.source, move.target, move.names) == (1, 0, ("1#0", "1#2"))
+    for loads, idle in (({1: texts(1, 500)}, [0]), ({0: texts(0, 300), 1: texts(1, 500)}, [])):
+        move = best_move(loads, idle, 0.0, forecast(0.01, 1e-4, (1.0, 0.5)))
+        assert move is not None
+        assert (move.source, move.target, move.names) == (1, 0, ("1#0",))
+        assert best_move(loads, idle, 0.0, forecast(0.01, 1e-4)) is None
+
+
 def test_nothing_moves_before_speeds_are_known():
     assert best_move({0: texts(0, 500, 500)}, [1], 9.0, RolloutForecast(32)) is None
 
@@ -106,9 +124,10 @@ def test_nothing_moves_before_speeds_are_known():
     st.floats(0.0, 50.0),
     st.floats(0.0, 0.05),
     st.floats(0.0, 0.05),
+    st.lists(st.sampled_from((1.0, 0.5, 0.3)), min_size=8, max_size=8),
 )
-def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s):
-    known = forecast(start_s + 1e-6, more_s)
+def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s, speeds):
+    known = forecast(start_s + 1e-6, more_s, speeds)
     given_loads = {worker: texts(worker, *lefts) for worker, lefts in enumerate(loads)}
     idle = list(range(len(loads), len(loads) + num_idle))
     move = best_move(given_loads, idle, early_s, known)
@@ -117,12 +136,12 @@ def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s
     after = {worker: list(own) for worker, own in given_loads.items()}
     moved = [each for each in after[move.source] if each.request.request_id in move.names]
     after[move.source] = [each for each in after[move.source] if each not in moved]
-    reading_s = known.times.reading_s(sum(each.num_known for each in moved))
+    reading_s = known.reading_s(move.target, moved)
     assert moved
     assert move.target != move.source
 
     def end_s(of, extra):
-        seconds = [known.worker_s(own) + (extra if worker == move.target else 0.0)
+        seconds = [known.worker_s(worker, own) + (extra if worker == move.target else 0.0)
                    for worker, own in of.items()]  # fmt: skip
         longest = max(seconds)
         spare = (len(loads) + num_idle) * longest - math.fsum(seconds)
