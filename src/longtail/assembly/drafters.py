@@ -191,6 +191,20 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
     return parts
 
 
+def located(name: str) -> tuple[str, Path | None]:
+    """Return a single name, a path as an absolute one, and the directory of the drafter's files.
+
+    The directory is None for a name without files. Raises ConfigError like `check_names`.
+    """
+    if name in (HISTORY, FRESH):
+        return name, None
+    path = Path(name).absolute()
+    if not path.is_dir():
+        raise _unknown(name, "speculation.drafter")
+    home = run_drafters(path) or (path if published.is_published(path) else drafter_directory(path))
+    return str(path if path.is_relative_to(home) else home), home
+
+
 def _auto(model: str, *, learns: bool) -> list[str]:
     if own := own_of_run(model):
         return [own]

@@ -1,6 +1,6 @@
 """Construction of a training run from its configuration; everything is checked before it starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 
 from longtail.assembly import memory, precision
 from longtail.assembly.device import run_device
+from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import check_policy, shape_of
 from longtail.assembly.prompts import load_prompts
@@ -128,8 +129,15 @@ def _started(
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
     """Return the workers once all are ready."""
-    make = partial(build_worker, config, directory, limits)
-    pool = _worker_pool(config, directory, make, log, on_progress)
+    directory = directory.absolute()  # another host's processes have other working directories
+    learns = config.spot.train != "never"
+    drafters = [
+        located(name)
+        for name in drafter_names(config.speculation.drafter, config.model.path, learns=learns)
+    ]
+    folders = [directory, *(home for _, home in drafters if home is not None)]
+    make = partial(build_worker, config, directory, [name for name, _ in drafters], limits)
+    pool = _worker_pool(config, folders, make, log, on_progress)
     workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
         workers.begin()
@@ -154,7 +162,7 @@ def _check(config: RunConfig, directory: Path) -> None:
 
 def _worker_pool(
     config: RunConfig,
-    directory: Path,
+    folders: Sequence[Path],
     make: Callable[[Place], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
@@ -177,7 +185,7 @@ def _worker_pool(
     if not own.address:
         return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
     cluster = Cluster(
-        address=own.address, kit=own_kit(directory, on_cpu=on_cpu), timeout_s=own.worker_timeout_s
+        address=own.address, kit=own_kit(folders, on_cpu=on_cpu), timeout_s=own.worker_timeout_s
     )
     return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
