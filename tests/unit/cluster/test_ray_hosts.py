@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.ray import hosts
 from longtail.cluster.pool import Place
+from longtail.cluster.ray import hosts
 from longtail.cluster.ray.hosts import Kit, find, keep, own_kit, read
 from longtail.errors import ClusterError
 
