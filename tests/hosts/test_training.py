@@ -13,6 +13,7 @@ import pytest
 from end_to_end.workshop import Workshop
 from hosts.bed import PATIENCE_S, PLACE, PORT, ROOT, Bed, Host, Running, cluster
 from hosts.conftest import WORDS
+from longtail.model.hf.weights import read_tensors
 
 pytestmark = pytest.mark.slow
 _PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
@@ -54,6 +55,9 @@ def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     sent = other.files / "home/.cache/longtail/models"
     assert len(list(sent.glob("*/initial/drafter.safetensors"))) == 1
     assert first["network/model_bytes"] > 0
+    weights = sum(each.nbytes for each in read_tensors(workshop.policy("two", 4)).values())
+    sums = 2 * weights  # of float64, two whole numbers of 8 bytes each
+    assert last["network/gradients_bytes"] == 2 * sums, "each of two workers sends 2 (2 - 1) / 2"
 
 
 def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:

@@ -31,6 +31,7 @@ from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
+from longtail.rl.learner_metrics import LearnerReport
 
 R = TypeVar("R")
 
@@ -308,6 +309,8 @@ class RayWorkerPool(WorkerPool):
                 return None
             if task == "make":
                 self._hosts[worker] = result
+            if self._traffic is not None and isinstance(result, LearnerReport):
+                self._traffic.add_gradients(result.sent_bytes)
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
