@@ -120,7 +120,7 @@ class TorchProcessGroup(ProcessGroup):
         self._is_default = False
         self._windows: SharedWindows | None = None
         self._sent_share = 0.0
-        """Bytes that a sum of one byte sends to another host: gloo adds up in a ring of the ranks."""
+        """Bytes that a sum of one byte sends to another host; gloo adds up in a ring of ranks."""
         with self._failing("connecting to the other ranks"):
             self._group = self._connect(address, backend)
         if backend == "gloo" and address.startswith("file:"):
