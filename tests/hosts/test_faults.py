@@ -16,6 +16,7 @@ from hosts.test_training import train
 from longtail.cluster.timeline import event_of
 
 pytestmark = pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
+SHARDS = ("--learner.sharding=full", "--cluster.worker_timeout_s=60")
 HELD = ("--reward.name=hosts.rewards:held", "--reward.timeout_s=200")
 
 
@@ -146,6 +147,42 @@ def test_a_host_is_lost_for_good_and_the_run_resumes_with_fewer_workers(
     run = train(workshop, head, "fewer", *HELD, head=head, workers=1)
     assert run.code() == 0, run.said()
     assert workshop.texts("fewer") == workshop.texts("one")
+
+
+def test_shards_over_hosts_resume_with_another_number_and_a_lost_one_ends_the_run(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    """Step 1 is of one worker, step 2 of three shards, the rest of two, one of which is lost.
+
+    The driver's host alone has the files.
+    """
+    hold = workshop.path / "hold"
+    hold.with_suffix(".reached").unlink(missing_ok=True)
+    head, *others = cluster(hosts, 3, **{HOLD: str(hold)})
+    head.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
+    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl", *SHARDS, *HELD)
+
+    def start(steps: int, workers: int) -> Running:
+        words = (f"--run.dir={PLACE}/shards", f"--run.steps={steps}", *own)
+        return train(workshop, head, "shards", *words, head=head, workers=workers)
+
+    for steps, workers in ((1, 1), (2, 3)):
+        run = start(steps, workers)
+        assert run.code() == 0, run.said()
+    run = start(4, 2)
+    run.until(lambda: (head.files / "shards/metrics.jsonl").read_text().count("\n") >= 3)
+    hold.touch()
+    run.until(hold.with_suffix(".reached").exists)
+    next(each for each in others if "ray::_Actor" in each.shell("ps ax")).kill()
+    hold.unlink()
+    assert run.code() == 1, run.said()
+    last = run.said().splitlines()[-1]
+    assert "a shard of the policy (learner.sharding) is lost" in last, last
+    assert "Traceback" not in run.said()
+    run = start(4, 1)
+    assert run.code() == 0, run.said()
+    shutil.copytree(head.files / "shards", workshop.path / "shards")
+    assert workshop.texts("shards") == workshop.texts("one")
 
 
 def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(
