@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 from end_to_end.workshop import Workshop
-from hosts.bed import PLACE, Bed, Host, Running, cluster
+from hosts.bed import PLACE, QUICK, Bed, Host, Running, cluster
 from hosts.rewards import HOLD
 from hosts.test_training import train
 from longtail.cluster.timeline import event_of
@@ -28,7 +28,9 @@ class Begun(NamedTuple):
     hold: Path
 
 
-def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> Begun:
+def begin(
+    workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int, **env: str | None
+) -> Begun:
     """Start a run of two workers, driven by the head; return it when `steps` are done.
 
     All workers are idle until the file `hold` is removed; before the first step, one evaluates.
@@ -37,7 +39,7 @@ def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> 
     hold.with_suffix(".reached").unlink(missing_ok=True)
     if not steps:
         hold.touch()
-    head, *others = cluster(hosts, num, **{HOLD: str(hold)})
+    head, *others = cluster(hosts, num, **{HOLD: str(hold)}, **env)
     running = train(workshop, head, run, *HELD, head=head, workers=2)
     running.until(lambda: _steps(workshop, run) >= steps)
     hold.touch()
@@ -76,15 +78,22 @@ def test_a_host_is_lost_in_each_state_and_another_goes_on(
     assert _lost_while(workshop, state)[0] == {"idle": "learning"}.get(state, state)
 
 
-def test_a_link_is_cut_for_seconds_and_nothing_is_lost(workshop: Workshop, hosts: Bed) -> None:
-    run, host, hold = begin(workshop, hosts, "cut", steps=1, num=2)
+@pytest.mark.parametrize("seconds", [2, 30, None])
+def test_a_link_is_cut_and_nothing_is_lost(
+    workshop: Workshop, hosts: Bed, seconds: int | None
+) -> None:
+    """With Ray's own patience for 30 s, after which the worker may be another, and for ever."""
+    name, num = f"cut-{seconds}", 2 if seconds else 3
+    health = {} if seconds == 2 else dict.fromkeys(QUICK)
+    run, host, hold = begin(workshop, hosts, name, steps=1, num=num, **health)
     host.cut()
     hold.unlink()
-    time.sleep(2.0)
-    host.mend()
+    if seconds:
+        time.sleep(seconds)
+        host.mend()
     assert run.code() == 0, run.said()
-    assert "it is replaced" not in run.said()
-    assert workshop.texts("cut") == workshop.texts("one")
+    assert seconds == 30 or ("it is replaced" in run.said()) == (seconds is None)
+    assert workshop.texts(name) == workshop.texts("one")
 
 
 def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hosts: Bed) -> None:
