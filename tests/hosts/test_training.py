@@ -8,14 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from end_to_end.workshop import Workshop
 from hosts.bed import PATIENCE_S, PLACE, PORT, ROOT, Bed, Host, Running, cluster
 from hosts.conftest import WORDS
 from longtail.model.hf.weights import read_tensors
 
-pytestmark = pytest.mark.slow
 _PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
 
 

@@ -130,13 +130,10 @@ def _started(
 ) -> WorkerGroup:
     """Return the workers once all are ready."""
     directory = directory.absolute()  # another host's processes have other working directories
-    learns = config.spot.train != "never"
-    drafters = [
-        located(name)
-        for name in drafter_names(config.speculation.drafter, config.model.path, learns=learns)
-    ]
-    folders = [directory, *(home for _, home in drafters if home is not None)]
-    make = partial(build_worker, config, directory, [name for name, _ in drafters], limits)
+    given, learns = config.speculation.drafter, config.spot.train != "never"
+    found = [located(name) for name in drafter_names(given, config.model.path, learns=learns)]
+    folders = [directory, *(home for _, home in found if home is not None)]
+    make = partial(build_worker, config, directory, [name for name, _ in found], limits)
     pool = _worker_pool(config, folders, make, log, on_progress)
     workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:

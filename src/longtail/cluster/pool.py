@@ -35,7 +35,7 @@ class Place:
     sharing: int = 1
     """Number of workers that share the machine's cores."""
     found: Mapping[Path, Path] = field(default_factory=dict)
-    """Where directories of the driver's host are on this one."""
+    """Directories of the driver's host, and their places on this one."""
 
     def local(self, path: Path) -> Path:
         """Return where a path of the driver's host is on this one."""
