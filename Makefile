@@ -10,16 +10,17 @@ PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-de
 MINUTES ?= 20
 
 .PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm test-hosts \
-	coverage fuzz chaos lint format bench docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz chaos lint format bench docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
-	@echo "make test         the whole test suite"
+	@echo "make test         the whole test suite but for hosts"
 	@echo "make test-capped  laws, kernels, engine, learner and a first run without AVX-512"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
+	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
 	@echo "make coverage     coverage of the fast tests, which has a floor"
 	@echo "make fuzz         random input to every reader, other cases each time"
 	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
@@ -59,8 +60,8 @@ quickstart: install
 
 # Three test processes for two cores, one OpenMP thread each: many tests wait for processes that they
 # start. A process that has no test left takes over half of another's, so tests of one file mostly
-# stay together and share their fixtures.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal
+# stay together and share their fixtures. Hosts have steps of their own.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/hosts
 
 # Each test runs once: the fast ones with their coverage, which has a floor, then the slow ones.
 test: coverage
@@ -133,8 +134,12 @@ build/vllm/vllm-%/vllm: | develop
 .PRECIOUS: build/vllm/vllm-%/vllm
 
 # One after another: a Ray node on each of up to three hosts needs most of two cores.
+HOSTS = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/hosts
 test-hosts: develop
-	LONGTAIL_HOSTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/hosts
+	LONGTAIL_HOSTS=1 $(HOSTS)
+
+test-hosts-fast: develop
+	$(HOSTS)
 
 fuzz: develop
 	$(PYTEST) tests/fuzz --hypothesis-profile=fuzz

@@ -38,7 +38,7 @@ print("up", flush=True)
 sys.stdin.read()
 """
 _TRAIN = "import sys; from longtail.cli.main import main; sys.exit(main(sys.argv[1:]))"
-_QUICK = {
+QUICK: dict[str, str | None] = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -195,8 +195,8 @@ class Bed:
         self._switch.ip("link add bridge type bridge")
         self._switch.ip("link set bridge up")
 
-    def add(self, **env: str) -> Host:
-        """Add a host with these variables in its environment."""
+    def add(self, **env: str | None) -> Host:
+        """Add a host with these variables in its environment; None unsets one of the bed's."""
         number = len(self.hosts)
         space = _Space(
             "mount --make-rprivate /",
@@ -236,7 +236,7 @@ def bed() -> Iterator[Bed]:
         made.close()
 
 
-def cluster(made: Bed, num: int, **env: str) -> list[Host]:
+def cluster(made: Bed, num: int, **env: str | None) -> list[Host]:
     """Add hosts of one processor each, joined to one Ray; the first is its head."""
     hosts = [made.add(**env) for _ in range(num)]
     hosts[0].head()
@@ -245,11 +245,11 @@ def cluster(made: Bed, num: int, **env: str) -> list[Host]:
     return hosts
 
 
-def _environment(more: dict[str, str]) -> dict[str, str]:
+def _environment(more: dict[str, str | None]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
-    return {
+    wanted = {
         **kept,
-        **_QUICK,
+        **QUICK,
         "HOME": f"{PLACE}/home",
         "TMPDIR": f"{PLACE}/tmp",
         "RAY_TMPDIR": str(PLACE),
@@ -261,6 +261,7 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         **more,
     }
+    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _children(pid: int) -> Sequence[int]:

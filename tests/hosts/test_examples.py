@@ -1,4 +1,4 @@
-"""The files of examples/cluster: parsed, and the one for bare hosts run."""
+"""The files of examples/cluster: parsed, and the one for bare hosts run; a run as a job of Ray."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from end_to_end.workshop import Workshop
-from hosts.bed import ROOT, Bed
+from hosts.bed import PORT, ROOT, Bed
+from hosts.conftest import WORDS
 
 CLUSTER = ROOT / "examples" / "cluster"
 
@@ -57,3 +58,32 @@ def test_the_script_for_bare_hosts_runs_and_leaves_no_ray(
     for host in (head, other):
         assert "raylet" not in host.shell("ps ax")
         assert not (host.files / "home/.longtail-token").exists()
+
+
+_RAY = "import sys; from ray.scripts.scripts import main; sys.exit(main())"
+_JOBS = 8265
+
+
+@pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
+@pytest.mark.parametrize(
+    ("processors", "words"), [((1, 1), ()), ((0, 3), ("--entrypoint-num-cpus=1",))]
+)
+def test_a_job_that_another_host_submits_writes_what_one_process_does(
+    workshop: Workshop, hosts: Bed, processors: tuple[int, int], words: tuple[str, ...]
+) -> None:
+    """The driver is on the head, or where the job has got its processor; worker 0 is beside it."""
+    why = "Ray's jobs need pip install 'ray[default]'"
+    pytest.importorskip("ray.dashboard.optional_deps", reason=why, exc_type=ImportError)
+    more = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    head, other = hosts.add(**more), hosts.add(**more)
+    server = ("--include-dashboard=true", f"--dashboard-host={head.address}")
+    head.head(*server, f"--num-cpus={processors[0]}")
+    other.join(head, f"--num-cpus={processors[1]}")
+    name = f"job-{processors[0]}"
+    cluster = ("--cluster.workers=2", f"--cluster.address={head.address}:{PORT}")
+    train = workshop.words(name, *WORDS, "--run.steps=4", *cluster)
+    submit = ("job", "submit", f"--address=http://{head.address}:{_JOBS}", *words, "--")
+    longtail = str(Path(sys.executable).parent / "longtail")
+    job = other.python(_RAY, *submit, longtail, *train, log=workshop.path / f"{name}.log")
+    assert job.code() == 0, job.said()
+    assert workshop.texts(name) == workshop.texts("one")

@@ -10,12 +10,13 @@ from typing import NamedTuple
 import pytest
 
 from end_to_end.workshop import Workshop
-from hosts.bed import PLACE, Bed, Host, Running, cluster
+from hosts.bed import PLACE, QUICK, Bed, Host, Running, cluster
 from hosts.rewards import HOLD
 from hosts.test_training import train
 from longtail.cluster.timeline import event_of
 
 pytestmark = pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
+SHARDS = ("--learner.sharding=full", "--cluster.worker_timeout_s=60")
 HELD = ("--reward.name=hosts.rewards:held", "--reward.timeout_s=200")
 
 
@@ -27,7 +28,9 @@ class Begun(NamedTuple):
     hold: Path
 
 
-def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> Begun:
+def begin(
+    workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int, **env: str | None
+) -> Begun:
     """Start a run of two workers, driven by the head; return it when `steps` are done.
 
     All workers are idle until the file `hold` is removed; before the first step, one evaluates.
@@ -36,7 +39,7 @@ def begin(workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int) -> 
     hold.with_suffix(".reached").unlink(missing_ok=True)
     if not steps:
         hold.touch()
-    head, *others = cluster(hosts, num, **{HOLD: str(hold)})
+    head, *others = cluster(hosts, num, **{HOLD: str(hold)}, **env)
     running = train(workshop, head, run, *HELD, head=head, workers=2)
     running.until(lambda: _steps(workshop, run) >= steps)
     hold.touch()
@@ -75,15 +78,22 @@ def test_a_host_is_lost_in_each_state_and_another_goes_on(
     assert _lost_while(workshop, state)[0] == {"idle": "learning"}.get(state, state)
 
 
-def test_a_link_is_cut_for_seconds_and_nothing_is_lost(workshop: Workshop, hosts: Bed) -> None:
-    run, host, hold = begin(workshop, hosts, "cut", steps=1, num=2)
+@pytest.mark.parametrize("seconds", [2, 30, None])
+def test_a_link_is_cut_and_nothing_is_lost(
+    workshop: Workshop, hosts: Bed, seconds: int | None
+) -> None:
+    """With Ray's own patience for 30 s, after which the worker may be another, and for ever."""
+    name, num = f"cut-{seconds}", 2 if seconds else 3
+    health = {} if seconds == 2 else dict.fromkeys(QUICK)
+    run, host, hold = begin(workshop, hosts, name, steps=1, num=num, **health)
     host.cut()
     hold.unlink()
-    time.sleep(2.0)
-    host.mend()
+    if seconds:
+        time.sleep(seconds)
+        host.mend()
     assert run.code() == 0, run.said()
-    assert "it is replaced" not in run.said()
-    assert workshop.texts("cut") == workshop.texts("one")
+    assert seconds == 30 or ("it is replaced" in run.said()) == (seconds is None)
+    assert workshop.texts(name) == workshop.texts("one")
 
 
 def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hosts: Bed) -> None:
@@ -147,6 +157,42 @@ def test_a_host_is_lost_for_good_and_the_run_resumes_with_fewer_workers(
     run = train(workshop, head, "fewer", *HELD, head=head, workers=1)
     assert run.code() == 0, run.said()
     assert workshop.texts("fewer") == workshop.texts("one")
+
+
+def test_shards_over_hosts_resume_with_another_number_and_a_lost_one_ends_the_run(
+    workshop: Workshop, hosts: Bed
+) -> None:
+    """Step 1 is of one worker, step 2 of three shards, the rest of two, one of which is lost.
+
+    The driver's host alone has the files.
+    """
+    hold = workshop.path / "hold"
+    hold.with_suffix(".reached").unlink(missing_ok=True)
+    head, *others = cluster(hosts, 3, **{HOLD: str(hold)})
+    head.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
+    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl", *SHARDS, *HELD)
+
+    def start(steps: int, workers: int) -> Running:
+        words = (f"--run.dir={PLACE}/shards", f"--run.steps={steps}", *own)
+        return train(workshop, head, "shards", *words, head=head, workers=workers)
+
+    for steps, workers in ((1, 1), (2, 3)):
+        run = start(steps, workers)
+        assert run.code() == 0, run.said()
+    run = start(4, 2)
+    run.until(lambda: (head.files / "shards/metrics.jsonl").read_text().count("\n") >= 3)
+    hold.touch()
+    run.until(hold.with_suffix(".reached").exists)
+    next(each for each in others if "ray::_Actor" in each.shell("ps ax")).kill()
+    hold.unlink()
+    assert run.code() == 1, run.said()
+    last = run.said().splitlines()[-1]
+    assert "a shard of the policy (learner.sharding) is lost" in last, last
+    assert "Traceback" not in run.said()
+    run = start(4, 1)
+    assert run.code() == 0, run.said()
+    shutil.copytree(head.files / "shards", workshop.path / "shards")
+    assert workshop.texts("shards") == workshop.texts("one")
 
 
 def test_hosts_without_files_are_sent_the_model_and_a_run_resumes_on_other_hosts(

@@ -1,19 +1,18 @@
 """Training over hosts: the texts of one process. test_faults.py has more, for `make test-hosts`."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
-import pytest
-
 from end_to_end.workshop import Workshop
-from hosts.bed import PATIENCE_S, PORT, ROOT, Bed, Host, Running, cluster
+from hosts.bed import PATIENCE_S, PLACE, PORT, ROOT, Bed, Host, Running, cluster
 from hosts.conftest import WORDS
+from longtail.model.hf.weights import read_tensors
 
-pytestmark = pytest.mark.slow
 _PATHS = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}"}
 
 
@@ -29,9 +28,14 @@ def train(
 def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     workshop: Workshop, hosts: Bed
 ) -> None:
-    """Each process of Ray has a port on all networks; longtail's are on the hosts' alone."""
+    """Each process of Ray has a port on all networks; longtail's are on the hosts' alone.
+
+    Only the driver's host has the drafter: that of an earlier run.
+    """
     head, other = cluster(hosts, 2)
-    run = train(workshop, head, "two", head=head, workers=2)
+    shutil.copytree(workshop.path / "one" / "drafter", head.files / "drafter")
+    words = (f"--speculation.drafter={PLACE}/drafter+history",)
+    run = train(workshop, head, "two", *words, head=head, workers=2)
     rows = workshop.path / "two" / "metrics.jsonl"
     run.until(lambda: rows.exists() and rows.read_text() != "")
     for host in (head, other):
@@ -45,6 +49,12 @@ def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     assert first["network/texts_bytes"] > 0
     assert last["network/drafter_bytes"] > 0
     assert last["network/policy_bytes"] == last["network/model_bytes"] == 0, "nothing is published"
+    sent = other.files / "home/.cache/longtail/models"
+    assert len(list(sent.glob("*/initial/drafter.safetensors"))) == 1
+    assert first["network/model_bytes"] > 0
+    weights = sum(each.nbytes for each in read_tensors(workshop.policy("two", 4)).values())
+    sums = 2 * weights  # of float64, two whole numbers of 8 bytes each
+    assert last["network/gradients_bytes"] == 2 * sums, "each of two workers sends 2 (2 - 1) / 2"
 
 
 def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:

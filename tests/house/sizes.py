@@ -13,7 +13,7 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1350,
-    "assembly": 1455,
+    "assembly": 1460,
     "bench": 3060,
     "cli": 730,
     "cluster": 4461,
@@ -23,7 +23,7 @@ BUDGETS = {
     "integrations": 1640,
     "model": 4865,
     "programs": 1170,
-    "rl": 4340,
+    "rl": 4353,
     "run": 1415,
     "serve": 900,
     "speculation": 1090,

@@ -127,14 +127,8 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
     """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
     if names in (NONE, AUTO):
         return
-    for name in _split(names):
-        path = Path(name)
-        if name in ("", HISTORY, FRESH):
-            continue
-        if not path.is_dir():
-            raise _unknown(name, field)
-        if run_drafters(path) is None and not published.is_published(path):
-            drafter_directory(path)
+    for name in filter(None, _split(names)):
+        located(name, field=field)
 
 
 def _split(names: str) -> list[str]:
@@ -189,6 +183,20 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
             f"`longtail train` does with spot.train = 'spot'; give {HISTORY} or a trained one"
         )
     return parts
+
+
+def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path | None]:
+    """Return a single name, a path as an absolute one, and the directory of all its files, if any.
+
+    Raises ConfigError like `check_names`.
+    """
+    if name in (HISTORY, FRESH):
+        return name, None
+    path = Path(name).absolute()
+    if not path.is_dir():
+        raise _unknown(name, field)
+    home = run_drafters(path) or (path if published.is_published(path) else drafter_directory(path))
+    return str(path if path.is_relative_to(home) else home), home
 
 
 def _auto(model: str, *, learns: bool) -> list[str]:

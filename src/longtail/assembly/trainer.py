@@ -1,6 +1,6 @@
 """Construction of a training run from its configuration; everything is checked before it starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 
 from longtail.assembly import memory, precision
 from longtail.assembly.device import run_device
+from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import check_policy, shape_of
 from longtail.assembly.prompts import load_prompts
@@ -128,8 +129,12 @@ def _started(
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
     """Return the workers once all are ready."""
-    make = partial(build_worker, config, directory, limits)
-    pool = _worker_pool(config, directory, make, log, on_progress)
+    directory = directory.absolute()  # another host's processes have other working directories
+    given, learns = config.speculation.drafter, config.spot.train != "never"
+    found = [located(name) for name in drafter_names(given, config.model.path, learns=learns)]
+    folders = [directory, *(home for _, home in found if home is not None)]
+    make = partial(build_worker, config, directory, [name for name, _ in found], limits)
+    pool = _worker_pool(config, folders, make, log, on_progress)
     workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
         workers.begin()
@@ -154,7 +159,7 @@ def _check(config: RunConfig, directory: Path) -> None:
 
 def _worker_pool(
     config: RunConfig,
-    directory: Path,
+    folders: Sequence[Path],
     make: Callable[[Place], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
@@ -176,7 +181,7 @@ def _worker_pool(
     gpus = 0.0 if on_cpu else float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
     if not own.address:
         return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
-    cluster = Cluster(address=own.address, kit=own_kit(directory, on_cpu=on_cpu))
+    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=on_cpu))
     return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
 

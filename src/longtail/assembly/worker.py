@@ -15,7 +15,6 @@ from longtail.assembly.drafters import (
     LearnedDrafter,
     ModelFiles,
     Target,
-    drafter_names,
     open_drafters,
     open_trainable,
     target_of,
@@ -62,30 +61,26 @@ _MATRIX_RATE = 0.005
 """Muon's rate for a trained drafter."""
 
 
-def build_worker(config: RunConfig, directory: Path, limits: EngineLimits, place: Place) -> Worker:
-    """Build a worker in its own process."""
+def build_worker(
+    config: RunConfig, directory: Path, drafters: Sequence[str], limits: EngineLimits, place: Place
+) -> Worker:
+    """Build a worker in its own process; `drafters` are the names of `located`."""
     set_threads(threads_each(config.run.threads, place.sharing))
-    model = place.model or directory
-    return Worker(build_components(config, model, limits, number=place.worker))
+    return Worker(build_components(config, directory, drafters, limits, place))
 
 
 def build_components(
-    config: RunConfig,
-    directory: Path,
-    limits: EngineLimits,
-    log: Callable[[str], None] = to_stderr,
-    *,
-    number: int = 0,
+    config: RunConfig, directory: Path, drafters: Sequence[str], limits: EngineLimits, place: Place
 ) -> WorkerComponents:
     """Build the components of a worker."""
+    directory = place.local(directory)
     device, tokenizer = run_device(config), load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = open_policy(directory, config, home)
-    learns = config.spot.train != "never"
-    names = drafter_names(config.speculation.drafter, config.model.path, learns=learns)
+    names = [str(place.local(Path(name))) for name in drafters]
     open_generator = open_vllm if uses_vllm(config, directory) else open_own
     files = ModelFiles(tokenizer=tokenizer, directory=directory, name=config.model.path)
-    generator, learned = open_generator(config, limits, names, files, policy, log)
+    generator, learned = open_generator(config, limits, names, files, policy, to_stderr)
     return WorkerComponents(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
@@ -95,7 +90,7 @@ def build_components(
         # Each worker has its own seed, or all would train the same replica.
         drafting=None
         if learned is None
-        else make_drafting(config.spot, learned, seed=config.run.seed + number),
+        else make_drafting(config.spot, learned, seed=config.run.seed + place.worker),
         drafter=None if learned is None else learned.loaded,
         rollout_threads=rollout_threads(shape_of(directory).hidden_size),
     )

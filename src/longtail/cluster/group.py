@@ -279,12 +279,9 @@ class WorkerGroup:
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Restore every learner from a checkpoint.
 
-        Worker 0 reads it, and the others get a copy: their hosts may not have the files. With
-        sharding every worker reads its rows.
+        Worker 0 reads it, and the others get a copy: their hosts may not have the files. Shards are
+        cut from it when the team is formed.
         """
-        if self._config.is_sharded:
-            self._supervisor.run_on_all(tasks.RESTORE_SAVED, policy, learner)
-            return
         self._supervisor.run_on((0,), tasks.RESTORE_SAVED, policy, learner)
         others = self._supervisor.present[1:]
         if others:

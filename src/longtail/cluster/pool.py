@@ -10,8 +10,8 @@ place of an answer, busy or idle; an exception in a task is returned in its resu
 """
 
 import abc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
 
@@ -34,8 +34,15 @@ class Place:
     worker: int = 0
     sharing: int = 1
     """Number of workers that share the machine's cores."""
-    model: Path | None = None
-    """Directory of the model, if it is another than the driver's."""
+    found: Mapping[Path, Path] = field(default_factory=dict)
+    """Directories of the driver's host, and their places on this one."""
+
+    def local(self, path: Path) -> Path:
+        """Return where a path of the driver's host is on this one."""
+        for there, here in self.found.items():
+            if path.is_relative_to(there):
+                return here / path.relative_to(there)
+        return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

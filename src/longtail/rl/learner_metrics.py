@@ -25,7 +25,8 @@ class LearnerReport:
     """Report of one step. Means are over scored tokens, or over updates if there are several.
 
     The rollout gap compares the learner's logprobs before the update with the rollout engine's.
-    All ranks of a process group report the same values, of the whole batch, except for seconds.
+    All ranks of a process group report the same values, of the whole batch, except for seconds
+    and bytes.
     """
 
     step: int
@@ -61,6 +62,8 @@ class LearnerReport:
     """Seconds of backward passes."""
     update_seconds: float
     """Seconds of backward passes, reductions and optimizer updates."""
+    sent_bytes: float
+    """Bytes of gradients that this rank has sent to another host."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -143,6 +146,7 @@ class LearnerMetrics:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
+    sent_bytes: float = 0.0
     seconds: dict[Section, float] = field(
         default_factory=lambda: dict.fromkeys(get_args(Section), 0.0)
     )
@@ -207,6 +211,7 @@ class LearnerMetrics:
             logprob_seconds=self.seconds["logprob"],
             backward_seconds=self.seconds["backward"],
             update_seconds=self.seconds["backward"] + self.seconds["update"],
+            sent_bytes=self.sent_bytes,
         )
 
 

@@ -7,6 +7,7 @@ from end_to_end.workshop import Workshop, build, write_lines
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components
 from longtail.cluster.components import WorkerComponents
+from longtail.cluster.pool import Place
 from longtail.cluster.worker import Worker
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
@@ -17,6 +18,8 @@ from longtail.rl.packing import pack_rollouts
 from longtail.types import Request, SamplingParams, TrainBatch
 from support.rollouts import rollout
 from support.tiny_models import tiny_model
+
+DRAFTERS = ("fresh", "history")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,8 @@ def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
 
 def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = _config(workshop, *words)
-    return build_components(config, workshop.model, _assemble(workshop, *words).limits)
+    limits = _assemble(workshop, *words).limits
+    return build_components(config, workshop.model, DRAFTERS, limits, Place())
 
 
 def _batch() -> TrainBatch:
@@ -100,7 +104,7 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
     config = _config(workshop, *words)
     parts = assemble(config, tmp_path, lambda rows: {})
-    components = build_components(config, tmp_path, parts.limits)
+    components = build_components(config, tmp_path, DRAFTERS, parts.limits, Place())
     worker = Worker(components)
     worker.learn([_batch()])
     assert components.generator.policy_version == 0

@@ -1,4 +1,4 @@
-"""The comparison of a host with the driver's, and the model that it is sent."""
+"""The comparison of a host with the driver's, and the directories that it is sent."""
 
 import shutil
 from dataclasses import replace
@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from longtail.cluster.pool import Place
 from longtail.cluster.ray import hosts
 from longtail.cluster.ray.hosts import Kit, find, keep, own_kit, read
 from longtail.errors import ClusterError
@@ -19,41 +20,51 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hosts.ray, "get", lambda sent: sent)
     monkeypatch.setattr(hosts.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(bytes(1000))
-    (model / "code.py").write_text("print()")
-    return own_kit(model, on_cpu=True)
+    model, drafter = tmp_path / "model", tmp_path / "drafter"
+    for folder in (model, drafter / "initial"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        (folder / "code.py").write_text("print()")
+    return own_kit([model, drafter], on_cpu=True)
 
 
-def test_a_host_with_the_model_uses_it_and_one_without_keeps_what_it_is_sent(kit: Kit) -> None:
-    assert find(kit) == kit.directory
-    sent = read(kit)
-    assert sorted(sent) == ["config.json", "model.safetensors"], "neither code nor pickles"
-    shutil.rmtree(kit.directory)
-    assert find(kit) is None
-    kept = keep(kit, sent)
-    assert find(kit) == kept != kit.directory
-    (kept / "config.json").write_text("{ }")
-    assert find(kit) is None, "a damaged copy is not used"
+def test_a_host_uses_the_directories_that_it_has_and_keeps_those_that_it_is_sent(kit: Kit) -> None:
+    model, drafter = kit.folders
+    assert find(kit) == {model: model, drafter: drafter}
+    sent = read(drafter, kit.folders[drafter])
+    wanted = ["initial/config.json", "initial/model.safetensors"]
+    assert sorted(sent) == wanted, "neither code nor pickles"
+    shutil.rmtree(drafter)
+    assert find(kit) == {model: model}
+    kept = keep(kit.folders[drafter], sent)
+    assert find(kit) == {model: model, drafter: kept}
+    place = Place(found=find(kit))
+    assert place.local(drafter / "initial") == kept / "initial"
+    assert place.local(model) == model
+    assert place.local(Path("history")) == Path("history")
+    (kept / "initial/config.json").write_text("{ }")
+    assert find(kit) == {model: model}, "a damaged copy is not used"
 
 
 def test_what_differs_is_named_with_the_host(kit: Kit) -> None:
     other = replace(kit, software={**kit.software, "PyTorch": "1.0"})
     with pytest.raises(ClusterError, match=r"host 10.0.0.2: PyTorch is .*, and 1.0 on the driver"):
         find(other)
-    on_gpu = own_kit(kit.directory, on_cpu=False)
+    model, drafter = kit.folders
+    on_gpu = own_kit([model], on_cpu=False)
     assert kit.software.keys() - on_gpu.software.keys() == {"native kernels", "instructions"}
-    (kit.directory / "model.safetensors").write_bytes(bytes(1001))
-    with pytest.raises(ClusterError, match=r"10.0.0.2: model.safetensors is .* copy .*model to"):
+    (drafter / "initial/model.safetensors").write_bytes(bytes(1001))
+    what = r"10.0.0.2: initial/model.safetensors is .* copy .*/drafter to"
+    with pytest.raises(ClusterError, match=what):
         find(kit)
 
 
 def test_what_arrives_damaged_is_refused_and_not_kept(kit: Kit) -> None:
-    sent = read(kit)
+    model, _ = kit.folders
+    sent = read(model, kit.folders[model])
     sent["model.safetensors"] = sent["model.safetensors"] + 1
-    shutil.rmtree(kit.directory)
+    shutil.rmtree(model)
     with pytest.raises(ClusterError, match="start again"):
-        keep(kit, sent)
-    assert find(kit) is None
+        keep(kit.folders[model], sent)
+    assert model not in find(kit)

@@ -8,8 +8,10 @@ from threading import Event
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
+from longtail.assembly.drafters import drafter_names
 from longtail.assembly.worker import build_components
 from longtail.cluster.components import WorkerComponents
+from longtail.cluster.pool import Place
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Worker
 from longtail.config.rl import load
@@ -35,7 +37,8 @@ def make_components(workshop: Workshop, *words: str) -> WorkerComponents:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     config = load(None, workshop.words("run", f"--speculation.drafter={drafter}", *words)[1:])
     limits = EngineLimits(max_running=8, max_step_tokens=64, max_len=64)
-    return build_components(config, workshop.model, limits)
+    names = drafter_names(config.speculation.drafter, config.model.path, learns=True)
+    return build_components(config, workshop.model, names, limits, Place())
 
 
 @pytest.fixture

@@ -211,3 +211,20 @@ def test_whole_numbers_are_added_exactly_over_one_machine(size, shares, tmp_path
     for found in together(size, run, address=address):
         for numbers, *parts in zip(found, *made, strict=True):
             assert torch.equal(numbers, sum(parts, torch.zeros_like(numbers)))
+
+
+@pytest.mark.parametrize(("hosts", "links"), [("11", 0), ("12", 2), ("112", 2), ("123", 3)])
+def test_a_sum_sends_its_bytes_along_a_ring_of_which_other_hosts_are_counted(
+    hosts, links, monkeypatch
+):
+    store, size = TorchProcessGroup._store, len(hosts)
+
+    def at_home(group: TorchProcessGroup, address: str) -> tuple[object, str]:
+        return store(group, address)[0], f"127.0.0.{hosts[group.rank]}"
+
+    def run(group: ProcessGroup) -> float:
+        group.all_reduce([torch.zeros(1000, dtype=torch.int64), torch.zeros(10)])
+        return group.sent_bytes
+
+    monkeypatch.setattr(TorchProcessGroup, "_store", at_home)
+    assert sum(together(size, run)) == pytest.approx(links * 2 * (size - 1) / size * 8040)

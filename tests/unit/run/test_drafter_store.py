@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.assembly.drafters import Target
+from longtail.assembly.drafters import Target, located
 from longtail.cluster.drafter.publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import CheckpointError, ConfigError
@@ -95,6 +95,7 @@ def test_a_run_means_its_newest_drafter_and_a_step_its_own(run: tuple[Path, Targ
         assert value == pytest.approx(first + 3)
         assert newest.layer.config == initial.layer.config
         assert run_drafters(place) == path / "drafter"
+        assert located(str(place)) == (str(max(place, path / "drafter")), path / "drafter")
     assert run_drafters(path.parent) is None
 
 

@@ -32,7 +32,7 @@ _AGAIN = "start again: the run resumes from its newest checkpoint"
 class Cluster:
     """The address of a cluster, and what its hosts must have.
 
-    Example: Cluster(address="10.0.0.1:6379", kit=own_kit(directory, on_cpu=True))
+    Example: Cluster(address="10.0.0.1:6379", kit=own_kit([model], on_cpu=True))
     """
 
     address: str

@@ -1,13 +1,13 @@
 """Checks of the hosts of a run, and files that only the driver has.
 
-driver   Kit(software, directory, SHA-256 of its files) --> every host
+driver   Kit(software, {directory: SHA-256 of its files}) --> every host
 host     same software, or an error that names it and the difference
          same files under the same path, else in the cache, else asks the driver for them
 """
 
 import hashlib
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,67 +24,67 @@ from longtail.system.cache import build_once, cache_directory
 from longtail.system.files import fingerprint
 
 _SENT = (".json", ".safetensors", ".txt", ".model", ".jinja")
-"""Kinds of files of a model that are compared and sent; none is code or a pickle."""
+"""Kinds of files that are compared and sent; none is code or a pickle."""
 _CACHED, _KERNELS = "models", "native kernels"
+Digests = Mapping[str, str]
+"""SHA-256 of the files of a directory by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kit:
-    """The software and the model of the driver's host.
+    """The software of the driver's host, and the directories of model and drafters.
 
-    Example: Kit(software={"PyTorch": "2.13.0"}, directory=Path("model"), digests={"config.json":
-    "9f..."})
+    Example: Kit(software={"PyTorch": "2.13.0"}, folders={Path("/model"): {"config.json": "9f..."}})
     """
 
     software: Mapping[str, str]
-    directory: Path
-    digests: Mapping[str, str]
-    """SHA-256 of the model's files by name."""
-
-    @property
-    def name(self) -> str:
-        """Name of the model's files in the cache of a host."""
-        return hashlib.sha256(repr(sorted(self.digests.items())).encode()).hexdigest()[:16]
+    folders: Mapping[Path, Digests]
 
 
-def own_kit(directory: Path, *, on_cpu: bool) -> Kit:
+def own_kit(folders: Sequence[Path], *, on_cpu: bool) -> Kit:
     """Return the kit of this host; on a GPU the processor's kernels may differ."""
-    return Kit(software=_software(on_cpu=on_cpu), directory=directory, digests=_digests(directory))
+    return Kit(
+        software=_software(on_cpu=on_cpu), folders={each: _digests(each) for each in folders}
+    )
 
 
-def find(kit: Kit) -> Path | None:
-    """Check this host, and return the model's directory here; None if it has to be sent.
+def find(kit: Kit) -> dict[Path, Path]:
+    """Check this host, and return where the driver's directories are here, if they are.
 
     Raises ClusterError if software or files differ from the driver's.
     """
     own = _software(on_cpu=_KERNELS in kit.software)
     _compare(own, kit.software, "install the same on every host, or set LONGTAIL_ISA=avx2 on each")
-    if kit.directory.exists():
-        remedy = f"copy {kit.directory} to every host, or remove it there, so that it is sent"
-        _compare(_digests(kit.directory), kit.digests, remedy)
-        return kit.directory
-    cached = cache_directory() / _CACHED / kit.name
-    return cached if cached.exists() and _digests(cached) == kit.digests else None
+    found: dict[Path, Path] = {}
+    for folder, digests in kit.folders.items():
+        cached = _cached(digests)
+        if folder.exists():
+            remedy = f"copy {folder} to every host, or remove it there, so that it is sent"
+            _compare(_digests(folder), digests, remedy)
+            found[folder] = folder
+        elif cached.exists() and _digests(cached) == digests:
+            found[folder] = cached
+    return found
 
 
-def read(kit: Kit) -> dict[str, NDArray[np.uint8]]:
-    """Read the model's files."""
-    return {name: np.fromfile(kit.directory / name, np.uint8) for name in kit.digests}
+def read(folder: Path, digests: Digests) -> dict[str, NDArray[np.uint8]]:
+    """Read the files of a directory."""
+    return {name: np.fromfile(folder / name, np.uint8) for name in digests}
 
 
-def keep(kit: Kit, files: Mapping[str, Any]) -> Path:
+def keep(digests: Digests, files: Mapping[str, Any]) -> Path:
     """Write files that the driver has stored in Ray into the cache; return their directory.
 
     Raises ClusterError if what has come is something else, ConfigError if the disk is full.
     """
 
     def write(folder: Path) -> None:
-        folder.mkdir()
-        for name in kit.digests:
+        for name in digests:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             ray.get(files[name]).tofile(folder / name)
-        _compare(_digests(folder), kit.digests, "start again")
+        _compare(_digests(folder), digests, "start again")
 
-    return build_once(_CACHED, kit.name, write)
+    return build_once(_CACHED, _cached(digests).name, write)
 
 
 def _software(*, on_cpu: bool) -> dict[str, str]:
@@ -100,10 +100,15 @@ def _software(*, on_cpu: bool) -> dict[str, str]:
     return found
 
 
-def _digests(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of a model's files."""
-    files = sorted(each for each in directory.iterdir() if each.suffix in _SENT)
-    return {each.name: fingerprint(each)["sha256"] for each in files}
+def _digests(folder: Path) -> dict[str, str]:
+    files = sorted(each for each in folder.rglob("*") if each.suffix in _SENT)
+    return {str(each.relative_to(folder)): fingerprint(each)["sha256"] for each in files}
+
+
+def _cached(digests: Digests) -> Path:
+    """Return the place of files in the cache."""
+    name = hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()[:16]
+    return cache_directory() / _CACHED / name
 
 
 def _compare(own: Mapping[str, str], wanted: Mapping[str, str], remedy: str) -> None:

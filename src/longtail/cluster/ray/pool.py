@@ -31,6 +31,7 @@ from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
+from longtail.rl.learner_metrics import LearnerReport
 
 R = TypeVar("R")
 
@@ -69,19 +70,20 @@ class _Actor:
         make: Callable[[Place], Worker],
         place: Place,
         kit: Kit | None,
-        files: dict[str, Any] | None,
-    ) -> str | None:
-        """Make the worker; return its host's address, or None without the files of the model.
+        files: Mapping[Path, Mapping[str, Any]],
+    ) -> list[Path]:
+        """Make the worker, or return the directories that its host lacks.
 
         This is a task, so that an exception in it is not a lost process.
         """
         if kit is not None:
-            model = hosts.find(kit)
-            if model is None and files is None:
-                return None
-            place = replace(place, model=model or hosts.keep(kit, files or {}))
+            found = hosts.find(kit)
+            if lacks := [each for each in kit.folders if each not in {**found, **files}]:
+                return lacks
+            kept = {each: hosts.keep(kit.folders[each], files[each]) for each in files}
+            place = replace(place, found=found | kept)
         self._worker = make(place)
-        return self.free_address()[0]
+        return []
 
     def call(self, method: Callable[..., Any], *args: Any) -> Any:
         """Call a task or a message."""
@@ -126,8 +128,8 @@ class RayWorkerPool(WorkerPool):
         self._kit = None if cluster is None else cluster.kit
         self._places = None if cluster is None else Places(cluster, size, gpus)
         self._traffic = None if self._places is None else Traffic(self._places)
-        self._files: dict[str, _Stored] = {}
-        """Files of the model, while workers are made that lack them."""
+        self._files: dict[Path, dict[str, _Stored]] = {}
+        """Files of directories, while workers are made that lack them."""
         self._stored: dict[int, _Stored] = {}
         """Objects that were sent last: the next worker may be sent the same."""
         self._num_teams = 0
@@ -270,39 +272,43 @@ class RayWorkerPool(WorkerPool):
         where = own if self._places is None else self._places.options(worker)
         actor = remote(_Actor).options(**where).remote()
         if self._places is None:
-            self._make_worker(worker, actor, None)
+            self._make_worker(worker, actor, {})
         else:
             self._absent[worker] = actor.free_address.remote()
         return actor
 
-    def _make_worker(self, worker: int, actor: Any, files: dict[str, Any] | None) -> None:
-        """Start the first task of a worker. `files` of the model are in Ray."""
+    def _make_worker(
+        self, worker: int, actor: Any, files: Mapping[Path, Mapping[str, Any]]
+    ) -> None:
+        """Start the first task of a worker. `files` of directories are in Ray."""
         places = self._places
         sharing = self._size if places is None else places.sharing(places.hosts[worker])
         place = Place(worker=worker, sharing=sharing)
         reference = actor.make.remote(self._make, place, self._kit, files)
         self._running[reference] = _Call(worker, "make")
 
-    def _send_model(self, worker: int) -> None:
-        """Store the files of the model in Ray, if they are not there, for a worker without them."""
+    def _send_files(self, worker: int, folders: Sequence[Path]) -> None:
+        """Make a worker whose host lacks directories; each is stored in Ray once."""
         assert self._kit is not None, "only other hosts lack files"
-        try:
-            if not self._files:
-                read = hosts.read(self._kit)
-                self._files = {name: _Stored(None, ray.put(read[name]), set()) for name in read}
-        except RayError as error:
-            raise ClusterError(
-                f"the model does not fit into Ray's object store ({_first_line(error)}); copy "
-                f"{self._kit.directory} to every host, or start Ray with a larger "
-                "--object-store-memory"
-            ) from error
-        for file in self._files.values():
-            self._count(worker, "make", file.reference, file.hosts)
-        files = {name: file.reference for name, file in self._files.items()}
+        files: dict[Path, dict[str, Any]] = {}
+        for folder in folders:
+            try:
+                if folder not in self._files:
+                    read = hosts.read(folder, self._kit.folders[folder])
+                    stored = {name: _Stored(None, ray.put(read[name]), set()) for name in read}
+                    self._files[folder] = stored
+            except RayError as error:
+                raise ClusterError(
+                    f"{folder} does not fit into Ray's object store ({_first_line(error)}); copy "
+                    "it to every host, or start Ray with a larger --object-store-memory"
+                ) from error
+            for file in self._files[folder].values():
+                self._count(worker, "make", file.reference, file.hosts)
+            files[folder] = {name: each.reference for name, each in self._files[folder].items()}
         self._make_worker(worker, self._actors[worker], files)
 
     def _ended(self, reference: Any) -> TaskResult | None:
-        """Return the result of a task; None if a worker begins to start, or waits for the model."""
+        """Return the result of a task; None if a worker begins to start, or waits for files."""
         if reference not in self._running:
             return self._arrived(next(w for w, ref in self._absent.items() if ref == reference))
         worker, task = self._running.pop(reference)
@@ -311,9 +317,11 @@ class RayWorkerPool(WorkerPool):
         try:
             result = ray.get(reference, timeout=_ANSWER_S)
             self._count(worker, task, reference, set())
-            if task == "make" and result is None:
-                self._send_model(worker)
+            if task == "make" and result:
+                self._send_files(worker, result)
                 return None
+            if self._traffic is not None and isinstance(result, LearnerReport):
+                self._traffic.add_gradients(result.sent_bytes)
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
@@ -332,7 +340,7 @@ class RayWorkerPool(WorkerPool):
             self._places.hosts[worker] = ray.get(self._absent.pop(worker), timeout=_ANSWER_S)[0]
         except RayError as error:
             return self._lost(worker, error)
-        self._make_worker(worker, self._actors[worker], None)
+        self._make_worker(worker, self._actors[worker], {})
         return None
 
     def _lost(self, worker: int, error: Exception) -> TaskResult:

@@ -4,7 +4,7 @@ Ray brings an object to a host once, however many of its workers read it; so it 
 Small objects are counted like large ones; Ray's own messages are not.
 """
 
-from collections import Counter
+from collections import defaultdict
 from typing import Any, final
 
 from ray.experimental import get_local_object_locations
@@ -21,7 +21,7 @@ _KINDS = {
     "model": ("make",),
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
-OTHER = "other"
+GRADIENTS, OTHER = "gradients", "other"
 
 
 @final
@@ -30,7 +30,7 @@ class Traffic:
 
     def __init__(self, places: Places) -> None:
         self._places = places
-        self._bytes: Counter[str] = Counter()
+        self._bytes: dict[str, float] = defaultdict(float)
 
     def add(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
         """Count an object that a worker is sent or has returned; `have`: hosts that have it."""
@@ -40,7 +40,11 @@ class Traffic:
             found = get_local_object_locations([reference]).get(reference, {})
             self._bytes[_KIND.get(task, OTHER)] += found.get("object_size") or 0
 
+    def add_gradients(self, sent_bytes: float) -> None:
+        """Count what a learner has sent to another host by itself."""
+        self._bytes[GRADIENTS] += sent_bytes
+
     def drain(self) -> dict[str, float]:
         """Return the bytes of every kind as metrics, and begin anew."""
-        found, self._bytes = self._bytes, Counter()
-        return {f"network/{kind}_bytes": float(found[kind]) for kind in (*_KINDS, OTHER)}
+        found, self._bytes = self._bytes, defaultdict(float)
+        return {f"network/{kind}_bytes": found[kind] for kind in (*_KINDS, GRADIENTS, OTHER)}
