@@ -71,7 +71,7 @@ class _Space:
         )
         assert self._outer.stdout is not None
         assert self._outer.stdout.readline() == "up\n", "the namespace was not made"
-        self.init = _children(self._outer.pid)[0]
+        self.init = children(self._outer.pid)[0]
 
     def inside(self, *words: str, only_net: bool = False) -> list[str]:
         """Return a command line that runs `words` inside."""
@@ -263,5 +263,5 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
     }
 
 
-def _children(pid: int) -> Sequence[int]:
+def children(pid: int) -> Sequence[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
