@@ -16,12 +16,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import ray
 
 from end_to_end.workshop import Workshop, build
@@ -37,19 +37,19 @@ from longtail.cluster.timeline import event_of
 from longtail.cluster.worker import Worker
 from longtail.config.rl import load
 from longtail.model.hf.model import save_model
-from longtail.types import Request, SamplingParams
+from longtail.types import SamplingParams
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 _RUN = (*WORDS, "--run.checkpoint_every=1000", "--rollout.prompts_per_step=8")
 _PLAIN = "--speculation.drafter=none"
-WORK = (*_RUN, "--rollout.max_tokens=400")
-"""32 texts of 150 tokens on average."""
-LITTLE = (*_RUN, _PLAIN, "--rollout.max_tokens=1")
-"""Next to no work: what is left is the fixed cost of a step."""
-SUMS = (*_RUN, _PLAIN, "--rollout.max_tokens=8")
-"""For a larger model: its gradients are nearly all that travels."""
-LONG = (*WORK, _PLAIN, "--rollout.max_running=1", "--rollout.sharing=false")
-"""Texts one after another: no worker is idle when a lost one is replaced."""
+KINDS = {
+    "work": (*_RUN, "--rollout.max_tokens=400"),  # 32 texts of 150 tokens
+    "little": (*_RUN, _PLAIN, "--rollout.max_tokens=1"),  # the fixed cost of a step
+    "sums": (*_RUN, _PLAIN, "--rollout.max_tokens=8"),  # of a larger model: its gradients travel
+}
+_ALONE = ("--rollout.group_size=12", "--rollout.max_running=1", "--rollout.sharing=false", _PLAIN)
+LONG = (*KINDS["work"], *_ALONE, "--run.steps=100000", "--cluster.worker_timeout_s=180")
+"""Text after text, for longer than a new process needs: another worker is not idle before."""
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4}
 RAYS_OWN = {
     "RAY_health_check_initial_delay_ms": "5000",
@@ -59,13 +59,11 @@ RAYS_OWN = {
 }
 """Ray's default patience with a silent host."""
 _MESSAGES = "import sys; from hosts.figures import time_messages; time_messages(sys.argv[1:])"
-KINDS = {"work": WORK, "little": LITTLE, "sums": SUMS}
 _TASKS = 50
 _STEPS = 8
 """Simulated steps."""
-_STEP, _TOLD = "timing_s/step", ("network/", "timing_s/")
 Found = tuple[list[Table], dict[str, Any]]
-"""Tables, and the same for JSON."""
+"""Tables, and their numbers for JSON."""
 
 
 class Size(NamedTuple):
@@ -73,26 +71,36 @@ class Size(NamedTuple):
 
     workers: tuple[int, ...] = (1, 2, 4)
     more: tuple[int, ...] = (1, 2, 4, 8, 32, 128)
-    steps: int = 9
+    steps: int = 8
     kills: int = 10
 
 
 QUICK = Size((1, 2), (1, 2, 8), steps=3, kills=1)
 
 
-# ---- counters
+# ---- hosts that work
 
 
-class Sample(NamedTuple):
-    """Counters at the end of a step."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The steps of a run after the first; bytes and CPU seconds are means."""
 
-    received: tuple[int, ...]
-    sent: tuple[int, ...]
-    """Bytes of each host's link."""
+    workers: int
+    step_s: Spread
+    medians: dict[str, float]
+    """Metrics of time and of the network."""
+    links: list[float]
+    """Bytes that each host has received and sent, one host after another."""
+    at_work: list[int]
+    """Hosts with a worker."""
     main_s: float
-    """CPU seconds of the driver's main thread, which coordinates, packs and logs."""
+    """CPU time of the driver's main thread, which coordinates, packs and logs."""
     driver_s: float
     """The same of all its threads, Ray's included; graders are other processes."""
+
+    def of_workers(self) -> list[float]:
+        """Return the part of `links` of hosts with a worker."""
+        return [each for host in self.at_work for each in self.links[2 * host : 2 * host + 2]]
 
 
 def link_bytes(table: str) -> tuple[int, int]:
@@ -113,51 +121,15 @@ def ring_bytes(numbers: int, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * 8 * numbers
 
 
-def sample(hosts: Sequence[Host], run: Running) -> Sample:
-    driver = f"/proc/{children(run.process.pid)[0]}"
-    links = [link_bytes(Path(f"/proc/{each.space.init}/net/dev").read_text()) for each in hosts]
-    received, sent = zip(*links, strict=True)
-    stats = (f"{driver}/task/{Path(driver).name}/stat", f"{driver}/stat")
-    return Sample(received, sent, *(cpu_s(Path(each).read_text()) for each in stats))
-
-
-# ---- hosts that work
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The steps of a run after the first."""
-
-    workers: int
-    at_work: list[int]
-    """Hosts with a worker."""
-    rows: list[dict[str, Any]]
-    first: Sample
-    last: Sample
-
-    def spread(self, name: str) -> Spread:
-        return Spread.of([row.get(name, 0.0) for row in self.rows])
-
-    def a_step(self, counter: Callable[[Sample], float]) -> float:
-        """Return how much a counter has grown a step."""
-        return (counter(self.last) - counter(self.first)) / len(self.rows)
-
-    def links(self) -> list[float]:
-        """Return the bytes a step that each host with a worker has received, and sent."""
-        ways = [lambda s, host: s.received[host], lambda s, host: s.sent[host]]
-        return [self.a_step(partial(way, host=host)) for host in self.at_work for way in ways]
-
-    def numbers(self) -> dict[str, Any]:
-        """Return medians and means of a step."""
-        return {
-            **{name: self.spread(name).median for name in self.rows[0] if name.startswith(_TOLD)},
-            "workers": self.workers,
-            "step_s": self.spread("timing_s/step").numbers(),
-            "links_bytes": self.links(),
-            "sent_bytes": self.a_step(lambda s: sum(s.sent)),
-            "main_thread_s": self.a_step(lambda s: s.main_s),
-            "driver_s": self.a_step(lambda s: s.driver_s),
-        }
+def counters(hosts: Sequence[Host], run: Running) -> list[float]:
+    """Return CPU seconds of the driver's main thread and process, then the bytes of all links."""
+    pid = children(run.process.pid)[0]
+    stats = (f"/proc/{pid}/task/{pid}/stat", f"/proc/{pid}/stat")
+    tables = [Path(f"/proc/{host.space.init}/net/dev").read_text() for host in hosts]
+    return [
+        *(cpu_s(Path(each).read_text()) for each in stats),
+        *(each for table in tables for each in link_bytes(table)),
+    ]
 
 
 def measure(
@@ -166,13 +138,22 @@ def measure(
     """Make a run, and read the counters after each step."""
     name = f"{kind}{workers}"
     run = train(workshop, hosts[0], name, *words, head=hosts[0], workers=workers)
-    file, samples, at_work = workshop.path / name / "metrics.jsonl", list[Sample](), list[int]()
+    file, samples, at_work = (
+        workshop.path / name / "metrics.jsonl",
+        list[list[float]](),
+        list[int](),
+    )
     for number in range(load(None, workshop.words(name, *words)[1:]).run.steps):
         run.until(lambda number=number: lines(file) > number)
-        samples.append(sample(hosts, run))
+        samples.append(counters(hosts, run))
         at_work = at_work or [each.number for each in hosts if works(each)]
     assert run.code() == 0, run.said()
-    return Measured(workers, at_work, workshop.metrics(name)[1:], samples[0], samples[-1])
+    rows = workshop.metrics(name)[1:]
+    told = [each for each in rows[0] if each.startswith(("network/", "timing_s/"))]
+    medians = {each: statistics.median(row[each] for row in rows) for each in told}
+    step_s = Spread.of([row["timing_s/step"] for row in rows])
+    main_s, driver_s, *links = np.diff(samples, axis=0).mean(0).tolist()
+    return Measured(workers, step_s, medians, links, at_work, main_s, driver_s)
 
 
 def lines(file: Path) -> int:
@@ -185,111 +166,101 @@ def works(host: Host) -> bool:
 
 def on_hosts(size: Size, workshop: Workshop, log: Log) -> Found:
     """Measure steps, sums and messages, and predict those of more workers."""
-    steps, found = f"--run.steps={size.steps}", dict[str, list[Measured]]()
-    large, tokenizer, place = tiny_model(**LARGE), tiny_tokenizer(), workshop.path / "large"
+    steps, place = f"--run.steps={size.steps}", workshop.path / "large"
+    large, tokenizer = tiny_model(**LARGE), tiny_tokenizer()
     save_model(large, place, eos_ids=tokenizer.eos_ids)
     tokenizer.save(place)
-    numbers = sum(each.numel() for each in large.parameters())
-    assert workshop.train("one", *WORK, steps).code == 0
-    one, texts = workshop.texts("one"), dict[int, str]()
+    assert workshop.train("one", *KINDS["work"], steps).code == 0
+    one, texts, found = workshop.texts("one"), list[str](), {kind: [] for kind in KINDS}
     with bed() as made:
         hosts = cluster(made, max(size.workers))
         for count in size.workers:
             for kind, words in KINDS.items():
-                more = (f"--model.path={place}", steps) if kind == "sums" else (steps,)
-                run = measure(workshop, hosts, kind, count, *words, *more)
-                found.setdefault(kind, []).append(run)
-                log(f"{count} workers, {kind}: a step takes {run.spread(_STEP).text()} s")
+                model = place if kind == "sums" else workshop.model
+                more = (steps, f"--model.path={model}")
+                found[kind].append(measure(workshop, hosts, kind, count, *words, *more))
+                log(f"{count} workers, {kind}: {found[kind][-1].step_s.text()} s a step")
             own = workshop.texts(f"work{count}")
-            texts[count] = f"{sum(own.get(n) == one[n] for n in one)} of {len(one | own)}"
+            texts.append(f"{sum(own.get(name) == one[name] for name in one)} of {len(one | own)}")
         messages = measure_messages(workshop, hosts)
     predicted = predict(workshop, found["work"][1], messages, size.more)
-    values = {kind: [run.numbers() for run in runs] for kind, runs in found.items()}
-    return [work_table(found["work"], texts), *more_tables(found, numbers, predicted)], values | {
+    sizes = [ring_bytes(sum(p.numel() for p in large.parameters()), n) for n in size.workers]
+    values = {kind: [asdict(each) for each in runs] for kind, runs in found.items()}
+    tables = [work_table(found["work"], texts), sums_table(found["sums"], sizes)]
+    return [*tables, more_table(predicted, found["little"])], values | {
         "equal_texts": texts,
-        "ring_bytes": {count: ring_bytes(numbers, count) for count in size.workers},
+        "ring_bytes": sizes,
         "messages": messages._asdict(),
-        "predicted": [each.numbers() for each in predicted],
+        "predicted": predicted,
     }
 
 
-def work_table(runs: Sequence[Measured], texts: Mapping[int, str]) -> Table:
-    """Return the table of steps with work."""
-
-    def megabytes(kind: str) -> Callable[[Measured], str]:
-        return lambda run: f"{run.spread(f'network/{kind}_bytes').median / 1e6:.3f}"
-
-    return Table(
-        "One worker on each of some hosts; of a step: seconds, MB by kind and of all links, ms of "
-        "CPU time of the driver's main thread, which coordinates, packs and logs, and of all threads",
-        {
-            "hosts": lambda run: run.workers,
-            "texts of one process": lambda run: texts[run.workers],
-            "step s": lambda run: run.spread(_STEP),
-            **{kind: megabytes(kind) for kind in ("texts", "drafter", "other")},
-            "links": lambda run: f"{run.a_step(lambda s: sum(s.sent)) / 1e6:.3f}",
-            "main thread": lambda run: f"{1e3 * run.a_step(lambda s: s.main_s):.0f}",
-            "driver": lambda run: f"{1e3 * run.a_step(lambda s: s.driver_s):.0f}",
-        },
-        runs,
-    )
-
-
-def more_tables(
-    found: Mapping[str, Sequence[Measured]], numbers: int, predicted: Sequence["Predicted"]
-) -> list[Table]:
-    """Return the tables of gradients, and of more workers."""
-    sums = [
-        (run.workers, Spread.of([b / 1e6 for b in run.links()]), told / 1e6, f"{most:.1%}")
-        for run in found["sums"]
-        if (told := ring_bytes(numbers, run.workers))
-        for most in [max(abs(each / told - 1.0) for each in run.links())]
-    ]
-    fixed = {run.workers: run.spread(_STEP) for run in found["little"]}
-    more = [
+def work_table(runs: Sequence[Measured], texts: Sequence[str]) -> Table:
+    kinds = ("texts", "drafter", "other")
+    rows = [
         (
-            each.workers,
-            each.work.step_s / _STEPS,
-            f"{1e3 * each.work.coordinator_s:.0f}",
-            f"{1e3 * each.work.messages_s:.0f}",
-            f"{each.share:.1%}",
-            f"{1e3 * each.fixed_s:.0f}",
-            fixed.get(each.workers) and fixed[each.workers].text(3),
+            *(run.workers, equal, run.step_s),
+            *(f"{run.medians[f'network/{kind}_bytes'] / 1e6:.3f}" for kind in kinds),
+            f"{sum(run.links[1::2]) / 1e6:.3f}",
+            *(f"{1e3 * each:.0f}" for each in (run.main_s, run.driver_s)),
+            f"{run.main_s / run.step_s.median:.1%}",
+        )
+        for run, equal in zip(runs, texts, strict=True)
+    ]
+    title = (
+        "One worker on each of some hosts; of a step: s, MB by kind and of all links, ms of CPU "
+    )
+    title += "time of the driver's main thread and of all its threads, the main thread's share"
+    named = ("workers", "texts as of one", "step", *kinds, "links", "main", "driver", "share")
+    return Table(title, by_position(*named), rows)
+
+
+def sums_table(runs: Sequence[Measured], sizes: Sequence[float]) -> Table:
+    title = (
+        "MB that each worker's host receives, and sends, in a step of a larger model; predicted: "
+    )
+    title += "2 (W - 1) / W x 8 bytes for each of its parameters"
+    rows = [
+        (
+            *(run.workers, Spread.of([each / 1e6 for each in run.of_workers()]), size / 1e6),
+            f"{max(abs(each / size - 1.0) for each in run.of_workers()):.1%}" if size else "",
+        )
+        for run, size in zip(runs, sizes, strict=True)
+    ]
+    return Table(title, by_position("workers", "measured", "predicted", "difference"), rows)
+
+
+def more_table(predicted: Sequence[Mapping[str, float]], little: Sequence[Measured]) -> Table:
+    title = (
+        "The coordinator in simulated time, with measured messages, of a step with as many texts "
+    )
+    title += "a worker as above, and the fixed cost: s of a step with next to no work"
+    measured = {run.workers: run.step_s.text(3) for run in little}
+    rows = [
+        (
+            *(f"{each['workers']:.0f}", each["step_s"]),
+            *(f"{1e3 * each[name]:.0f}" for name in ("cpu_s", "messages_s")),
+            *(f"{each['share']:.1%}", f"{each['fixed_s']:.3f}", measured.get(each["workers"])),
         )
         for each in predicted
     ]
-    return [
-        Table(
-            f"MB that the link of each worker's host receives, and sends, in a step of a model of "
-            f"{numbers:,} parameters; predicted: 2 (W - 1) / W x 8 bytes for each",
-            by_position("hosts", "measured", "predicted", "largest difference"),
-            sums,
-        ),
-        Table(
-            "The coordinator in simulated time, with measured messages: of a step with as many "
-            "texts a worker as above; `fixed`: of one with next to no work, and as measured",
-            by_position(
-                "workers", "step s", "CPU ms", "messages ms", "share", "fixed ms", "fixed s"
-            ),
-            more,
-        ),
-    ]
+    named = ("workers", "step", "CPU, ms", "messages, ms", "share", "fixed", "fixed, measured")
+    return Table(title, by_position(*named), rows)
 
 
 # ---- more workers
 
 
 def time_messages(words: Sequence[str]) -> None:
-    """Print the seconds of messages to workers that generate, and of short tasks."""
+    """Print the seconds of short tasks, and of messages to workers that generate."""
     config = load(None, words)
     group = open_workers(config, max_prompt_len=8)
     group.publish()
     pool, sampling = group._pool, SamplingParams(max_tokens=config.rollout.max_tokens)
-    requests = [Request(f"{i}#0", (5, 6), i, sampling, f"{i}") for i in range(32)]
-    asks, polls = list[float](), list[float]()
+    texts = Texts("texts", prompt_len=2, lengths=tuple(range(32)), is_learned=False)
+    asks, polls, num = list[float](), list[float](), 0
     for worker in range(pool.size):
-        pool.start(worker, Worker.generate, requests)
-    num = 0
+        pool.start(worker, Worker.generate, texts.requests(sampling))
     while not num:
         num = len(pool.wait(0.0))
         began = time.perf_counter()
@@ -299,13 +270,13 @@ def time_messages(words: Sequence[str]) -> None:
         polls.append((time.perf_counter() - began - asks[-1]) / pool.size)
     while num < pool.size:
         num += len(pool.wait(1.0))
-    began, num = time.perf_counter(), 0
+    began = time.perf_counter()
     for _ in range(_TASKS):
         for worker in range(pool.size):
             pool.start(worker, Worker.ready)
-        num += pool.size
-        while num:
-            num -= len(pool.wait(1.0))
+        while num := num - len(pool.wait(1.0)):
+            pass
+        num = pool.size
     task_s = (time.perf_counter() - began) / _TASKS / pool.size
     group.close()
     print(json.dumps([task_s, statistics.median(asks), statistics.median(polls)]), flush=True)
@@ -314,59 +285,43 @@ def time_messages(words: Sequence[str]) -> None:
 def measure_messages(workshop: Workshop, hosts: Sequence[Host]) -> Messages:
     """Return the seconds of messages to a worker on each host."""
     own = (f"--cluster.workers={len(hosts)}", f"--cluster.address={hosts[0].address}:{PORT}")
-    log = workshop.path / "messages.log"
-    run = hosts[0].python(_MESSAGES, *workshop.words("messages", *WORK, *own)[1:], log=log)
+    words = workshop.words("messages", *KINDS["work"], *own)[1:]
+    run = hosts[0].python(_MESSAGES, *words, log=workshop.path / "messages.log")
     assert run.code() == 0, run.said()
     return Messages(*json.loads(run.said().splitlines()[-1]))
 
 
-class Predicted(NamedTuple):
-    """Simulated steps of work, and of next to none."""
-
-    workers: int
-    work: Simulated
-    little: Simulated
-
-    @property
-    def share(self) -> float:
-        """Share of a step of work in which the coordinator computes or messages pass."""
-        return (self.work.coordinator_s + self.work.messages_s) / (self.work.step_s / _STEPS)
-
-    @property
-    def fixed_s(self) -> float:
-        return self.little.step_s / _STEPS + self.little.coordinator_s
-
-    def numbers(self) -> dict[str, Any]:
-        own = {"workers": self.workers, "share": self.share, "fixed_s": self.fixed_s}
-        return own | {"work": asdict(self.work), "little": asdict(self.little)}
-
-
 def predict(
     workshop: Workshop, own: Measured, messages: Messages, counts: Sequence[int]
-) -> list[Predicted]:
+) -> list[dict[str, float]]:
     """Simulate workers that have as many texts each as those of a measured run."""
-    name = f"work{own.workers}"
-    config = load(None, workshop.words(name, *WORK)[1:])
-    groups = groups_of(workshop.rollouts(name), config)[1:]
+    config = load(None, workshop.words("", *KINDS["work"])[1:])
+    groups = groups_of(workshop.rollouts(f"work{own.workers}"), config)[1:]
     groups = [groups[step % len(groups)] for step in range(_STEPS)]
-    rollout_s, learn_s, publish_s, step_s = (
-        own.spread(f"timing_s/{each}").median for each in ("rollout", "learn", "publish", "step")
-    )
-    trial = [(texts, Speeds(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)) for texts in groups]
-    trial_s = simulate(config, trial, own.workers, Messages(0.0, 0.0, 0.0)).rollout_s / _STEPS
-    others_s = step_s - rollout_s - learn_s - publish_s
-    speeds = Speeds(1e-3 * rollout_s / trial_s, 0.0, 0.0, learn_s, publish_s, others_s)
-
-    def simulated(texts: Sequence[Sequence[Texts]], speeds: Speeds, workers: int) -> Simulated:
-        drawn = resampled(texts, workers / own.workers)
-        return simulate(config, [(step, speeds) for step in drawn], workers, messages)
-
     short = [[e._replace(lengths=(1,) * len(e.lengths)) for e in step] for step in groups]
-    nothing = Speeds(1e-6, 0.0, 0.0, 0.0, 0.0, 0.0)
-    return [
-        Predicted(count, simulated(groups, speeds, count), simulated(short, nothing, count))
-        for count in counts
-    ]
+
+    def simulated(
+        texts: Sequence[Sequence[Texts]], speeds: Speeds, count: int, messages: Messages
+    ) -> Simulated:
+        steps = [(step, speeds) for step in resampled(texts, count / own.workers)]
+        return simulate(config, steps, count, messages)
+
+    names = ("rollout", "learn", "publish", "step")
+    rollout_s, learn_s, publish_s, step_s = (own.medians[f"timing_s/{each}"] for each in names)
+    token = Speeds(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    token_s = 1e-3 * rollout_s * _STEPS
+    token_s /= simulated(groups, token, own.workers, Messages(0.0, 0.0, 0.0)).rollout_s
+    others_s = step_s - rollout_s - learn_s - publish_s
+    speeds = Speeds(token_s, 0.0, 0.0, learn_s, publish_s, others_s)
+    found = []
+    for count in counts:
+        work = simulated(groups, speeds, count, messages)
+        little = simulated(short, token._replace(start_s=1e-6), count, messages)
+        told = {"step_s": work.step_s / _STEPS, "cpu_s": work.coordinator_s}
+        told |= {"workers": count, "messages_s": work.messages_s}
+        told["share"] = (work.coordinator_s + work.messages_s) / told["step_s"]
+        found.append(told | {"fixed_s": little.step_s / _STEPS + little.coordinator_s})
+    return found
 
 
 # ---- hosts that are killed
@@ -394,15 +349,12 @@ def kill_hosts(
 
     Return the seconds to each notice, and the recoveries from there.
     """
-    noticed, folder = list[float](), workshop.path / name
-    rows, trace = folder / "metrics.jsonl", folder / "trace.json"
+    noticed, trace = list[float](), workshop.path / name / "trace.json"
     with bed() as made:
         head, *others = cluster(made, 3, **env)
-        words = (*LONG, "--run.steps=100000", "--cluster.worker_timeout_s=180")
-        run = train(workshop, head, name, *words, head=head, workers=2)
+        run = train(workshop, head, name, *LONG, head=head, workers=2)
+        run.until(lambda: lines(trace.with_name("metrics.jsonl")) > 0)
         for number in range(num):
-            begun = lines(rows)
-            run.until(lambda begun=begun: lines(rows) > begun)
             time.sleep(1.0)
             host = next(each for each in others if works(each))
             host.kill()
@@ -414,7 +366,7 @@ def kill_hosts(
             others.remove(host)
             if number + 1 < num:
                 others.append(made.add(**env))
-                others[-1].join(head)
+                others[-1].join(head)  # the next step has begun
     events = [event_of(line) for line in trace.read_bytes().splitlines(keepends=True)]
     return noticed, recoveries(events)
 
@@ -422,22 +374,23 @@ def kill_hosts(
 def of_kills(size: Size, workshop: Workshop, log: Log) -> Found:
     """Measure notices and recoveries with a quick Ray, and once with Ray's own patience."""
     found = {
-        "notice within 5 s": kill_hosts(workshop, "kills", size.kills, log),
-        "Ray's defaults": kill_hosts(workshop, "defaults", 1, log, **RAYS_OWN),
+        "of the test bed": kill_hosts(workshop, "kills", size.kills, log),
+        "Ray's default": kill_hosts(workshop, "default", 1, log, **RAYS_OWN),
     }
     rows = [
         (
-            name,
-            len(noticed),
-            Spread.of(noticed).text(1),
-            Spread.of([seconds for seconds, _ in again]).text(1),
+            *(name, len(noticed), Spread.of(noticed), len(again)),
+            Spread.of([seconds for seconds, _ in again]) if again else None,
             sum(is_own for _, is_own in again),
         )
         for name, (noticed, again) in found.items()
     ]
-    title = "Hosts killed while generating; s until noticed, and from there until another writes on"
-    columns = by_position("Ray's patience", "kills", "noticed", "recovered", "by a new process")
-    return [Table(title, columns, rows)], {"kills": found}
+    title = (
+        "A host killed while its worker generates: s until that is noticed, and from there until "
+    )
+    title += "another writes its texts, the new process or a worker that is done with its own"
+    named = ("Ray's patience", "kills", "noticed", "generating", "recovered", "by a new process")
+    return [Table(title, by_position(*named), rows)], {"kills": found}
 
 
 def main() -> None:
@@ -448,19 +401,18 @@ def main() -> None:
     options = parser.parse_args()
     if why := unavailable_because():
         sys.exit(why)
-    size, load_average = QUICK if options.quick else Size(), os.getloadavg()[0]
+    size, busy = QUICK if options.quick else Size(), os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="longtail-hosts-") as place:
         workshop, log = build(Path(place)), progress("hosts")
         tables, values = on_hosts(size, workshop, log)
         more, kills = of_kills(size, workshop, log)
-    about = {"bench": "hosts", "load_average": load_average, "ray": ray.__version__}
-    sentence = f"Ray {ray.__version__}; load average at the start {load_average:.1f}"
+    about = {"bench": "hosts", "load": busy, "ray": ray.__version__, "size": size._asdict()}
+    sentence = f"Ray {ray.__version__}; load of the machine at the start {busy:.1f}"
     with contextlib.redirect_stdout(io.StringIO()) as said:
         print_card([*tables, *more], about | values | kills, sentences=[sentence])
-    text = said.getvalue()
-    print(text)
-    (options.folder / "hosts.txt").write_text(text)
-    (options.folder / "hosts.json").write_text(text.splitlines()[-1] + "\n")
+    print(said.getvalue())
+    (options.folder / "hosts.txt").write_text(said.getvalue())
+    (options.folder / "hosts.json").write_text(said.getvalue().splitlines()[-1] + "\n")
 
 
 if __name__ == "__main__":
