@@ -38,7 +38,7 @@ print("up", flush=True)
 sys.stdin.read()
 """
 _TRAIN = "import sys; from longtail.cli.main import main; sys.exit(main(sys.argv[1:]))"
-_QUICK = {
+QUICK = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "2000",
@@ -109,6 +109,11 @@ class Host:
     def files(self) -> Path:
         """The host's own files (`PLACE`), as they are seen from outside."""
         return Path(f"/proc/{self.space.init}/root{PLACE}")
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker of a run is here."""
+        return "ray::_Actor" in self.shell("ps ax")
 
     def head(self, *words: str) -> None:
         """Start the head of a Ray here."""
@@ -249,7 +254,7 @@ def _environment(more: dict[str, str]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     return {
         **kept,
-        **_QUICK,
+        **QUICK,
         "HOME": f"{PLACE}/home",
         "TMPDIR": f"{PLACE}/tmp",
         "RAY_TMPDIR": str(PLACE),

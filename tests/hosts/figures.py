@@ -7,7 +7,6 @@ one, two and four have a worker, then three, of which one is killed again and ag
 tries the script: two hosts, few steps, one kill.
 """
 
-import argparse
 import contextlib
 import io
 import json
@@ -19,14 +18,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import ray
 
 from end_to_end.workshop import Workshop, build
-from hosts.bed import PORT, Host, Running, bed, children, cluster, unavailable_because
+from hosts.bed import PORT, QUICK, Host, Running, bed, children, cluster, unavailable_because
 from hosts.conftest import WORDS
+from hosts.test_faults import steps_done
 from hosts.test_training import train
 from longtail.assembly.trainer import open_workers
 from longtail.bench.common.card import Table, by_position, print_card
@@ -45,37 +45,22 @@ _PLAIN = "--speculation.drafter=none"
 KINDS = {
     "work": (*_RUN, "--rollout.max_tokens=400"),  # 32 texts of 150 tokens
     "little": (*_RUN, _PLAIN, "--rollout.max_tokens=1"),  # the fixed cost of a step
-    "sums": (*_RUN, _PLAIN, "--rollout.max_tokens=8"),  # of a larger model: its gradients travel
+    # Of a larger model, in whole numbers of 8 bytes: gradients are nearly all that travels.
+    "sums": (*_RUN, _PLAIN, "--rollout.max_tokens=8", "--learner.dtype=float32"),
 }
 _ALONE = ("--rollout.group_size=12", "--rollout.max_running=1", "--rollout.sharing=false", _PLAIN)
 LONG = (*KINDS["work"], *_ALONE, "--run.steps=100000", "--cluster.worker_timeout_s=180")
 """Text after text, for longer than a new process needs: another worker is not idle before."""
 LARGE = {"hidden_size": 256, "intermediate_size": 1024, "num_layers": 4}
-RAYS_OWN = {
-    "RAY_health_check_initial_delay_ms": "5000",
-    "RAY_health_check_period_ms": "3000",
-    "RAY_health_check_timeout_ms": "10000",
-    "RAY_health_check_failure_threshold": "5",
-}
+RAYS_OWN = dict(zip(QUICK, ("5000", "3000", "10000", "5"), strict=True))
 """Ray's default patience with a silent host."""
-_MESSAGES = "import sys; from hosts.figures import time_messages; time_messages(sys.argv[1:])"
+_MORE = (8, 32, 128)
 _TASKS = 50
 _STEPS = 8
 """Simulated steps."""
-Found = tuple[list[Table], dict[str, Any]]
-"""Tables, and their numbers for JSON."""
-
-
-class Size(NamedTuple):
-    """Numbers of workers, measured and simulated, steps of a run, and kills."""
-
-    workers: tuple[int, ...] = (1, 2, 4)
-    more: tuple[int, ...] = (1, 2, 4, 8, 32, 128)
-    steps: int = 8
-    kills: int = 10
-
-
-QUICK = Size((1, 2), (1, 2, 8), steps=3, kills=1)
+FULL, TRIAL = ((1, 2, 4), 8, 10), ((1, 2), 3, 1)
+"""Numbers of workers, of steps of a run, and of kills."""
+Found = tuple[list[Table], dict[str, Any]]  # tables, and their numbers for JSON
 
 
 # ---- hosts that work
@@ -87,20 +72,11 @@ class Measured:
 
     workers: int
     step_s: Spread
-    medians: dict[str, float]
-    """Metrics of time and of the network."""
-    links: list[float]
-    """Bytes that each host has received and sent, one host after another."""
-    at_work: list[int]
-    """Hosts with a worker."""
-    main_s: float
-    """CPU time of the driver's main thread, which coordinates, packs and logs."""
-    driver_s: float
-    """The same of all its threads, Ray's included; graders are other processes."""
-
-    def of_workers(self) -> list[float]:
-        """Return the part of `links` of hosts with a worker."""
-        return [each for host in self.at_work for each in self.links[2 * host : 2 * host + 2]]
+    medians: dict[str, float]  # of metrics of time and of the network
+    links: list[float]  # bytes that each host received and sent, one host after another
+    at_work: list[int]  # hosts with a worker
+    main_s: float  # CPU time of the driver's main thread, which coordinates, packs and logs
+    driver_s: float  # the same of its threads, Ray's included; graders are other processes
 
 
 def link_bytes(table: str) -> tuple[int, int]:
@@ -114,11 +90,6 @@ def cpu_s(stat: str) -> float:
     """Return the CPU seconds, user and system, of a process or thread from its `stat` in /proc."""
     fields = stat.rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def ring_bytes(numbers: int, ranks: int) -> float:
-    """Return the bytes that each rank sends, and receives, when whole numbers are added up."""
-    return 2 * (ranks - 1) / ranks * 8 * numbers
 
 
 def counters(hosts: Sequence[Host], run: Running) -> list[float]:
@@ -138,15 +109,11 @@ def measure(
     """Make a run, and read the counters after each step."""
     name = f"{kind}{workers}"
     run = train(workshop, hosts[0], name, *words, head=hosts[0], workers=workers)
-    file, samples, at_work = (
-        workshop.path / name / "metrics.jsonl",
-        list[list[float]](),
-        list[int](),
-    )
+    samples, at_work = list[list[float]](), list[int]()
     for number in range(load(None, workshop.words(name, *words)[1:]).run.steps):
-        run.until(lambda number=number: lines(file) > number)
+        run.until(lambda number=number: steps_done(workshop, name) > number)
         samples.append(counters(hosts, run))
-        at_work = at_work or [each.number for each in hosts if works(each)]
+        at_work = at_work or [each.number for each in hosts if each.has_worker]
     assert run.code() == 0, run.said()
     rows = workshop.metrics(name)[1:]
     told = [each for each in rows[0] if each.startswith(("network/", "timing_s/"))]
@@ -156,25 +123,17 @@ def measure(
     return Measured(workers, step_s, medians, links, at_work, main_s, driver_s)
 
 
-def lines(file: Path) -> int:
-    return file.read_text().count("\n") if file.exists() else 0
-
-
-def works(host: Host) -> bool:
-    return "ray::_Actor" in host.shell("ps ax")
-
-
-def on_hosts(size: Size, workshop: Workshop, log: Log) -> Found:
+def on_hosts(workers: Sequence[int], num_steps: int, workshop: Workshop, log: Log) -> Found:
     """Measure steps, sums and messages, and predict those of more workers."""
-    steps, place = f"--run.steps={size.steps}", workshop.path / "large"
+    steps, place = f"--run.steps={num_steps}", workshop.path / "large"
     large, tokenizer = tiny_model(**LARGE), tiny_tokenizer()
     save_model(large, place, eos_ids=tokenizer.eos_ids)
     tokenizer.save(place)
     assert workshop.train("one", *KINDS["work"], steps).code == 0
     one, texts, found = workshop.texts("one"), list[str](), {kind: [] for kind in KINDS}
     with bed() as made:
-        hosts = cluster(made, max(size.workers))
-        for count in size.workers:
+        hosts = cluster(made, max(workers))
+        for count in workers:
             for kind, words in KINDS.items():
                 model = place if kind == "sums" else workshop.model
                 more = (steps, f"--model.path={model}")
@@ -183,15 +142,20 @@ def on_hosts(size: Size, workshop: Workshop, log: Log) -> Found:
             own = workshop.texts(f"work{count}")
             texts.append(f"{sum(own.get(name) == one[name] for name in one)} of {len(one | own)}")
         messages = measure_messages(workshop, hosts)
-    predicted = predict(workshop, found["work"][1], messages, size.more)
-    sizes = [ring_bytes(sum(p.numel() for p in large.parameters()), n) for n in size.workers]
+    counts = (*workers, *_MORE)
+    work = predict(workshop, "work", found["work"][1], messages, counts)
+    little = predict(workshop, "little", found["little"][0], messages, counts)
+    num = sum(each.numel() for each in large.parameters())
+    ring = [2 * (count - 1) / count * 8 * num for count in workers]
     values = {kind: [asdict(each) for each in runs] for kind, runs in found.items()}
-    tables = [work_table(found["work"], texts), sums_table(found["sums"], sizes)]
-    return [*tables, more_table(predicted, found["little"])], values | {
+    tables = [work_table(found["work"], texts), sums_table(found["sums"], ring)]
+    return [*tables, more_table(counts, work, little, found["little"])], values | {
         "equal_texts": texts,
-        "ring_bytes": sizes,
+        "ring_bytes": ring,
         "messages": messages._asdict(),
-        "predicted": predicted,
+        "simulated_workers": counts,
+        "simulated_work": [asdict(each) for each in work],
+        "simulated_little": [asdict(each) for each in little],
     }
 
 
@@ -207,52 +171,66 @@ def work_table(runs: Sequence[Measured], texts: Sequence[str]) -> Table:
         )
         for run, equal in zip(runs, texts, strict=True)
     ]
-    title = (
-        "One worker on each of some hosts; of a step: s, MB by kind and of all links, ms of CPU "
-    )
-    title += "time of the driver's main thread and of all its threads, the main thread's share"
     named = ("workers", "texts as of one", "step", *kinds, "links", "main", "driver", "share")
-    return Table(title, by_position(*named), rows)
-
-
-def sums_table(runs: Sequence[Measured], sizes: Sequence[float]) -> Table:
-    title = (
-        "MB that each worker's host receives, and sends, in a step of a larger model; predicted: "
+    return Table(
+        "One worker on each of some hosts; of a step: s, MB by kind and of all links, ms of CPU "
+        "time of the driver's main thread and of all its threads, and the main thread's share",
+        by_position(*named),
+        rows,
     )
-    title += "2 (W - 1) / W x 8 bytes for each of its parameters"
+
+
+def sums_table(runs: Sequence[Measured], ring: Sequence[float]) -> Table:
+    links = [[run.links[2 * host + way] for host in run.at_work for way in (0, 1)] for run in runs]
     rows = [
         (
-            *(run.workers, Spread.of([each / 1e6 for each in run.of_workers()]), size / 1e6),
-            f"{max(abs(each / size - 1.0) for each in run.of_workers()):.1%}" if size else "",
+            *(run.workers, Spread.of([each / 1e6 for each in own]), size / 1e6),
+            f"{max(abs(each / size - 1.0) for each in own):.1%}" if size else "",
         )
-        for run, size in zip(runs, sizes, strict=True)
+        for run, own, size in zip(runs, links, ring, strict=True)
     ]
-    return Table(title, by_position("workers", "measured", "predicted", "difference"), rows)
-
-
-def more_table(predicted: Sequence[Mapping[str, float]], little: Sequence[Measured]) -> Table:
-    title = (
-        "The coordinator in simulated time, with measured messages, of a step with as many texts "
+    return Table(
+        "MB that each worker's host receives, and sends, in a step of a larger model; predicted: "
+        "2 (W - 1) / W x 8 bytes for each of its parameters",
+        by_position("workers", "measured", "predicted", "largest difference"),
+        rows,
     )
-    title += "a worker as above, and the fixed cost: s of a step with next to no work"
-    measured = {run.workers: run.step_s.text(3) for run in little}
+
+
+def more_table(
+    counts: Sequence[int],
+    work: Sequence[Simulated],
+    little: Sequence[Simulated],
+    measured: Sequence[Measured],
+) -> Table:
+    """Return the table of the coordinator's time, and of the fixed cost of a step."""
+    known = {run.workers: run.step_s.text(3) for run in measured}
     rows = [
         (
-            *(f"{each['workers']:.0f}", each["step_s"]),
-            *(f"{1e3 * each[name]:.0f}" for name in ("cpu_s", "messages_s")),
-            *(f"{each['share']:.1%}", f"{each['fixed_s']:.3f}", measured.get(each["workers"])),
+            *(count, one.step_s / _STEPS),
+            *(f"{1e3 * each:.0f}" for each in (one.coordinator_s, one.messages_s)),
+            f"{(one.coordinator_s + one.messages_s) * _STEPS / one.step_s:.1%}",
+            *(f"{other.step_s / _STEPS + other.coordinator_s:.3f}", known.get(count)),
         )
-        for each in predicted
+        for count, one, other in zip(counts, work, little, strict=True)
     ]
     named = ("workers", "step", "CPU, ms", "messages, ms", "share", "fixed", "fixed, measured")
-    return Table(title, by_position(*named), rows)
+    return Table(
+        "The coordinator in simulated time, with measured messages, in a step with as many texts a "
+        "worker as above; fixed: s of a step with one token a text, from that of one worker",
+        by_position(*named),
+        rows,
+    )
 
 
 # ---- more workers
 
 
 def time_messages(words: Sequence[str]) -> None:
-    """Print the seconds of short tasks, and of messages to workers that generate."""
+    """Print the seconds of an answer of a worker that generates, and what else takes this thread.
+
+    Tasks and progress are asked of all workers at once: each takes CPU time here.
+    """
     config = load(None, words)
     group = open_workers(config, max_prompt_len=8)
     group.publish()
@@ -266,62 +244,52 @@ def time_messages(words: Sequence[str]) -> None:
         began = time.perf_counter()
         pool.ask(pool.size - 1, Worker.lengths)
         asks.append(time.perf_counter() - began)
+        began = time.thread_time()
         pool.progress(range(pool.size))
-        polls.append((time.perf_counter() - began - asks[-1]) / pool.size)
+        polls.append((time.thread_time() - began) / pool.size)
     while num < pool.size:
         num += len(pool.wait(1.0))
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(_TASKS):
         for worker in range(pool.size):
             pool.start(worker, Worker.ready)
         while num := num - len(pool.wait(1.0)):
             pass
         num = pool.size
-    task_s = (time.perf_counter() - began) / _TASKS / pool.size
+    task_s = (time.thread_time() - began) / _TASKS / pool.size
     group.close()
-    print(json.dumps([task_s, statistics.median(asks), statistics.median(polls)]), flush=True)
+    print(json.dumps([task_s, statistics.median(asks), statistics.mean(polls)]), flush=True)
 
 
 def measure_messages(workshop: Workshop, hosts: Sequence[Host]) -> Messages:
-    """Return the seconds of messages to a worker on each host."""
+    """Return the seconds of messages to workers, one on each host."""
     own = (f"--cluster.workers={len(hosts)}", f"--cluster.address={hosts[0].address}:{PORT}")
+    script = "import sys; from hosts.figures import time_messages; time_messages(sys.argv[1:])"
     words = workshop.words("messages", *KINDS["work"], *own)[1:]
-    run = hosts[0].python(_MESSAGES, *words, log=workshop.path / "messages.log")
+    run = hosts[0].python(script, *words, log=workshop.path / "messages.log")
     assert run.code() == 0, run.said()
     return Messages(*json.loads(run.said().splitlines()[-1]))
 
 
 def predict(
-    workshop: Workshop, own: Measured, messages: Messages, counts: Sequence[int]
-) -> list[dict[str, float]]:
+    workshop: Workshop, kind: str, own: Measured, messages: Messages, counts: Sequence[int]
+) -> list[Simulated]:
     """Simulate workers that have as many texts each as those of a measured run."""
-    config = load(None, workshop.words("", *KINDS["work"])[1:])
-    groups = groups_of(workshop.rollouts(f"work{own.workers}"), config)[1:]
+    config = load(None, workshop.words("", *KINDS[kind])[1:])
+    groups = groups_of(workshop.rollouts(f"{kind}{own.workers}"), config)[1:]
     groups = [groups[step % len(groups)] for step in range(_STEPS)]
-    short = [[e._replace(lengths=(1,) * len(e.lengths)) for e in step] for step in groups]
 
-    def simulated(
-        texts: Sequence[Sequence[Texts]], speeds: Speeds, count: int, messages: Messages
-    ) -> Simulated:
-        steps = [(step, speeds) for step in resampled(texts, count / own.workers)]
+    def simulated(speeds: Speeds, count: int, messages: Messages) -> Simulated:
+        steps = [(step, speeds) for step in resampled(groups, count / own.workers)]
         return simulate(config, steps, count, messages)
 
     names = ("rollout", "learn", "publish", "step")
     rollout_s, learn_s, publish_s, step_s = (own.medians[f"timing_s/{each}"] for each in names)
-    token = Speeds(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
-    token_s = 1e-3 * rollout_s * _STEPS
-    token_s /= simulated(groups, token, own.workers, Messages(0.0, 0.0, 0.0)).rollout_s
+    trial = Speeds(1e-3, 0.0, 0.0, 0.0, 0.0, 0.0)
+    ratio = rollout_s * _STEPS / simulated(trial, own.workers, Messages(0.0, 0.0, 0.0)).rollout_s
     others_s = step_s - rollout_s - learn_s - publish_s
-    speeds = Speeds(token_s, 0.0, 0.0, learn_s, publish_s, others_s)
-    found = []
-    for count in counts:
-        work = simulated(groups, speeds, count, messages)
-        little = simulated(short, token._replace(start_s=1e-6), count, messages)
-        told = {"step_s": work.step_s / _STEPS, "cpu_s": work.coordinator_s}
-        told |= {"workers": count, "messages_s": work.messages_s}
-        told["share"] = (work.coordinator_s + work.messages_s) / told["step_s"]
-        found.append(told | {"fixed_s": little.step_s / _STEPS + little.coordinator_s})
-    return found
+    speeds = Speeds(1e-3 * ratio, 0.0, 0.0, learn_s, publish_s, others_s)
+    return [simulated(speeds, count, messages) for count in counts]
 
 
 # ---- hosts that are killed
@@ -353,10 +321,10 @@ def kill_hosts(
     with bed() as made:
         head, *others = cluster(made, 3, **env)
         run = train(workshop, head, name, *LONG, head=head, workers=2)
-        run.until(lambda: lines(trace.with_name("metrics.jsonl")) > 0)
+        run.until(lambda: steps_done(workshop, name) > 0)
         for number in range(num):
             time.sleep(1.0)
-            host = next(each for each in others if works(each))
+            host = next(each for each in others if each.has_worker)
             host.kill()
             began = time.monotonic()
             run.until(lambda number=number: run.said().count("it is replaced") > number)
@@ -371,10 +339,10 @@ def kill_hosts(
     return noticed, recoveries(events)
 
 
-def of_kills(size: Size, workshop: Workshop, log: Log) -> Found:
+def of_kills(num: int, workshop: Workshop, log: Log) -> Found:
     """Measure notices and recoveries with a quick Ray, and once with Ray's own patience."""
     found = {
-        "of the test bed": kill_hosts(workshop, "kills", size.kills, log),
+        "of the test bed": kill_hosts(workshop, "kills", num, log),
         "Ray's default": kill_hosts(workshop, "default", 1, log, **RAYS_OWN),
     }
     rows = [
@@ -385,34 +353,32 @@ def of_kills(size: Size, workshop: Workshop, log: Log) -> Found:
         )
         for name, (noticed, again) in found.items()
     ]
-    title = (
-        "A host killed while its worker generates: s until that is noticed, and from there until "
-    )
-    title += "another writes its texts, the new process or a worker that is done with its own"
     named = ("Ray's patience", "kills", "noticed", "generating", "recovered", "by a new process")
+    title = (
+        "A host killed while its worker generates: s until noticed, and from there until another "
+        "writes its texts, the new process or a worker that is done with its own"
+    )
     return [Table(title, by_position(*named), rows)], {"kills": found}
 
 
 def main() -> None:
     """Measure all, and write the card."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("folder", type=Path)
-    options = parser.parse_args()
     if why := unavailable_because():
         sys.exit(why)
-    size, busy = QUICK if options.quick else Size(), os.getloadavg()[0]
+    *words, folder = sys.argv[1:]
+    busy, size = os.getloadavg()[0], TRIAL if "--quick" in words else FULL
     with tempfile.TemporaryDirectory(prefix="longtail-hosts-") as place:
         workshop, log = build(Path(place)), progress("hosts")
-        tables, values = on_hosts(size, workshop, log)
-        more, kills = of_kills(size, workshop, log)
-    about = {"bench": "hosts", "load": busy, "ray": ray.__version__, "size": size._asdict()}
+        tables, values = on_hosts(*size[:2], workshop, log)
+        more, kills = of_kills(size[2], workshop, log)
+    about = {"bench": "hosts", "load": busy, "ray": ray.__version__}
     sentence = f"Ray {ray.__version__}; load of the machine at the start {busy:.1f}"
+    sentence += "; a trial, whose times mean nothing" * (size is TRIAL)
     with contextlib.redirect_stdout(io.StringIO()) as said:
         print_card([*tables, *more], about | values | kills, sentences=[sentence])
     print(said.getvalue())
-    (options.folder / "hosts.txt").write_text(said.getvalue())
-    (options.folder / "hosts.json").write_text(said.getvalue().splitlines()[-1] + "\n")
+    Path(folder, "hosts.txt").write_text(said.getvalue())
+    Path(folder, "hosts.json").write_text(said.getvalue().splitlines()[-1] + "\n")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ RELEASE = "0.2.0"
 BUDGETS = {
     "top level": 1350,
     "assembly": 1455,
-    "bench": 3060,
+    "bench": 3095,
     "cli": 730,
     "cluster": 4355,
     "config": 1215,

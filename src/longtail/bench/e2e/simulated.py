@@ -34,8 +34,8 @@ cores that others used, too."""
 
 
 class Messages(NamedTuple):
-    """Seconds of messages: of a task with its result, of an answer, and of each worker's progress,
-    where that of all is asked for at once."""
+    """Seconds of messages: to give a task and take its result, to ask and wait for the answer, and
+    what each worker more adds where all are asked for their progress at once."""
 
     task_s: float = MESSAGE_S
     ask_s: float = MESSAGE_S
@@ -196,7 +196,7 @@ class _Pool(WorkerPool):
             return getattr(self.workers[worker], called.__name__)(*args)
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        with self._message(max(self.messages.progress_s * len(workers), self.messages.ask_s)):
+        with self._message(self.messages.ask_s + self.messages.progress_s * len(workers)):
             return {worker: self.workers[worker].progress() for worker in workers}
 
     def rendezvous_address(self) -> str:
