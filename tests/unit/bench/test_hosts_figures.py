@@ -1,4 +1,4 @@
-"""What the figures of runs over hosts compute from counters and from a trace."""
+"""Figures of runs over hosts: what they compute from counters and from a trace."""
 
 import os
 from collections.abc import Iterator

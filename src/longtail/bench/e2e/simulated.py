@@ -35,7 +35,7 @@ cores that others used, too."""
 
 class Messages(NamedTuple):
     """Seconds of messages: to give a task and take its result, to ask and wait for the answer, and
-    what each worker more adds where all are asked for their progress at once."""
+    what each worker adds where all are asked for their progress at once."""
 
     task_s: float = MESSAGE_S
     ask_s: float = MESSAGE_S
