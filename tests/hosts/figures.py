@@ -217,7 +217,7 @@ def more_table(
     named = ("workers", "step", "CPU, ms", "messages, ms", "share", "fixed", "fixed, measured")
     return Table(
         "The coordinator in simulated time, with measured messages, in a step with as many texts a "
-        "worker as above; share: of both, waiting for answers included; fixed: s of a step with one "
+        "worker as above; share: of both, with the wait for answers; fixed: s of a step with one "
         "token a text, from that of one worker",
         by_position(*named),
         rows,
