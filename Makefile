@@ -10,7 +10,7 @@ PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-de
 MINUTES ?= 20
 
 .PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz chaos lint format bench docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz chaos lint format bench bench-hosts docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -29,6 +29,7 @@ help:
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        engine, learner and whole runs, on SmolLM2"
+	@echo "make bench-hosts  runs over hosts in network namespaces, in a quarter of an hour; needs root"
 	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
 	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
@@ -164,6 +165,10 @@ bench: develop
 	$(BIN)/longtail bench engine
 	$(BIN)/longtail bench learner
 	$(BIN)/longtail bench e2e
+
+# Writes benchmarks/hosts.txt and hosts.json. QUICK=1 only tries it.
+bench-hosts: develop
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hosts.figures $(if $(QUICK),--quick) benchmarks
 
 docs: develop
 	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md

@@ -71,7 +71,7 @@ class _Space:
         )
         assert self._outer.stdout is not None
         assert self._outer.stdout.readline() == "up\n", "the namespace was not made"
-        self.init = _children(self._outer.pid)[0]
+        self.init = children(self._outer.pid)[0]
 
     def inside(self, *words: str, only_net: bool = False) -> list[str]:
         """Return a command line that runs `words` inside."""
@@ -109,6 +109,11 @@ class Host:
     def files(self) -> Path:
         """The host's own files (`PLACE`), as they are seen from outside."""
         return Path(f"/proc/{self.space.init}/root{PLACE}")
+
+    @property
+    def has_worker(self) -> bool:
+        """Whether a worker of a run is here."""
+        return "ray::_Actor" in self.shell("ps ax")
 
     def head(self, *words: str) -> None:
         """Start the head of a Ray here."""
@@ -264,5 +269,5 @@ def _environment(more: dict[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _children(pid: int) -> Sequence[int]:
+def children(pid: int) -> Sequence[int]:
     return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -41,15 +41,14 @@ def begin(
         hold.touch()
     head, *others = cluster(hosts, num, **{HOLD: str(hold)}, **env)
     running = train(workshop, head, run, *HELD, head=head, workers=2)
-    running.until(lambda: _steps(workshop, run) >= steps)
+    running.until(lambda: steps_done(workshop, run) >= steps)
     hold.touch()
     running.until(hold.with_suffix(".reached").exists)
-    return Begun(
-        running, next(host for host in others if "ray::_Actor" in host.shell("ps ax")), hold
-    )
+    return Begun(running, next(host for host in others if host.has_worker), hold)
 
 
-def _steps(workshop: Workshop, run: str) -> int:
+def steps_done(workshop: Workshop, run: str) -> int:
+    """Return the number of steps in the metrics of a run."""
     file = workshop.path / run / "metrics.jsonl"
     return file.read_text().count("\n") if file.exists() else 0
 
@@ -100,7 +99,7 @@ def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hos
     hold = workshop.path / "hold"
     head, driver = cluster(hosts, 2, **{HOLD: str(hold)})
     run = train(workshop, driver, "head", *HELD, head=head, workers=2)
-    run.until(lambda: _steps(workshop, "head") >= 1)
+    run.until(lambda: steps_done(workshop, "head") >= 1)
     hold.touch()
     run.until(hold.with_suffix(".reached").exists)
     head.kill()

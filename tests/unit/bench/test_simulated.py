@@ -3,7 +3,14 @@
 import pytest
 
 from longtail.bench.e2e.arms import Texts
-from longtail.bench.e2e.simulated import MESSAGE_S, Simulated, Speeds, resampled, simulate
+from longtail.bench.e2e.simulated import (
+    MESSAGE_S,
+    Messages,
+    Simulated,
+    Speeds,
+    resampled,
+    simulate,
+)
 from longtail.config import rl as config
 
 SPEEDS = Speeds(0.01, 0.002, learn_token_s=0.01, update_s=0.5, publish_s=0.25, others_s=0.125)
@@ -74,3 +81,16 @@ def test_the_same_steps_give_the_same_numbers_and_more_workers_have_as_many_text
     assert step(*drawn[0], workers=8, streams=True, shares=True) == step(
         *drawn[0], workers=8, streams=True, shares=True
     )
+
+
+def test_a_step_with_next_to_no_work_takes_its_messages_of_which_tasks_grow_with_workers() -> None:
+    nothing = Speeds(1e-9, 0.0, 0.0, 0.0, 0.0, 0.0)
+    messages = Messages(task_s=0.01, ask_s=0.001, progress_s=0.002)
+    two, eight = (
+        simulate(configured(), [([texts(f"{i}", 1) for i in range(num)], nothing)], num, messages)
+        for num in (2, 8)
+    )
+    for each in (two, eight):
+        assert each.step_s == pytest.approx(each.messages_s, abs=1e-6)
+    tasks = 4  # generate, join, learn, publish
+    assert eight.messages_s - two.messages_s >= 6 * tasks * messages.task_s

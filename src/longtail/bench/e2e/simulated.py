@@ -10,7 +10,8 @@ known tokens of a text that moved are read in a + b tokens, and learning takes s
 import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast, final
 
@@ -30,6 +31,18 @@ R = TypeVar("R")
 MESSAGE_S = 0.002
 """Seconds of one `RayWorkerPool.ask` beside a busy task: median 1.6 ms, mean 2.6 ms of 300 on two
 cores that others used, too."""
+
+
+class Messages(NamedTuple):
+    """Seconds of messages: to give a task and take its result, to ask and wait for the answer, and
+    what each worker adds where all are asked for their progress at once."""
+
+    task_s: float = MESSAGE_S
+    ask_s: float = MESSAGE_S
+    progress_s: float = 0.0
+
+
+_USUAL = Messages()
 
 
 class Speeds(NamedTuple):
@@ -52,23 +65,28 @@ class Simulated:
     step_s: float
     idle_share: float
     """Share of the workers' time in which they do not generate or learn after the rollout."""
+    messages_s: float = 0.0
+    """Seconds of messages in a step."""
     coordinator_s: float = field(default=0.0, compare=False)
-    """Real seconds of a step in this process, those of simulating the workers included."""
+    """CPU seconds of a step in this process, without those of simulating the workers."""
 
 
 def simulate(
-    config: RunConfig, steps: Sequence[tuple[Sequence[Texts], Speeds]], workers: int
+    config: RunConfig,
+    steps: Sequence[tuple[Sequence[Texts], Speeds]],
+    workers: int,
+    messages: Messages = _USUAL,
 ) -> Simulated:
     """Make steps of given texts and speeds with a number of workers."""
     sampling = SamplingParams(max_tokens=config.rollout.max_tokens)
-    pool = _Pool(workers, config.rollout.max_running, steps[0][1])
+    pool = _Pool(workers, config.rollout.max_running, steps[0][1], messages)
     group = WorkerGroup(
         pool, config, on_progress=lambda _: None, log=lambda _: None, clock=lambda: pool.now_s
     )
     group.begin()
     group.publish()
     rollout_s = step_s = idle_s = 0.0
-    began_real = time.perf_counter()
+    began_s, pool.messages_s, pool.model_s = time.process_time(), 0.0, 0.0
     for number, (texts, speeds) in enumerate(steps, start=1):
         pool.speeds, began = speeds, pool.now_s
         group.drain_timeline()
@@ -87,7 +105,8 @@ def simulate(
         rollout_s=rollout_s,
         step_s=step_s,
         idle_share=idle_s / (step_s * workers),
-        coordinator_s=(time.perf_counter() - began_real) / len(steps),
+        messages_s=pool.messages_s / len(steps),
+        coordinator_s=(time.process_time() - began_s - pool.model_s) / len(steps),
     )
 
 
@@ -125,8 +144,9 @@ class _Groups:
 class _Pool(WorkerPool):
     """Workers whose work takes simulated time; none is ever lost."""
 
-    def __init__(self, size: int, max_running: int, speeds: Speeds) -> None:
+    def __init__(self, size: int, max_running: int, speeds: Speeds, messages: Messages) -> None:
         self.now_s, self.speeds, self.max_running = 0.0, speeds, max_running
+        self.messages, self.messages_s, self.model_s = messages, 0.0, 0.0
         self.units: Sequence[Any] = ()
         """Micro-batches of the present step."""
         self.learn_s = 0.0
@@ -136,10 +156,23 @@ class _Pool(WorkerPool):
     def size(self) -> int:
         return len(self.workers)
 
+    @contextmanager
+    def _message(self, seconds: float) -> Iterator[None]:
+        """Take the time of messages; what the workers do is not the coordinator's work."""
+        self.now_s += seconds
+        self.messages_s += seconds
+        began_s = time.process_time()
+        yield
+        self.model_s += time.process_time() - began_s
+
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
-        self.ask(worker, task, *args)
+        self._call(self.messages.task_s, worker, task, *args)
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
+        with self._message(0.0):
+            return self._wait(timeout_s)
+
+    def _wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         deadline = self.now_s + timeout_s
         while (wakes_s := min(each.wakes_s for each in self.workers)) <= deadline:
             self.now_s = max(self.now_s, wakes_s)
@@ -155,13 +188,16 @@ class _Pool(WorkerPool):
         return []
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
-        self.now_s += MESSAGE_S
-        self.workers[worker].advance()
-        return cast(R, getattr(self.workers[worker], message.__name__)(*args))
+        return cast(R, self._call(self.messages.ask_s, worker, message, *args))
+
+    def _call(self, seconds: float, worker: int, called: Callable[..., Any], *args: object) -> Any:
+        with self._message(seconds):
+            self.workers[worker].advance()
+            return getattr(self.workers[worker], called.__name__)(*args)
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        self.now_s += MESSAGE_S
-        return {worker: self.workers[worker].progress() for worker in workers}
+        with self._message(self.messages.ask_s + self.messages.progress_s * len(workers)):
+            return {worker: self.workers[worker].progress() for worker in workers}
 
     def rendezvous_address(self) -> str:
         return ""
