@@ -176,9 +176,8 @@ def _worker_pool(
     gpus = 0.0 if on_cpu else float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
     if not own.address:
         return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
-    cluster = Cluster(
-        address=own.address, kit=own_kit(directory, on_cpu=on_cpu), timeout_s=own.worker_timeout_s
-    )
+    kit = own_kit(directory, on_cpu=on_cpu, on_vllm=uses_vllm(config, directory))
+    cluster = Cluster(address=own.address, kit=kit, timeout_s=own.worker_timeout_s)
     return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
 

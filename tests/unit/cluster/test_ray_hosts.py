@@ -24,7 +24,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(bytes(1000))
     (model / "code.py").write_text("print()")
-    return own_kit(model, on_cpu=True)
+    return own_kit(model, on_cpu=True, on_vllm=False)
 
 
 def test_a_host_with_the_model_uses_it_and_one_without_keeps_what_it_is_sent(kit: Kit) -> None:
@@ -43,8 +43,11 @@ def test_what_differs_is_named_with_the_host(kit: Kit) -> None:
     other = replace(kit, software={**kit.software, "PyTorch": "1.0"})
     with pytest.raises(ClusterError, match=r"host 10.0.0.2: PyTorch is .*, and 1.0 on the driver"):
         find(other)
-    on_gpu = own_kit(kit.directory, on_cpu=False)
+    on_gpu = own_kit(kit.directory, on_cpu=False, on_vllm=True)
     assert kit.software.keys() - on_gpu.software.keys() == {"native kernels", "instructions"}
+    assert find(on_gpu) == kit.directory
+    with pytest.raises(ClusterError, match=r"vLLM is .*, and 0.1 on the driver"):
+        find(replace(kit, software={**kit.software, "vLLM": "0.1"}))
     (kit.directory / "model.safetensors").write_bytes(bytes(1001))
     with pytest.raises(ClusterError, match=r"10.0.0.2: model.safetensors is .* copy .*model to"):
         find(kit)

@@ -22,10 +22,11 @@ from longtail.errors import ClusterError
 from longtail.model.kernels import native
 from longtail.system.cache import build_once, cache_directory
 from longtail.system.files import fingerprint
+from longtail.system.machine import vllm_version
 
 _SENT = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Kinds of files of a model that are compared and sent; none is code or a pickle."""
-_CACHED, _KERNELS = "models", "native kernels"
+_CACHED, _KERNELS, _VLLM = "models", "native kernels", "vLLM"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +48,10 @@ class Kit:
         return hashlib.sha256(repr(sorted(self.digests.items())).encode()).hexdigest()[:16]
 
 
-def own_kit(directory: Path, *, on_cpu: bool) -> Kit:
+def own_kit(directory: Path, *, on_cpu: bool, on_vllm: bool) -> Kit:
     """Return the kit of this host; on a GPU the processor's kernels may differ."""
-    return Kit(software=_software(on_cpu=on_cpu), directory=directory, digests=_digests(directory))
+    software = _software(on_cpu=on_cpu, on_vllm=on_vllm)
+    return Kit(software=software, directory=directory, digests=_digests(directory))
 
 
 def find(kit: Kit) -> Path | None:
@@ -57,7 +59,7 @@ def find(kit: Kit) -> Path | None:
 
     Raises ClusterError if software or files differ from the driver's.
     """
-    own = _software(on_cpu=_KERNELS in kit.software)
+    own = _software(on_cpu=_KERNELS in kit.software, on_vllm=_VLLM in kit.software)
     _compare(own, kit.software, "install the same on every host, or set LONGTAIL_ISA=avx2 on each")
     if kit.directory.exists():
         remedy = f"copy {kit.directory} to every host, or remove it there, so that it is sent"
@@ -87,7 +89,7 @@ def keep(kit: Kit, files: Mapping[str, Any]) -> Path:
     return build_once(_CACHED, kit.name, write)
 
 
-def _software(*, on_cpu: bool) -> dict[str, str]:
+def _software(*, on_cpu: bool, on_vllm: bool) -> dict[str, str]:
     """Return what has to be equal for equal texts; on a GPU the processors may differ."""
     found = {
         "longtail": metadata.version("longtail"),
@@ -97,6 +99,8 @@ def _software(*, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         found["instructions"] = torch.backends.cpu.get_cpu_capability()
         found[_KERNELS] = native.build_name()
+    if on_vllm:
+        found[_VLLM] = vllm_version()
     return found
 
 
