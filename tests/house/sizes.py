@@ -13,7 +13,7 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1350,
-    "assembly": 1455,
+    "assembly": 1445,
     "bench": 3060,
     "cli": 730,
     "cluster": 4355,
@@ -27,11 +27,11 @@ BUDGETS = {
     "run": 1415,
     "serve": 900,
     "speculation": 1090,
-    "system": 855,
+    "system": 865,
     "tuner": 1170,
     "view": 1110,
-    "vllm": 1925,
-    "tests": 33970,
+    "vllm": 1935,
+    "tests": 34015,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

@@ -31,5 +31,5 @@ def half_of_the_most(
 if __name__ == "__main__":
     from longtail.cli.main import main
 
-    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most  # type: ignore[misc]
+    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
     sys.exit(main(sys.argv[1:]))
