@@ -24,7 +24,7 @@ def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_bytes(bytes(1000))
     (model / "code.py").write_text("print()")
-    return own_kit(model, on_cpu=True, on_vllm=False)
+    return own_kit(model, on_cpu=True)
 
 
 def test_a_host_with_the_model_uses_it_and_one_without_keeps_what_it_is_sent(kit: Kit) -> None:

@@ -35,7 +35,7 @@ _AGAIN = "start again: the run resumes from its newest checkpoint"
 class Cluster:
     """The address of a cluster, what its hosts must have, and the patience with them.
 
-    Example: Cluster(address="10.0.0.1:6379", kit=kit, timeout_s=180.0)
+    Example: Cluster(address="10.0.0.1:6379", kit=own_kit(directory, on_cpu=True), timeout_s=180.0)
     """
 
     address: str

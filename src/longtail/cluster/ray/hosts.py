@@ -48,7 +48,7 @@ class Kit:
         return hashlib.sha256(repr(sorted(self.digests.items())).encode()).hexdigest()[:16]
 
 
-def own_kit(directory: Path, *, on_cpu: bool, on_vllm: bool) -> Kit:
+def own_kit(directory: Path, *, on_cpu: bool, on_vllm: bool = False) -> Kit:
     """Return the kit of this host; on a GPU the processor's kernels may differ."""
     software = _software(on_cpu=on_cpu, on_vllm=on_vllm)
     return Kit(software=software, directory=directory, digests=_digests(directory))
