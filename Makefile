@@ -109,7 +109,7 @@ test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 WHEEL := build/vllm/wheel
 test-vllm-wheel: $(WHEEL)/.installed
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/vllm_wheel
+		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
 
 # Packages for pictures and sound, which do not fit the wheel's torch and are not needed.
 $(WHEEL)/.installed: pyproject.toml | develop

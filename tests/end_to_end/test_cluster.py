@@ -12,12 +12,13 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
-from longtail.cluster import rollout, sharing, tasks
+from longtail.cluster import rollout, tasks
 from longtail.cluster.states import State
 from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import event_of
 from longtail.cluster.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
+from support import moves
 
 pytest.importorskip("ray")
 
@@ -98,8 +99,8 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     """In float32: a worker is killed as it learns ahead, another as it hands requests over."""
     words = ("--run.steps=3", "--speculation.drafter=fresh+history", *UNEVEN)
     assert workshop.train("whole", *words).code == 0
-    monkeypatch.setattr(rollout, "_SHARE_S", 0.05)
-    monkeypatch.setattr(rollout, "best_move", half_of_the_most)
+    monkeypatch.setattr(rollout, "_SHARE_S", moves.SHARE_S)
+    monkeypatch.setattr(rollout, "best_move", moves.half_of_the_most)
     left = {"ahead": 2, "release": 3}
     """Number of the micro-batch and of the move that kill their worker."""
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
@@ -133,18 +134,6 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     weights = [workshop.policy(run, 3) / "model.safetensors" for run in ("moved", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert workshop.drafter("moved", 3) == workshop.drafter("whole", 3) is not None
-
-
-def half_of_the_most(loads: Any, idle: Any, early_s: float, forecast: Any) -> sharing.Move | None:
-    """Return a move of half of the longest shard, in place of one that gains."""
-    source = max(loads, key=lambda worker: len(loads[worker]), default=None)
-    others = [worker for worker in (*idle, *loads) if worker != source]
-    if source is None or not others or not loads[source]:
-        return None
-    names = [text.request.request_id for text in loads[source]]
-    return sharing.Move(
-        source=source, target=others[0], names=tuple(names[: -(-len(names) // 2)]), gain_s=0.0
-    )
 
 
 def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at_most(monkeypatch):

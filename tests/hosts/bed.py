@@ -99,6 +99,7 @@ class Host:
     space: _Space
     switch: _Space
     env: dict[str, str] = field(default_factory=dict)
+    interpreter: str = sys.executable
 
     @property
     def address(self) -> str:
@@ -129,7 +130,7 @@ class Host:
 
     def python(self, script: str, *words: str, log: Path) -> "Running":
         """Start a script here; its output goes to `log`."""
-        command = [sys.executable, "-c", script, *words]
+        command = [self.interpreter, "-c", script, *words]
         with open(log, "wb") as file:
             process = subprocess.Popen(
                 self.space.inside(*command), env=self.env, stdout=file, stderr=file
@@ -163,7 +164,7 @@ class Host:
     def _ray(self, *words: str) -> None:
         store = "--object-store-memory=80000000"
         own = f"--node-ip-address={self.address}"
-        ray = f"{sys.executable} -m ray.scripts.scripts start --disable-usage-stats"
+        ray = f"{self.interpreter} -m ray.scripts.scripts start --disable-usage-stats"
         self.shell(" ".join((ray, "--num-cpus=1", store, own, *words)))
 
 
@@ -192,9 +193,10 @@ class Running:
 
 
 class Bed:
-    """Makes hosts."""
+    """Makes hosts, on which one Python runs longtail and Ray."""
 
-    def __init__(self) -> None:
+    def __init__(self, interpreter: str = sys.executable) -> None:
+        self._interpreter = interpreter
         self.hosts: list[Host] = []
         self._switch = _Space()
         self._switch.ip("link add bridge type bridge")
@@ -208,7 +210,7 @@ class Bed:
             f"mount -t tmpfs -o size=200m none {PLACE}",
             "mount -t tmpfs -o size=200m none /dev/shm",
         )
-        host = Host(number, space, self._switch, _environment(env))
+        host = Host(number, space, self._switch, _environment(env), self._interpreter)
         self.hosts.append(host)
         port = f"port{number}"
         space.ip(f"link add eth0 type veth peer name {port} netns {self._switch.init}")
@@ -232,9 +234,9 @@ class Bed:
 
 
 @contextmanager
-def bed() -> Iterator[Bed]:
+def bed(interpreter: str = sys.executable) -> Iterator[Bed]:
     """Make a bed, which ends with the context."""
-    made = Bed()
+    made = Bed(interpreter)
     try:
         yield made
     finally:

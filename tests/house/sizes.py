@@ -13,10 +13,10 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1350,
-    "assembly": 1460,
+    "assembly": 1450,
     "bench": 3095,
     "cli": 730,
-    "cluster": 4590,
+    "cluster": 4595,
     "config": 1230,
     "drafter": 4995,
     "engine": 3185,
@@ -27,11 +27,11 @@ BUDGETS = {
     "run": 1415,
     "serve": 900,
     "speculation": 1090,
-    "system": 855,
+    "system": 865,
     "tuner": 1170,
     "view": 1115,
-    "vllm": 1925,
-    "tests": 34860,
+    "vllm": 1935,
+    "tests": 34930,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

@@ -1,7 +1,7 @@
 """Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
 
     python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR,
-                         "run": DIR, "packages": DIR, "prompts": [[1, 2]], "seeds": [7]}
+                         "run": DIR, "prompts": [[1, 2]], "seeds": [7]} SRC TESTS
 
 One JSON object on standard output: the texts of every scene, and what it counted.
 """
@@ -17,14 +17,14 @@ from typing import Any
 MAX_TOKENS, DEPTH = 48, 4
 
 
-def main(job: dict[str, Any]) -> None:
+def main(job: dict[str, Any], *packages: str) -> None:
     """Run all scenes."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    sys.path.append(job["packages"])
+    sys.path[:0] = packages
     from longtail.vllm import plugin
 
     plugin.register()
@@ -186,4 +186,4 @@ def refused(act: Callable[[], object]) -> str:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), *sys.argv[2:])

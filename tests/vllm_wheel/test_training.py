@@ -1,72 +1,23 @@
-"""Training with vLLM behind the loop: it does what it does with longtail's engine.
+"""Training with vLLM behind the loop: it does what it does with longtail's engine."""
 
-Each run is the command line in the environment with vLLM.
-"""
-
-import json
-import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import longtail
 from support import toy
+from vllm_wheel.runs import NEEDS_VLLM, PATIENCE_S, finish, read_metrics, same, training, written
 
-PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM"
-)
-_PATIENCE_S = 300.0
-_OPTIONS = (
-    "--rollout.dtype=float32", "--rollout.prompts_per_step=2", "--rollout.group_size=4",
-    "--rollout.max_tokens=96", "--rollout.max_running=8", "--run.checkpoint_every=1",
-    "--data.heldout_size=2", "--eval.samples=1", "--cluster.worker_timeout_s=60",
-)  # fmt: skip
-
-
-@contextmanager
-def training(path: Path, *options: str, steps: int = 4) -> Iterator[subprocess.Popen[bytes]]:
-    """Start `longtail train` on the toy."""
-    packages = (Path(longtail.__file__).parent.parent, Path(toy.__file__).parent.parent)
-    words = (*toy.WORDS, *_OPTIONS, f"--run.steps={steps}", f"--run.dir={path}", *options)
-    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, packages)), "OMP_NUM_THREADS": "1"}
-    with (path.parent / f"{path.name}.log").open("ab") as log:
-        process = subprocess.Popen(
-            [PYTHON, "-m", "longtail.cli.main", "train", *words],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
-
-
-def finish(path: Path, process: subprocess.Popen[bytes]) -> list[dict[str, Any]]:
-    """Wait for the end; return the graded completions."""
-    log = (path.parent / f"{path.name}.log").read_text
-    assert process.wait(_PATIENCE_S) == 0, log()[-3000:]
-    rows = [json.loads(line) for line in (path / "rollouts.jsonl").read_text().splitlines()]
-    return sorted(rows, key=lambda row: (row["step"], row["request_id"]))
-
-
-def written(path: Path, *options: str) -> list[dict[str, Any]]:
-    """Return the graded completions of an undisturbed run."""
-    with training(path, *options) as process:
-        return finish(path, process)
+pytestmark = NEEDS_VLLM
 
 
 def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert process.poll() is None, "the run ended before it was disturbed"
         assert time.monotonic() < deadline, "the run has not come so far"
@@ -76,11 +27,6 @@ def wait(condition: Callable[[], bool], process: subprocess.Popen[bytes]) -> Non
 def steps_logged(path: Path) -> int:
     file = path / "metrics.jsonl"
     return len(file.read_text().splitlines()) if file.is_file() else 0
-
-
-def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
-    """Compare texts, rewards and tokens; logprobs are rounded otherwise."""
-    return [{**row, "logprob": 0.0} for row in one] == [{**row, "logprob": 0.0} for row in other]
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +41,24 @@ def test_a_run_is_that_of_longtails_engine(drafter, own, tmp_path) -> None:
     path = tmp_path / "run"
     found = written(path, "--rollout.engine=vllm", f"--speculation.drafter={drafter}")
     assert same(found, own)
-    metrics = [json.loads(row) for row in (path / "metrics.jsonl").read_text().splitlines()]
+    metrics = read_metrics(path)
     assert ("speculation/accept_length" in metrics[-1]) == (drafter != "none")
     assert "rollout/bookkeeping_share" not in metrics[-1]  # vLLM does not tell
+
+
+def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(
+    own, tmp_path
+) -> None:
+    """Two workers decode two texts at a time each, and learn a drafter from all of them."""
+    path = tmp_path / "run"
+    words = ("--rollout.engine=vllm", "--speculation.drafter=fresh", "--cluster.workers=2",
+             "--learner.streaming=true", "--rollout.max_running=2")  # fmt: skip
+    with training(path, *words, program="support.moves") as process:
+        assert same(finish(path, process), own)
+    metrics = read_metrics(path)
+    assert sum(row["cluster/moved_requests"] for row in metrics) >= 4
+    assert sum(row["cluster/learning_ahead_s"] for row in metrics) > 0
+    assert metrics[-1]["speculation/accept_length"] > 1
 
 
 def test_a_killed_worker_changes_no_text(own, tmp_path) -> None:
@@ -105,11 +66,8 @@ def test_a_killed_worker_changes_no_text(own, tmp_path) -> None:
     path = tmp_path / "run"
     with training(path, "--rollout.engine=vllm", "--cluster.workers=2") as process:
         wait(lambda: steps_logged(path) >= 1, process)
-        workers = [
-            each
-            for each in psutil.process_iter(["cmdline"])
-            if any("RayWorker" in word or "_Actor" in word for word in each.info["cmdline"] or ())
-        ]
+        children = psutil.Process(process.pid).children(recursive=True)
+        workers = [each for each in children if "ray::_Actor" in " ".join(each.cmdline())]
         assert workers, "no worker was found"
         workers[-1].send_signal(signal.SIGKILL)
         assert same(finish(path, process), own)

@@ -1,8 +1,6 @@
 """Laws of coupled drafts in a real vLLM that runs its V1 model runner on the CPU."""
 
 import json
-import os
-import subprocess
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.cluster.drafter.publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -27,12 +24,9 @@ from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
 from support import toy
+from vllm_wheel.runs import NEEDS_VLLM, play
 
-PYTHON = os.environ.get("LONGTAIL_VLLM_PYTHON", "")
-pytestmark = pytest.mark.skipif(
-    not PYTHON, reason="LONGTAIL_VLLM_PYTHON names the python of an environment with vLLM"
-)
-_SCENES = Path(__file__).with_name("scenes.py")
+pytestmark = NEEDS_VLLM
 _NUM_PROMPTS = 14
 DRAFTING = ("eagle1", "ridge", "draft_model", "cramped")
 
@@ -62,14 +56,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     _write(root / "ridge", _ridge(prompts, asked).as_eagle(), target)
     paths["ridge"] = str(root / "ridge")
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
-    packages = str(Path(longtail.__file__).parent.parent)
-    job = paths | {"prompts": prompts, "seeds": seeds, "packages": packages}
-    done = subprocess.run(
-        [PYTHON, "-I", str(_SCENES), json.dumps(job)],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-    )
+    job = paths | {"prompts": prompts, "seeds": seeds}
+    done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     own = complete(target, prompts, SamplingParams(max_tokens=48), None)[0]
     return {**json.loads(done.stdout), "own": [list(each.tokens) for each in own]}

@@ -181,7 +181,8 @@ def _worker_pool(
     gpus = 0.0 if on_cpu else float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
     if not own.address:
         return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
-    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=on_cpu))
+    on_vllm = uses_vllm(config, folders[0])
+    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=on_cpu, on_vllm=on_vllm))
     return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
 

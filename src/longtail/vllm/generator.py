@@ -12,6 +12,7 @@ steps, from what vLLM's own steps took and yielded. Never run on a GPU.
 
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,12 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is in this process
     "VLLM_NO_USAGE_STATS": "1",
 }
-_DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM's groups are of this machine; without it they listen on its address.
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+}
 
 
 @final

@@ -52,8 +52,11 @@ def test_what_differs_is_named_with_the_host(kit: Kit) -> None:
     with pytest.raises(ClusterError, match=r"host 10.0.0.2: PyTorch is .*, and 1.0 on the driver"):
         find(other)
     model, drafter = kit.folders
-    on_gpu = own_kit([model], on_cpu=False)
+    on_gpu = own_kit([model], on_cpu=False, on_vllm=True)
     assert kit.software.keys() - on_gpu.software.keys() == {"native kernels", "instructions"}
+    assert find(on_gpu) == {model: model}
+    with pytest.raises(ClusterError, match=r"vLLM is .*, and 0.1 on the driver"):
+        find(replace(kit, software={**kit.software, "vLLM": "0.1"}))
     (drafter / "initial/model.safetensors").write_bytes(bytes(1001))
     what = r"10.0.0.2: initial/model.safetensors is .* copy .*/drafter to"
     with pytest.raises(ClusterError, match=what):

@@ -22,10 +22,11 @@ from longtail.errors import ClusterError
 from longtail.model.kernels import native
 from longtail.system.cache import build_once, cache_directory
 from longtail.system.files import fingerprint
+from longtail.system.machine import vllm_version
 
 _SENT = (".json", ".safetensors", ".txt", ".model", ".jinja")
 """Kinds of files that are compared and sent; none is code or a pickle."""
-_CACHED, _KERNELS = "models", "native kernels"
+_CACHED, _KERNELS, _VLLM = "models", "native kernels", "vLLM"
 Digests = Mapping[str, str]
 """SHA-256 of the files of a directory by name."""
 
@@ -41,10 +42,11 @@ class Kit:
     folders: Mapping[Path, Digests]
 
 
-def own_kit(folders: Sequence[Path], *, on_cpu: bool) -> Kit:
+def own_kit(folders: Sequence[Path], *, on_cpu: bool, on_vllm: bool = False) -> Kit:
     """Return the kit of this host; on a GPU the processor's kernels may differ."""
     return Kit(
-        software=_software(on_cpu=on_cpu), folders={each: _digests(each) for each in folders}
+        software=_software(on_cpu=on_cpu, on_vllm=on_vllm),
+        folders={each: _digests(each) for each in folders},
     )
 
 
@@ -53,7 +55,7 @@ def find(kit: Kit) -> dict[Path, Path]:
 
     Raises ClusterError if software or files differ from the driver's.
     """
-    own = _software(on_cpu=_KERNELS in kit.software)
+    own = _software(on_cpu=_KERNELS in kit.software, on_vllm=_VLLM in kit.software)
     _compare(own, kit.software, "install the same on every host, or set LONGTAIL_ISA=avx2 on each")
     found: dict[Path, Path] = {}
     for folder, digests in kit.folders.items():
@@ -87,7 +89,7 @@ def keep(digests: Digests, files: Mapping[str, Any]) -> Path:
     return build_once(_CACHED, _cached(digests).name, write)
 
 
-def _software(*, on_cpu: bool) -> dict[str, str]:
+def _software(*, on_cpu: bool, on_vllm: bool) -> dict[str, str]:
     """Return what has to be equal for equal texts; on a GPU the processors may differ."""
     found = {
         "longtail": metadata.version("longtail"),
@@ -97,6 +99,8 @@ def _software(*, on_cpu: bool) -> dict[str, str]:
     if on_cpu:
         found["instructions"] = torch.backends.cpu.get_cpu_capability()
         found[_KERNELS] = native.build_name()
+    if on_vllm:
+        found[_VLLM] = vllm_version()
     return found
 
 

@@ -1,0 +1,35 @@
+"""Requests that move without a forecast, so that a short run has many moves.
+
+python -m support.moves WORDS     is `longtail WORDS` with them
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longtail.cluster import rollout
+from longtail.cluster.forecast import Text
+from longtail.cluster.sharing import Move
+
+SHARE_S = 0.05
+
+
+def half_of_the_most(
+    loads: Mapping[int, Sequence[Text]], idle: Sequence[int], early_s: float, forecast: Any
+) -> Move | None:
+    """Return a move of half of the longest shard, in place of one that gains."""
+    source = max(loads, key=lambda worker: len(loads[worker]), default=None)
+    others = [worker for worker in (*idle, *loads) if worker != source]
+    if source is None or not others or not loads[source]:
+        return None
+    names = [text.request.request_id for text in loads[source]]
+    return Move(
+        source=source, target=others[0], names=tuple(names[: -(-len(names) // 2)]), gain_s=0.0
+    )
+
+
+if __name__ == "__main__":
+    from longtail.cli.main import main
+
+    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
+    sys.exit(main(sys.argv[1:]))
