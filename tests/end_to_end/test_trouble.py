@@ -136,7 +136,7 @@ def test_a_disk_too_full_for_a_line_of_metrics_stops_the_run(workshop: Workshop)
     assert "free some space" in said
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(
     workshop: Workshop, number: signal.Signals
 ) -> None:

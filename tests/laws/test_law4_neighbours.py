@@ -195,21 +195,6 @@ def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_being_preempted_changes_no_text(family, grouped):
-    """Room for two long requests while five may run: some lose their KV and are computed again."""
-    model = tiny_model(family, dtype=torch.float64)
-    expected = [write_plainly(model, request)[0] for request in REQUESTS]
-    limits = EngineLimits(max_running=5, max_step_tokens=11, max_len=MAX_LEN, kv_tokens=128)
-    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), lambda tokens: "", limits)
-    requests = REQUESTS if grouped else [_ungrouped(request) for request in REQUESTS]
-    assert [done.tokens for done in engine.generate(requests)] == expected
-    assert engine.scheduler_counts().num_preemptions > 0
-    assert engine.scheduler_counts().num_shared_tokens > 0  # without groups, too
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most", "tolerance"),
     [

@@ -175,19 +175,6 @@ def test_a_profile_that_was_wrong_is_corrected(factor):
     assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TUNERS)
-def test_the_same_outcomes_give_the_same_decisions(name):
-    def again(seed: int) -> list[object]:
-        run = simulate(
-            TUNERS[name](), steps=600, truth=lambda _: GOOD, running=lambda _: 8, seed=seed
-        )
-        return [run.plans, run.nodes]
-
-    assert again(1) == again(1)
-    assert again(1) != again(2)
-
-
 @pytest.mark.parametrize("depth", [1, 4, 8, 16])
 @pytest.mark.parametrize("running", [1, 8, 48])
 def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):

@@ -12,6 +12,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,8 +60,13 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 
     `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
     """
-    _, given = Arguments(Parser("train", ""), model, has_sections=True).parse(words)
+    _, given = _arguments(model).parse(words)
     return merged(model, path, given)
+
+
+@cache
+def _arguments(model: type[BaseModel]) -> Arguments:
+    return Arguments(Parser("train", ""), model, has_sections=True)
 
 
 def merged(model: type[Model], path: Path | None, given: Mapping[str, Any]) -> Model:
