@@ -13,7 +13,7 @@ import pytest
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build
 
-STEPS = 6
+STEPS = 4
 QUICK = (
     f"--run.steps={STEPS}",
     "--run.checkpoint_every=100",
@@ -98,18 +98,18 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     workshop: Workshop, variant: str
 ) -> None:
     words = [*QUICK, "--reward.name=end_to_end.rewards:interrupting", *VARIANTS[variant]]
-    _interrupt_at(EVALUATED + 2 * GRADED + 5)  # in step 3, which then completes
+    _interrupt_at(EVALUATED + GRADED + 5)  # in step 2, which then completes
     stopped = workshop.train("parts", *words)
     assert stopped.code == 130
-    assert "stopped after step 3; the same command continues from there" in stopped.err
-    assert workshop.steps_saved("parts") == [3]
+    assert "stopped after step 2; the same command continues from there" in stopped.err
+    assert workshop.steps_saved("parts") == [2]
     resumed = workshop.train("parts", *words)
     assert resumed.code == 0
-    assert "resumed after step 3" in resumed.err
+    assert "resumed after step 2" in resumed.err
     ended = workshop.outcome("parts", STEPS)
     assert ended == _uninterrupted(*words)
     # The run learned after it was resumed, else equality would be cheap.
-    assert ended["weights"] != workshop.outcome("parts", 3)["weights"]
+    assert ended["weights"] != workshop.outcome("parts", 2)["weights"]
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
 
 @pytest.mark.slow
 def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
-    words = [*QUICK, "--run.checkpoint_every=3"]
+    words = [*QUICK, "--run.checkpoint_every=2"]
     moments = random.Random(1)
     log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
 
 @pytest.mark.slow
 def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> None:
-    words = [*QUICK, "--run.checkpoint_every=1"]
+    words, steps = [*QUICK, "--run.checkpoint_every=1", "--run.steps=6"], 6
     log, checkpoints = workshop.path / "log", workshop.path / "parts" / "checkpoints"
 
     def half_written() -> bool:
@@ -192,13 +192,13 @@ def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> 
     process.kill()
     assert processes.finish(process) == -signal.SIGKILL
     complete = workshop.steps_saved("parts")
-    assert len(complete) < STEPS
+    assert len(complete) < steps
     process = processes.start(workshop.words("parts", *words), log)
     assert processes.finish(process) == 0, log.read_text()
     assert not half_written()
     if complete:
         assert f"resumed after step {complete[-1]}" in log.read_text()
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+    assert workshop.outcome("parts", steps) == _uninterrupted(*QUICK, "--run.steps=6")
 
 
 @pytest.mark.slow
