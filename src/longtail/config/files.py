@@ -11,7 +11,7 @@ together, in one `ConfigError` that names field, value, place and remedy.
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -99,13 +99,6 @@ def render(config: BaseModel) -> str:
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
-def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name in model.model_fields:
-        section = section_of(model, name)
-        assert section is not None, f"{name} is not a section"
-        yield name, section
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -140,7 +133,7 @@ def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDeta
 
 def _unknown(model: type[BaseModel], name: str) -> str:
     """Return the message for an unknown name: the nearest known one, or all that are possible."""
-    known, sections = list(fields_of(model)), [section for section, _ in _sections(model)]
+    known, sections = list(fields_of(model)), list(model.model_fields)
     section, _, _ = name.partition(".")
     if near := nearest(name, known if section in sections else [*known, *sections]):
         return f"unknown key; the nearest known one is {near}"
