@@ -12,26 +12,26 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1350,
+    "top level": 1335,
     "assembly": 1455,
     "bench": 3060,
     "cli": 730,
     "cluster": 4355,
     "config": 1215,
-    "drafter": 4995,
+    "drafter": 4915,
     "engine": 3185,
     "integrations": 1640,
-    "model": 4865,
-    "programs": 1170,
-    "rl": 4340,
-    "run": 1415,
+    "model": 4855,
+    "programs": 1150,
+    "rl": 4360,
+    "run": 1395,
     "serve": 900,
     "speculation": 1090,
-    "system": 855,
+    "system": 885,
     "tuner": 1170,
     "view": 1110,
     "vllm": 1925,
-    "tests": 33970,
+    "tests": 33835,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {
