@@ -67,16 +67,17 @@ test: coverage
 	$(PYTEST) -m slow
 
 # A processor with AVX2 and no AVX-512, on any x86-64: our kernels, PyTorch's and oneDNN's, and the
-# laws whose numbers come from them. The first steps of the quickstart run so, too. Where there is no
-# AVX-512, `make test` runs the same tests.
+# laws whose numbers come from them; shapes are checked by `make test` alone. The first steps of the
+# quickstart run so, too. Where there is no AVX-512, `make test` runs the same tests.
 CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 KERNELS = decoder draft draws families kernels packed_attention product scores training_kernels
 NUMERICS = 1_plain_decoding 1_speculation 3_logprobs 4_bits 4_neighbours 10_sums
 MORE = from longtail.system.machine import cpu_flags; exit("avx512f" not in cpu_flags())
 test-capped: develop
 	if $(BIN)/python -c '$(MORE)'; then \
-		$(CAPPED) $(PYTEST) $(KERNELS:%=tests/parity/test_%.py) \
-			$(NUMERICS:%=tests/laws/test_law%.py) tests/unit/rl/test_learner.py; \
+		$(CAPPED) $(PYTEST) -o addopts="-q --import-mode=importlib" \
+			$(KERNELS:%=tests/parity/test_%.py) $(NUMERICS:%=tests/laws/test_law%.py) \
+			tests/unit/rl/test_learner.py; \
 	fi
 	rm -rf build/capped
 	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft
