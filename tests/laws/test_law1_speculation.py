@@ -2,7 +2,7 @@
 
 Exact in float64; and to the bit in float32 and bfloat16 where product.c multiplies: its rows, and a
 token's attention, have the same bits in any batch. Only a prompt that is cut elsewhere is another
-sum there. With other products the share of texts that differ is bounded.
+sum there. With other products the share of texts that differ is bounded (test_law4_neighbours.py).
 
 The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
 Drafters are scripted (tests/support/drafters.py): they know how the texts go on, so trees are
@@ -378,24 +378,3 @@ def test_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, dtype):
         written, _ = write(engine, given.requests)
         assert drafter.num_nodes > 0
         assert_same_texts(written, given.plain, tolerance=0.0)
-
-
-def test_few_bfloat16_texts_differ():
-    """The bound of law 4 for neighbours: 48 texts of at most 25 tokens, logits mostly within 0.01.
-
-    Two perturbed scores lie within 0.01 of each other with probability at most about 0.02: half of
-    the texts might differ. No product here is long enough for more than a few.
-    """
-    differing = 0
-    for family in FAMILIES:
-        given = task(family, torch.bfloat16)
-        engine = make_engine(family, dtype=torch.bfloat16)
-        drafter = ScriptedDrafter(given.texts, ragged(0))
-        engine.speculate(Speculation.fixed(drafter, TREE))
-        for one, other in zip(write(engine, given.requests)[0], given.plain, strict=True):
-            pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=False))
-            same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
-            differing += one.tokens != other.tokens
-            # A truncation keeps a token or not: its mass is then in every logprob of the row.
-            assert all(abs(p - q) < 0.2 for _, _, p, q in pairs[:same])
-    assert differing <= 12

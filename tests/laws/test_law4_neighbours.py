@@ -218,19 +218,27 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
         )
         for i in range(24)
     ]
-    written = [
-        RolloutEngine(
-            tiny_model("qwen3", dtype=dtype),
-            lambda tokens: "",
-            EngineLimits(max_running=running, max_step_tokens=budget, max_len=MAX_LEN),
-        ).generate(requests)
-        for running, budget in ((1, 32), (24, 64), (7, 9))
-    ]
-    for others in written[1:]:
+
+    def write(running: int, budget: int, drafts: Speculation | None = None) -> list[Completion]:
+        limits = EngineLimits(max_running=running, max_step_tokens=budget, max_len=MAX_LEN)
+        model = tiny_model("qwen3", dtype=dtype)
+        return RolloutEngine(model, lambda tokens: "", limits, speculation=drafts).generate(
+            requests
+        )
+
+    alone = write(1, 32)
+    texts = {
+        request.request_id: (*request.prompt_tokens, *done.tokens)
+        for request, done in zip(requests, alone, strict=True)
+    }
+    drafter = ScriptedDrafter(texts, ragged(0))
+    fixed = Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
+    for others in (write(24, 64), write(7, 9), write(24, 300, fixed)):
         differing = 0
-        for one, other in zip(written[0], others, strict=True):
+        for one, other in zip(alone, others, strict=True):
             pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True))
             same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
             differing += same < len(pairs)
             assert all(abs(p - q) < tolerance for _, _, p, q in pairs[:same])
         assert differing <= most
+    assert drafter.num_accepted > 0
