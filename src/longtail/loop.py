@@ -30,12 +30,10 @@ from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig
 from longtail.errors import CheckpointError, NonFiniteError
-from longtail.rl.advantage import keep_informative, refill_size, shaped_rewards
+from longtail.rl.advantage import keep_informative, refill_size
 from longtail.rl.data.requests import RequestBatch, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.loss import LOSSES
-from longtail.rl.packing import pack_mini_batches
-from longtail.rl.streaming import GroupStream, samples_dynamically
+from longtail.rl.streaming import GroupStream, samples_dynamically, step_batches
 from longtail.run import summary
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
@@ -46,7 +44,7 @@ from longtail.run.state import StateSaver
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
-from longtail.types import Group, TrainBatch
+from longtail.types import Group
 from longtail.view.report import write_report
 
 
@@ -75,7 +73,9 @@ class TrainingStep:
             rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
         groups = self._learnable(rounds)
         with self.watch.section("learn"), self.phase("learning"):
-            learned = self.components.workers.learn(self._batches(groups))
+            learned = self.components.workers.learn(
+                step_batches(groups, self.config, self.components.sampling)
+            )
         self._publish()
         return StepRecord(
             rounds=rounds, num_learned=len(groups), learned=learned, seconds=self.watch.lap()
@@ -131,22 +131,6 @@ class TrainingStep:
         with self.watch.section("reward"), self.phase("grading"):
             graded = stream.finish()
         return some_graded(graded, self.config.reward.name) if is_first else graded
-
-    def _batches(self, groups: Sequence[Group]) -> list[TrainBatch]:
-        """Return the rollouts with their advantages, packed into mini-batches."""
-        config, loss = self.config.learner, LOSSES[self.config.learner.loss]
-        sampling = self.components.sampling
-        rewards = shaped_rewards(
-            groups, max_tokens=sampling.max_tokens, buffer=config.overlong_buffer
-        )
-        return pack_mini_batches(
-            [rollout for group in groups for rollout in group.rollouts],
-            [value for group in loss.advantages(rewards) for value in group],
-            sampling=sampling,
-            budget=config.tokens_per_micro_batch,
-            mini_batches=config.mini_batches,
-            keep_idle=config.kl_coef > 0,
-        )
 
     def _publish(self) -> None:
         """Copy the learners' weights to the engines, and offer the newly trained drafter."""

@@ -80,11 +80,6 @@ def test_a_model_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: s
 
 DATA: dict[str, tuple[list[dict[str, object]] | str | None, list[str], list[str]]] = {
     "no file": (None, [], ["data.source", "bad.jsonl does not exist"]),
-    "another prompt column": (
-        [{"prompt": "1", "quest": "2"}] * 9,
-        ["--data.prompt_column=quests"],
-        ["data.prompt_column = 'quests'", "did you mean 'quest'"],
-    ),
     "too few rows": (
         [{"prompt": "1"}] * 4,
         [],
@@ -94,11 +89,6 @@ DATA: dict[str, tuple[list[dict[str, object]] | str | None, list[str], list[str]
         '{"prompt": "1", "answer": "7"}\n{"prompt": "2", "answer": NaN}\n',
         ["--reward.name=exact"],
         ["bad.jsonl', row 1, column 'answer'", "the reference answer of this row is nan"],
-    ),
-    "of an unknown kind": (
-        [{"prompt": "1"}],
-        ["--data.source=problems.csv"],
-        ["unknown kind of source", ".jsonl or .parquet"],
     ),
 }
 
@@ -121,7 +111,6 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
     [
         (["--reward.name=end_to_end.rewards:seven"], ["attribute 'seven', did you mean 'sevens'"]),
         (["--run.device=cuda", "--rollout.engine=own"], ["run.device = 'cuda'", "docs/vllm.md"]),
-        (["--rollout.group_size=1"], ["rollout.group_size = 1", "use at least 2"]),
         (["--rollout.temperature=0"], ["rollout.temperature = 0", "more than 0"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
     ],

@@ -68,7 +68,7 @@ def test_prompts_are_those_that_the_drafters_run_held_out_or_given_ones(workshop
     assert said.code == 2
     assert "--prompts is needed" in said.err
     said = say("drafter", "eval", *more, "--prompts", str(workshop.prompts), "--n=0")
-    assert "--n = 0: it must be at least 1" in said.err
+    assert "--n = 0: it must be greater than or equal to 1" in said.err
     said = say("drafter", "eval", *more, "--prompts", str(workshop.prompts))
     assert all(each["differing_share"] == 0 for each in json.loads(said.out)["measured"])
 

@@ -90,46 +90,30 @@ def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -
     assert "step" not in out.partition("expected")[0]
 
 
-@pytest.mark.slow
-def test_a_stopped_run_goes_on_bit_for_bit_without_writing_texts_anew(
+def test_a_stopped_and_a_killed_run_go_on_bit_for_bit_without_writing_texts_anew(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, step = "stopped", DrafterTrainer.step
 
-    def terminated(trainer: DrafterTrainer, *batch: Any) -> Any:
+    def disturbed(trainer: DrafterTrainer, *batch: Any) -> Any:
         if trainer.steps == 0:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(trainer, *batch)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DrafterTrainer, "step", terminated)
-        said = _train(workshop, run)
-    assert said.code == 130
-    assert "stopped after step 1; start again to go on" in said.err
-    with monkeypatch.context() as patch:
-        patch.setattr("longtail.programs.drafter_data._generate", None)  # must not be needed
-        assert _train(workshop, run).code == 0
-    assert _outcome(workshop, run) == _outcome(workshop, "done")
-
-
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = DrafterTrainer.step
-
-    def killed(trainer: DrafterTrainer, *batch: Any) -> Any:
         if trainer.steps == 3:
             raise MemoryError
         return step(trainer, *batch)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(DrafterTrainer, "step", killed)
-        with pytest.raises(MemoryError):
-            _train(workshop, "killed")
-    said = _train(workshop, "killed")
+    monkeypatch.setattr(DrafterTrainer, "step", disturbed)
+    said = _train(workshop, run)
+    assert said.code == 130
+    assert "stopped after step 1; start again to go on" in said.err
+    monkeypatch.setattr("longtail.programs.drafter_data._generate", None)  # must not be needed
+    with pytest.raises(MemoryError):
+        _train(workshop, run)
+    monkeypatch.setattr(DrafterTrainer, "step", step)
+    said = _train(workshop, run)
     assert said.code == 0
     assert "resumed after step 2" in said.err
-    assert _outcome(workshop, "killed") == _outcome(workshop, "done")
+    assert _outcome(workshop, run) == _outcome(workshop, "done")
 
 
 def test_a_run_that_is_stopped_while_texts_are_written_begins_again(

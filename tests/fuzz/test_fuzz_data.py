@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.examples import example_of, make_examples
+from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.pool import gradable
@@ -100,9 +100,8 @@ def train_on(rows: list[Row], source: str, encoder: Encoder) -> None:
 
 
 def imitate(rows: list[Row], source: str, encoder: Encoder) -> None:
-    examples = make_examples(rows, source=source, encoder=encoder, eos_id=0, max_len=64)
-    for prompt in examples.prompts:
-        assert 0 < example_of(prompt).prompt_len < len(example_of(prompt).tokens)
+    examples, _ = make_examples(rows, source=source, encoder=encoder, eos_id=0, max_len=64)
+    assert all(0 < each.prompt_len < len(each.tokens) for each in examples)
 
 
 def told(read: Callable[[], object], *names: str) -> None:

@@ -12,26 +12,26 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1350,
+    "top level": 1335,
     "assembly": 1450,
     "bench": 3095,
     "cli": 730,
     "cluster": 4595,
     "config": 1230,
-    "drafter": 4995,
+    "drafter": 4915,
     "engine": 3185,
     "integrations": 1640,
-    "model": 4865,
-    "programs": 1170,
-    "rl": 4355,
-    "run": 1415,
+    "model": 4855,
+    "programs": 1150,
+    "rl": 4375,
+    "run": 1395,
     "serve": 900,
     "speculation": 1090,
-    "system": 865,
+    "system": 895,
     "tuner": 1170,
     "view": 1115,
     "vllm": 1935,
-    "tests": 34930,
+    "tests": 34800,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 THEN = {

@@ -19,10 +19,10 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, i
 from longtail.drafter.training.gain import DrafterGain
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.drafter.training.texts import pack_texts
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 
 WORDS = (
     *("--run.steps=2", "--data.shuffle=false", "--data.heldout_size=0", "--learner.kl_coef=0.1"),

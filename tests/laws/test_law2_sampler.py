@@ -15,7 +15,7 @@ from torch import Tensor
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.sampling import draw, draw_rows, gumbel_noise, noise_key
+from longtail.sampling import draw, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
 from support.drafters import CoupledMarkovDrafter
@@ -243,29 +243,6 @@ def test_all_pairs_of_positions_win_together_as_often_as_chance_has_it():
     for one, other in itertools.combinations(winners, 2):
         deviation = abs(int((one == other).sum()) - expected)
         assert deviation < Z * math.sqrt(expected * (1 - 1 / vocab_size)) + 1
-
-
-def test_noise_does_not_depend_on_the_rows_it_is_asked_with():
-    keys = torch.tensor([noise_key(3, i) for i in range(40)])
-    positions = torch.arange(40) * 11
-    together = gumbel_noise(keys, positions, 300)
-    for i in range(40):
-        assert gumbel_noise(keys[i : i + 1], positions[i : i + 1], 300).equal(together[i : i + 1])
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
-    assert gumbel_noise(keys[order], positions[order], 300).equal(together[order])
-
-
-def test_rows_with_different_parameters_are_drawn_as_if_alone():
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(30, 20, generator=generator)
-    noise = gumbel_noise(torch.arange(30), torch.arange(30), 20)
-    choices = [SamplingParams(temperature=t, top_k=k) for t in (0.0, 0.8, 1.0) for k in (0, 4)]
-    params = [choices[i % len(choices)] for i in range(30)]
-    together = draw_rows(logits, noise, params)
-    for i in range(30):
-        alone = draw(logits[i : i + 1], noise[i : i + 1], params[i])
-        assert together.tokens[i] == alone.tokens[0]
-        assert together.logprobs[i] == alone.logprobs[0]
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS[1:], ids=str)

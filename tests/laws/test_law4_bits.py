@@ -143,13 +143,12 @@ def renamed(request: Request) -> Request:
 
 @pytest.mark.parametrize("vocab_size", [128, 1000, 4099])
 def test_a_row_is_drawn_alike_wherever_it_lies(vocab_size):
-    """Noise, token and logprob, of one row or of a slice of many, plain or truncated."""
+    """Noise, token and logprob, of one row or of a slice of many, each with its parameters."""
     keys = torch.tensor([noise_key(0, i) for i in range(11)])
     positions = torch.arange(11) * 37
     logits = torch.randn(11, vocab_size, generator=torch.Generator().manual_seed(0))
-    params = [
-        (SamplingParams(), SamplingParams(temperature=0.7, top_p=0.9))[i % 2] for i in range(11)
-    ]
+    kinds = ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 4})
+    params = [SamplingParams(**kinds[i % 4]) for i in range(11)]
     noise = gumbel_noise(keys, positions, vocab_size)
     whole = draw_rows(logits, noise, params)
     for start, end in itertools.combinations(range(12), 2):

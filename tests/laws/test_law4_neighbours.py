@@ -195,21 +195,6 @@ def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_being_preempted_changes_no_text(family, grouped):
-    """Room for two long requests while five may run: some lose their KV and are computed again."""
-    model = tiny_model(family, dtype=torch.float64)
-    expected = [write_plainly(model, request)[0] for request in REQUESTS]
-    limits = EngineLimits(max_running=5, max_step_tokens=11, max_len=MAX_LEN, kv_tokens=128)
-    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), lambda tokens: "", limits)
-    requests = REQUESTS if grouped else [_ungrouped(request) for request in REQUESTS]
-    assert [done.tokens for done in engine.generate(requests)] == expected
-    assert engine.scheduler_counts().num_preemptions > 0
-    assert engine.scheduler_counts().num_shared_tokens > 0  # without groups, too
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most", "tolerance"),
     [
@@ -233,19 +218,27 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
         )
         for i in range(24)
     ]
-    written = [
-        RolloutEngine(
-            tiny_model("qwen3", dtype=dtype),
-            lambda tokens: "",
-            EngineLimits(max_running=running, max_step_tokens=budget, max_len=MAX_LEN),
-        ).generate(requests)
-        for running, budget in ((1, 32), (24, 64), (7, 9))
-    ]
-    for others in written[1:]:
+
+    def write(running: int, budget: int, drafts: Speculation | None = None) -> list[Completion]:
+        limits = EngineLimits(max_running=running, max_step_tokens=budget, max_len=MAX_LEN)
+        model = tiny_model("qwen3", dtype=dtype)
+        return RolloutEngine(model, lambda tokens: "", limits, speculation=drafts).generate(
+            requests
+        )
+
+    alone = write(1, 32)
+    texts = {
+        request.request_id: (*request.prompt_tokens, *done.tokens)
+        for request, done in zip(requests, alone, strict=True)
+    }
+    drafter = ScriptedDrafter(texts, ragged(0))
+    fixed = Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
+    for others in (write(24, 64), write(7, 9), write(24, 300, fixed)):
         differing = 0
-        for one, other in zip(written[0], others, strict=True):
+        for one, other in zip(alone, others, strict=True):
             pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True))
             same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
             differing += same < len(pairs)
             assert all(abs(p - q) < tolerance for _, _, p, q in pairs[:same])
         assert differing <= most
+    assert drafter.num_accepted > 0

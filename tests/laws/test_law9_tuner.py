@@ -12,22 +12,12 @@ from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.records import Batch
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
+from longtail.tuner.tuner import FixedTuner, OffTuner
 from support.simulated import BAD, GOOD, MACHINE, Machine, Truth, oracle_rate, simulate
 
 TUNERS = {"budget": BudgetTuner, "beg-mab": lambda: BanditTuner(epsilon=0.1)}
 QUICK, SLOW = Machine(), Machine(token_s=4e-4)
 """SLOW: verification is dear, and drafting pays for few requests only."""
-
-
-def regret(tuner: Tuner, truth: Truth, num: int, machine: Machine = QUICK) -> list[float]:
-    """Return the regret of each quarter of a run."""
-    steps = 2400
-    run = simulate(
-        tuner, steps=steps, truth=lambda _: truth, running=lambda _: num, machine=machine
-    )
-    best, quarter = oracle_rate(truth, num, machine), steps // 4
-    return [1 - run.rate(begin, begin + quarter) / best for begin in range(0, steps, quarter)]
 
 
 @pytest.mark.slow
@@ -36,7 +26,10 @@ def regret(tuner: Tuner, truth: Truth, num: int, machine: Machine = QUICK) -> li
 @pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3), BAD], ids=["good", "mediocre", "bad"])
 def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, machine):
     """Better, where it may draft for each request as far as that one is worth it."""
-    assert regret(BudgetTuner(), truth, num, machine)[-1] < 0.03
+    run = simulate(
+        BudgetTuner(), steps=2400, truth=lambda _: truth, running=lambda _: num, machine=machine
+    )
+    assert run.rate(1800) > 0.97 * oracle_rate(truth, num, machine)
 
 
 @pytest.mark.slow
@@ -173,19 +166,6 @@ def test_a_profile_that_was_wrong_is_corrected(factor):
         profile_error=factor,
     )
     assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TUNERS)
-def test_the_same_outcomes_give_the_same_decisions(name):
-    def again(seed: int) -> list[object]:
-        run = simulate(
-            TUNERS[name](), steps=600, truth=lambda _: GOOD, running=lambda _: 8, seed=seed
-        )
-        return [run.plans, run.nodes]
-
-    assert again(1) == again(1)
-    assert again(1) != again(2)
 
 
 @pytest.mark.parametrize("depth", [1, 4, 8, 16])

@@ -27,7 +27,8 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, identity, load_dr
 from longtail.model.hf.model import PolicyTransformer, load_config, load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.examples import ExampleBatches, make_examples
-from longtail.rl.data.prompts import Encoder, PromptSource
+from longtail.rl.data.prompts import Encoder
+from longtail.rl.muon import MuonOptimizer
 from longtail.rl.sft_learner import SftLearner
 from support.toy import DRAFTERS, PROBLEMS, REASONER
 
@@ -118,14 +119,14 @@ def make_reasoner() -> None:
         row["completion"] = solution(int(row["problem_id"].split("/")[1]), rng)
     rows += [drill(rng) for _ in rows]
     model = PolicyTransformer(load_config(REASONER))
-    examples = make_examples(
+    examples, _ = make_examples(
         rows,
         source="toy",
-        encoder=Encoder(encode=words.encode, render=words.render),
+        encoder=Encoder.of(words),
         eos_id=words.eos_ids[0],
         max_len=model.config.max_positions,
     )
-    batches = ExampleBatches(PromptSource(examples, seed=0), 2048)
+    batches = ExampleBatches(examples, 2048, seed=0)
     model.initialize(torch.Generator().manual_seed(0))
     settings = SftTrainSection(
         learning_rate=8e-3,
@@ -134,7 +135,8 @@ def make_reasoner() -> None:
         tokens_per_micro_batch=2048,
         autocast=False,
     )
-    learner = SftLearner(model, settings, matrix_rate=0.02)
+    learner: Any = SftLearner(model, settings)
+    learner._optimizer = MuonOptimizer(model, settings, matrix_rate=0.02, total_steps=STEPS)
     for step in range(1, STEPS + 1):
         print(f"model {step}/{STEPS}  loss {learner.step(batches.take()).loss:.3f}", flush=True)
     save_model(model.to(torch.bfloat16), REASONER, eos_ids=words.eos_ids)

@@ -1,8 +1,10 @@
-"""Graded completions, made of tokens whose first part is the prompt."""
+"""Graded completions, made of tokens whose first part is the prompt, and graders of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from longtail.types import Completion, FinishReason, Prompt, Rollout
+from longtail.rl.grading.pool import Graded, GraderPool
+from longtail.types import Completion, FinishReason, GradingFailure, Prompt, Rollout
 
 
 def completion(request_id: str, tokens: Sequence[int], **fields: object) -> Completion:
@@ -25,3 +27,20 @@ def rollout(
     request_id = str(fields.pop("request_id", f"r{number}"))
     made = completion(request_id, tokens[prompt_len:], **fields)
     return Rollout(prompt=prompt, completion=made, reward=reward)
+
+
+def graders(reward: Callable[[str], float | None]) -> GraderPool:
+    """Return a pool without processes; a reward is that of a request's id, None a failure."""
+
+    def grade(pairs: Any) -> Graded:
+        rollouts, failures = list[Rollout](), list[GradingFailure]()
+        for prompt, made in pairs:
+            if (found := reward(made.request_id)) is None:
+                failures.append(GradingFailure(prompt=prompt, completion=made, error="no"))
+            else:
+                rollouts.append(Rollout(prompt=prompt, completion=made, reward=found))
+        return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
+
+    pool: Any = object.__new__(GraderPool)
+    pool.grade = grade
+    return pool

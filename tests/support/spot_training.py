@@ -13,11 +13,11 @@ from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 from support.tiny_models import tiny_model
 
 TEACHING = TrainerSettings(unroll_steps=2, optimizer=OptimizerSection(learning_rate=1e-2))

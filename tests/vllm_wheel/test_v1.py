@@ -16,10 +16,10 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams

@@ -25,9 +25,9 @@ class EvalOptions(argparse.Namespace):
         str | None,
         Option("as data.source of train (default: held-out ones of the drafter's run)"),
     ] = None
-    n: Annotated[int, Option("number of prompts")] = 32
-    max_tokens: Annotated[int, Option("longest completion, tokens")] = 1024
-    temperatures: Annotated[str, Option("sampling temperatures")] = "0,0.6,1"
+    n: Annotated[int, Option("number of prompts", low=1)] = 32
+    max_tokens: Annotated[int, Option("longest completion, tokens", low=1)] = 1024
+    temperatures: Annotated[tuple[float, ...], Option("sampling temperatures", low=0)] = (0, 0.6, 1)
     dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
     seed: Annotated[int, Option("seed of generated prompts")] = 0
     threads: Annotated[int, Option("number of compute threads")] = 1

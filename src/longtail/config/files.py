@@ -11,7 +11,8 @@ together, in one `ConfigError` that names field, value, place and remedy.
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,8 +60,13 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 
     `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
     """
-    _, given = Arguments(Parser("train", ""), model, has_sections=True).parse(words)
+    _, given = _arguments(model).parse(words)
     return merged(model, path, given)
+
+
+@cache
+def _arguments(model: type[BaseModel]) -> Arguments:
+    return Arguments(Parser("train", ""), model, has_sections=True)
 
 
 def merged(model: type[Model], path: Path | None, given: Mapping[str, Any]) -> Model:
@@ -91,13 +97,6 @@ def _update(model: type[BaseModel], values: dict[str, Any], given: Mapping[str, 
 def render(config: BaseModel) -> str:
     """Return the configuration as TOML without unset fields; `resolve` gives an equal one."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
-
-
-def _sections(model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
-    for name in model.model_fields:
-        section = section_of(model, name)
-        assert section is not None, f"{name} is not a section"
-        yield name, section
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDeta
 
 def _unknown(model: type[BaseModel], name: str) -> str:
     """Return the message for an unknown name: the nearest known one, or all that are possible."""
-    known, sections = list(fields_of(model)), [section for section, _ in _sections(model)]
+    known, sections = list(fields_of(model)), list(model.model_fields)
     section, _, _ = name.partition(".")
     if near := nearest(name, known if section in sections else [*known, *sections]):
         return f"unknown key; the nearest known one is {near}"

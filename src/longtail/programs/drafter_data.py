@@ -19,7 +19,7 @@ from longtail.errors import ConfigError, DataError
 from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.rl.data.examples import Example, example_of, make_examples
+from longtail.rl.data.examples import Example, make_examples
 from longtail.rl.data.prompts import Encoder, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.system.device import compute_threads, rollout_threads
@@ -60,7 +60,7 @@ def generated_texts(
     prompts = make_prompts(
         prompt_rows(config),
         source=data.source,
-        encoder=_encoder(tokenizer),
+        encoder=Encoder.of(tokenizer),
         max_prompt_len=data.max_prompt_len,
         drop_long=True,
         prompt_column=data.prompt_column,
@@ -84,7 +84,7 @@ def prompts_of(
     found = make_prompts(
         rows,
         source=source,
-        encoder=_encoder(tokenizer),
+        encoder=Encoder.of(tokenizer),
         max_prompt_len=sys.maxsize,
         prompt_column=column,
     )
@@ -116,12 +116,6 @@ def _cut(text: Example, length: int) -> Example:
     return Example(tokens=tokens, prompt_len=min(text.prompt_len, len(tokens)))
 
 
-def _encoder(tokenizer: Tokenizer) -> Encoder:
-    return Encoder(
-        encode=tokenizer.encode, render=tokenizer.render if tokenizer.has_chat_template else None
-    )
-
-
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
     data, eos_ids = config.data, tokenizer.eos_ids
@@ -133,16 +127,16 @@ def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example
         )
     if data.text_column in rows[0]:
         return [_whole(row, i, config, tokenizer) for i, row in enumerate(rows)]
-    examples = make_examples(
+    examples, _ = make_examples(
         rows,
         source=data.source,
-        encoder=_encoder(tokenizer),
+        encoder=Encoder.of(tokenizer),
         eos_id=eos_ids[0],
         max_len=sys.maxsize,
         prompt_column=data.prompt_column,
         completion_column=data.completion_column,
     )
-    return [example_of(prompt) for prompt in examples.prompts]
+    return examples
 
 
 def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenizer) -> Example:

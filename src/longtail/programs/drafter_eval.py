@@ -49,7 +49,6 @@ _PARENTS = 3
 def run(args: argparse.Namespace) -> int:
     """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
-    temperatures = _numbers("--temperatures", args.temperatures)
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     target = open_target(args)
     prompts = find_prompts(args, target)
     found: list[dict[str, Any]] = []
-    for temperature in temperatures:
+    for temperature in args.temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
         sampling = SamplingParams(
             temperature=temperature,
@@ -97,12 +96,9 @@ def run(args: argparse.Namespace) -> int:
 def open_target(args: argparse.Namespace) -> Target:
     """Open the target and, as a check, the drafter; raise ConfigError if one fails.
 
-    Reads target, drafter, n, max_tokens and dtype. A missing target is set to that of the drafter's
+    Reads target, drafter and dtype. A missing target is set to that of the drafter's
     run.
     """
-    for option, value in (("--n", args.n), ("--max-tokens", args.max_tokens)):
-        if value < 1:
-            raise ConfigError(f"{option} = {value}: it must be at least 1")
     check_names(args.drafter, field="DRAFTER")
     args.target = args.target or default_target(args.drafter)
     directory = model_directory(args.target, field="--target")
@@ -221,14 +217,6 @@ def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
             f"{each['differing_share']:.1%}",
         )
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
-
-
-def _numbers(option: str, text: str) -> list[float]:
-    """Parse comma-separated numbers; ConfigError naming the option."""
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise ConfigError(f"{option} = {text!r}: it must be numbers, as in 0,0.6,1") from None
 
 
 def _log(text: str) -> None:

@@ -35,7 +35,6 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.training.texts import TextBatches, pack_texts
 from longtail.drafter.training.trainer import TrainerSettings
 from longtail.errors import ConfigError
 from longtail.generator import StepReport
@@ -44,6 +43,8 @@ from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
 from longtail.programs.drafter_data import TEXTS_FILE, Corpus, generated_texts, given_texts
+from longtail.rl.data.examples import ExampleBatches
+from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import DTYPES
@@ -62,7 +63,7 @@ class Components(steps.Components):
 
     config: DrafterTrainConfig
     trainer: Trainer
-    batches: TextBatches
+    batches: ExampleBatches
     corpus: Corpus
     target: TargetIdentity
     num_tokens: int = 0
@@ -248,7 +249,7 @@ def assemble(
     return Components(
         config=config,
         trainer=trainer,
-        batches=TextBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
     )

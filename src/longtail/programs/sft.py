@@ -23,8 +23,8 @@ from longtail.model.hf.model import PolicyTransformer, load_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.programs import steps
 from longtail.rl.data import sum_task
-from longtail.rl.data.examples import Example, ExampleBatches, example_of, make_examples
-from longtail.rl.data.prompts import Encoder, PromptSet, PromptSource, hold_out
+from longtail.rl.data.examples import Example, ExampleBatches, make_examples
+from longtail.rl.data.prompts import Encoder
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
@@ -132,19 +132,17 @@ def assemble(config: SftConfig) -> Components:
             f"data.max_len = {config.data.max_len}: the model has {model.config.max_positions} "
             "positions; lower it"
         )
-    examples = _examples(config, tokenizer)
-    size = min(_MAX_HELDOUT, len(examples.prompts) // _HELDOUT_ONE_IN)
-    parts = hold_out(examples, size)
-    source = PromptSource(parts.train, seed=config.run.seed)
+    examples, num_dropped = _examples(config, tokenizer)
+    cut = len(examples) - min(_MAX_HELDOUT, len(examples) // _HELDOUT_ONE_IN)
     own = config.train
     return Components(
         config=config,
         model=model,
         tokenizer=tokenizer,
         learner=SftLearner(model, own),
-        batches=ExampleBatches(source, own.batch_tokens),
-        heldout=tuple(example_of(prompt) for prompt in parts.heldout.prompts),
-        num_dropped=examples.num_dropped,
+        batches=ExampleBatches(examples[:cut], own.batch_tokens, config.run.seed),
+        heldout=tuple(examples[cut:]),
+        num_dropped=num_dropped,
     )
 
 
@@ -153,7 +151,7 @@ def _model(config: SftConfig) -> tuple[PolicyTransformer, Tokenizer]:
     return load_model(path, torch.float32, device), load_tokenizer(path)
 
 
-def _examples(config: SftConfig, tokenizer: Tokenizer) -> PromptSet:
+def _examples(config: SftConfig, tokenizer: Tokenizer) -> tuple[list[Example], int]:
     data = config.data
     rows: Sequence[Row] = (
         sum_task.examples(data.size, config.run.seed)
@@ -168,10 +166,7 @@ def _examples(config: SftConfig, tokenizer: Tokenizer) -> PromptSet:
     return make_examples(
         rows,
         source=data.source,
-        encoder=Encoder(
-            encode=tokenizer.encode,
-            render=tokenizer.render if tokenizer.has_chat_template else None,
-        ),
+        encoder=Encoder.of(tokenizer),
         eos_id=tokenizer.eos_ids[0],
         max_len=data.max_len,
         drop_long=data.drop_long,

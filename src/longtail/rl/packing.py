@@ -11,6 +11,7 @@ from itertools import accumulate, chain, pairwise
 
 import torch
 
+from longtail.rl.data.examples import Example
 from longtail.rl.data.requests import visit_of
 from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams, TrainBatch
 
@@ -125,6 +126,12 @@ def pack(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget:
         )
         for members in plan([len(sequence) for sequence in sequences], budget)
     ]
+
+
+def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
+    """Pack texts into micro-batches of at most `budget` tokens."""
+    packs = pack([text.tokens for text in texts], [text.prompt_len for text in texts], budget)
+    return [one.packed for one in packs]
 
 
 def pack_shared(

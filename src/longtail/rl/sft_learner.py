@@ -17,9 +17,8 @@ from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.policy import Policy
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
-from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer, load_parameters, loss_error
-from longtail.rl.packing import pack
+from longtail.rl.packing import pack_texts
 from longtail.types import PackedSequences, SamplingParams
 
 
@@ -48,20 +47,13 @@ class SftLearner:
     A step whose loss or gradient is not finite is not made and raises NonFiniteError.
     """
 
-    def __init__(
-        self, model: Policy, settings: SftTrainSection, *, matrix_rate: float | None = None
-    ) -> None:
-        """`matrix_rate`: learning rate of Muon inside layers; None uses AdamW for all weights."""
+    def __init__(self, model: Policy, settings: SftTrainSection) -> None:
         if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(f"train.autocast = true with {model.dtype} weights: it needs float32")
         self._model, self._parameters = model, model.trainable()
         self._model.fuse()
         self._settings = settings
-        self._optimizer: Optimizer | MuonOptimizer = (
-            Optimizer(self._parameters.items(), settings, total_steps=settings.steps)
-            if matrix_rate is None
-            else MuonOptimizer(model, settings, matrix_rate=matrix_rate, total_steps=settings.steps)
-        )
+        self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=settings.steps)
         self._steps = 0
 
     @property
@@ -121,12 +113,7 @@ class SftLearner:
         self._steps = steps
 
     def _packs(self, examples: Sequence[Example]) -> list[PackedSequences]:
-        packs = pack(
-            [e.tokens for e in examples],
-            [e.prompt_len for e in examples],
-            self._settings.tokens_per_micro_batch,
-        )
-        return [one.packed for one in packs]
+        return pack_texts(examples, self._settings.tokens_per_micro_batch)
 
     def _score(self, packed: PackedSequences) -> TokenScores:
         own = self._settings

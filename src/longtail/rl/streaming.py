@@ -7,7 +7,7 @@ micro-batches follow from it alone. Graders work beside the rollout, in one thre
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
@@ -16,8 +16,17 @@ from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.data.requests import RequestBatch, regroup, visit_of
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.loss import LOSSES
-from longtail.rl.packing import pack_group
-from longtail.types import Completion, GradingFailure, Group, MicroBatch, Prompt, Rollout
+from longtail.rl.packing import pack_mini_batches
+from longtail.types import (
+    Completion,
+    GradingFailure,
+    Group,
+    MicroBatch,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    TrainBatch,
+)
 
 
 def streams(config: RunConfig) -> bool:
@@ -32,17 +41,20 @@ def samples_dynamically(config: RunConfig) -> bool:
     return LOSSES[config.learner.loss].dynamic_sampling if own is None else own
 
 
-def group_micro_batches(group: Group, config: RunConfig) -> list[MicroBatch]:
-    """Pack one group, whose advantages need no other; empty if nothing can be learned from it."""
-    own = config.learner
-    (rewards,) = shaped_rewards(
-        [group], max_tokens=config.rollout.max_tokens, buffer=own.overlong_buffer
+def step_batches(
+    groups: Sequence[Group], config: RunConfig, sampling: SamplingParams
+) -> list[TrainBatch]:
+    """Return the rollouts of groups with their advantages, packed into mini-batches."""
+    own, loss = config.learner, LOSSES[config.learner.loss]
+    rewards = shaped_rewards(
+        groups, max_tokens=config.rollout.max_tokens, buffer=own.overlong_buffer
     )
-    (advantages,) = LOSSES[own.loss].advantages([rewards])
-    return pack_group(
-        group.rollouts,
-        advantages,
+    return pack_mini_batches(
+        [rollout for group in groups for rollout in group.rollouts],
+        [value for group in loss.advantages(rewards) for value in group],
+        sampling=sampling,
         budget=own.tokens_per_micro_batch,
+        mini_batches=own.mini_batches,
         keep_idle=own.kl_coef > 0,
     )
 
@@ -59,6 +71,7 @@ class GroupStream:
         self, requests: RequestBatch, grader: GraderPool, config: RunConfig, *, num_learned: int = 0
     ) -> None:
         self._grader, self._config = grader, config
+        self._sampling = requests.requests[0].sampling
         self._members: dict[str, list[tuple[str, Prompt]]] = {}
         """Request id and prompt of each text of a group."""
         for request, prompt in zip(requests.requests, requests.prompts, strict=True):
@@ -101,7 +114,8 @@ class GroupStream:
             chosen = keep_informative(groups) if samples_dynamically(self._config) else groups
             for group in chosen:
                 if visit_of(group.rollouts[0].completion.request_id) in self._packed:
-                    found += group_micro_batches(group, self._config)
+                    (batch,) = step_batches([group], self._config, self._sampling)
+                    found += batch.micro_batches
         return found
 
     def finish(self) -> Graded:

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from longtail.config import files as configfile
 from longtail.errors import CheckpointError, ConfigError
-from longtail.system.files import sync, sync_folder, write_atomically
+from longtail.system.files import remove_folder, replace_folder, write_atomically
 
 _log = logging.getLogger("longtail")
 _STATE = "state.json"
@@ -98,32 +98,12 @@ def write_state(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
-    """Write a checkpoint under a temporary name, sync and rename it; keep only the newest ones."""
+    """Write a checkpoint, whole or not at all; keep only the newest ones."""
     path = folder / f"step_{step:06d}"
-    temporary = path.with_name(f".new-{path.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        write(temporary)
-        sync_folder(temporary)
-        _remove(path)
-        temporary.rename(path)
-        sync(folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    replace_folder(path, write)
     for _, old in steps_in(folder)[:-keep]:
-        _remove(old)
+        remove_folder(old)
     return path
-
-
-def _remove(path: Path) -> None:
-    """Remove a folder, if it exists, under a temporary name."""
-    if path.exists():
-        temporary = path.with_name(f".old-{path.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        path.rename(temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longtail.errors import ConfigError, LongtailError
-from longtail.system.files import sync
+from longtail.system.files import sync, sync_folder
 
 _log = logging.getLogger("longtail")
 _OTHERS_WRITE = 0o022
@@ -83,8 +83,7 @@ def _build(final: Path, build: Callable[[Path], None], announce: str) -> None:
     try:
         complete = temporary / "complete"
         build(complete)
-        for path in (*complete.rglob("*"), complete):
-            sync(path)
+        sync_folder(complete)
         try:
             complete.rename(final)
         except OSError:

@@ -5,7 +5,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,6 +42,34 @@ def sync_folder(root: Path) -> None:
     """Flush a directory with all its files and directories to disk."""
     for path in (*root.rglob("*"), root):
         sync(path)
+
+
+def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Make a folder by `write`, in place of one that may exist: it is on disk whole, or unchanged.
+
+    `write` is given a folder with a temporary name.
+    """
+    temporary = path.with_name(f".new-{path.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        sync_folder(temporary)
+        remove_folder(path)
+        temporary.rename(path)
+        sync(path.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder, if it exists, under a temporary name."""
+    if path.exists():
+        temporary = path.with_name(f".old-{path.name}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        path.rename(temporary)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def read_json(path: Path) -> Any:

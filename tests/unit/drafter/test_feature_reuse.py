@@ -14,7 +14,6 @@ from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.reader import TargetReader, training_taps
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
@@ -22,6 +21,7 @@ from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams

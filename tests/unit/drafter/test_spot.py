@@ -8,9 +8,9 @@ import torch
 
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import SpotEnd
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError
+from longtail.rl.packing import pack_texts
 from support.spot_training import (
     SETTINGS,
     SpotSetup,

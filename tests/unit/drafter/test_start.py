@@ -6,11 +6,11 @@ import torch
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.start import regress
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 from support.regression import ridge
 from support.tiny_models import tiny_model
 

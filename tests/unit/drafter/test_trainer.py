@@ -8,13 +8,14 @@ import torch
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
-from longtail.drafter.training.texts import TextBatches, pack_texts, read_texts, save_texts
+from longtail.drafter.training.texts import read_texts, save_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError, NonFiniteError
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer
 from longtail.rl import muon
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 from longtail.types import PackedSequences
 from support.processors import HalfProducts
 from support.tiny_models import tiny_model
@@ -180,18 +181,6 @@ def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monk
     with HalfProducts() as half:
         _trainer(settings=replace(settings, autocast=True)).step(_batch())
     assert half.found, "products are seen"
-
-
-def test_batches_of_texts_are_resumed_in_the_middle_of_an_epoch() -> None:
-    whole, first, second = (TextBatches(_texts(), 40, seed=1) for _ in range(3))
-    expected = [whole.take() for _ in range(9)]
-    found = [first.take() for _ in range(4)]
-    second.restore(first.state())
-    assert found + [second.take() for _ in range(5)] == expected
-    assert all(sum(len(t.tokens) for t in batch) <= 40 for batch in expected)
-    assert {t for batch in expected for t in batch} == set(_texts())
-    with pytest.raises(DataError, match="other texts"):
-        TextBatches(_texts(5), 40, seed=1).restore(first.state())
 
 
 def test_texts_are_read_back_for_the_same_origin_only(tmp_path) -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from longtail.errors import DataError
-from longtail.rl.data.examples import ExampleBatches, example_of, make_examples
-from longtail.rl.data.prompts import Encoder, PromptSource
+from longtail.rl.data.examples import Example, ExampleBatches, make_examples
+from longtail.rl.data.prompts import Encoder
 from support.tiny_models import tiny_tokenizer
 
 WORDS = tiny_tokenizer()
@@ -37,17 +37,17 @@ def make(rows, encoder=PLAIN, **options):
     ],
 )
 def test_every_layout_gives_the_same_example(row):
-    example = example_of(make([row], encoder=ENCODER).prompts[0])
+    ((example,), _) = make([row], encoder=ENCODER)
     prompt = WORDS.encode("<user>hi<eos><assistant>")
     assert example.tokens == (*prompt, *WORDS.encode("yo"), EOS)
     assert example.prompt_len == len(prompt)
-    plain = example_of(make([{"prompt": "1+1=", "completion": "2"}]).prompts[0])
+    ((plain,), _) = make([{"prompt": "1+1=", "completion": "2"}])
     assert (plain.tokens, plain.prompt_len) == ((*WORDS.encode("1+1=2"), EOS), 4)
 
 
 def test_columns_may_be_named():
     rows = [{"ask": "hi", "reply": "yo", "completion": "no"}]
-    example = example_of(make(rows, prompt_column="ask", completion_column="reply").prompts[0])
+    ((example,), _) = make(rows, prompt_column="ask", completion_column="reply")
     assert WORDS.decode(example.tokens) == "hiyo"
 
 
@@ -72,31 +72,36 @@ def test_an_unusable_row_is_named(row, options, message):
 
 def test_long_examples_may_be_left_out_with_a_count():
     rows = [{"prompt": "hi", "completion": "y" * n} for n in (1, 99, 2)]
-    examples = make(rows, drop_long=True)
-    assert (len(examples.prompts), examples.num_dropped) == (2, 1)
+    examples, num_dropped = make(rows, drop_long=True)
+    assert (len(examples), num_dropped) == (2, 1)
     with pytest.raises(DataError, match="all 1 examples are longer"):
         make(rows[1:2], drop_long=True)
 
 
+EXAMPLES = [Example(tokens=(*range(3 + number % 7), number), prompt_len=1) for number in range(20)]
+
+
 def batches(budget: int) -> ExampleBatches:
-    rows = [{"prompt": "p", "completion": "c" * (1 + n % 7)} for n in range(20)]
-    return ExampleBatches(PromptSource(make(rows), seed=3), budget)
+    return ExampleBatches(EXAMPLES, budget, seed=3)
 
 
 def test_batches_keep_their_budget_and_visit_every_example_once_an_epoch():
-    source, lengths = batches(20), []
-    while len(lengths) < 20:
+    source, found = batches(20), list[Example]()
+    while len(found) < 40:
         batch = source.take()
-        assert 1 <= sum(len(e.tokens) for e in batch) <= 20
-        lengths += [len(e.tokens) for e in batch]
-    assert sorted(lengths[:20]) == sorted(3 + n % 7 for n in range(20))
+        assert 1 <= sum(len(each.tokens) for each in batch) <= 20
+        found += batch
+    orders = found[:20], found[20:40]
+    assert orders[0] != orders[1]
+    assert {*orders[0]} == {*orders[1]} == {*EXAMPLES}
     assert len(batches(2).take()) == 1, "an example over the budget"
 
 
 def test_a_restored_cursor_goes_on_with_the_very_next_batch():
-    source = batches(20)
+    source, other = batches(20), batches(20)
     for _ in range(5):
         source.take()
-    other = batches(20)
     other.restore(source.state())
     assert [other.take() for _ in range(9)] == [source.take() for _ in range(9)]
+    with pytest.raises(DataError, match="other texts"):
+        ExampleBatches(EXAMPLES[1:], 20, seed=3).restore(source.state())

@@ -12,8 +12,8 @@ from longtail.rl.data.prompts import Taken
 from longtail.rl.data.requests import RequestBatch, train_requests
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.streaming import GroupStream, streams, why_not
-from longtail.types import Completion, GradingFailure, Prompt, Rollout, SamplingParams
-from support.rollouts import completion
+from longtail.types import Completion, Prompt, SamplingParams
+from support.rollouts import completion, graders
 
 PROMPTS, SAMPLES = 5, 3
 
@@ -29,24 +29,14 @@ def asked() -> RequestBatch:
     return train_requests(taken, samples=SAMPLES, seed=0, sampling=SamplingParams())
 
 
-def grader(calls: list[int], *, equal: str = "p/1@", failing: str = "p/2@0#1") -> GraderPool:
-    """Return a pool without processes: rewards are sample numbers, or equal in one group."""
+def grader(graded: list[str]) -> GraderPool:
+    """Return a pool whose rewards are sample numbers, or equal in group 1; a text of 2 fails."""
 
-    def grade(pairs: Any) -> Graded:
-        calls.append(len(pairs))
-        rollouts, failures = list[Rollout](), list[GradingFailure]()
-        for prompt, made in pairs:
-            name = made.request_id
-            if name == failing:
-                failures.append(GradingFailure(prompt=prompt, completion=made, error="no"))
-            else:
-                reward = 1.0 if name.startswith(equal) else float(name[-1])
-                rollouts.append(Rollout(prompt=prompt, completion=made, reward=reward))
-        return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
+    def reward(name: str) -> float | None:
+        graded.append(name)
+        return 1.0 if name.startswith("p/1@") else None if name == "p/2@0#1" else float(name[-1])
 
-    pool: Any = object.__new__(GraderPool)
-    pool.grade = grade
-    return pool
+    return graders(reward)
 
 
 def texts(batch: RequestBatch) -> list[Completion]:
@@ -67,34 +57,33 @@ def wait_for(stream: GroupStream, count: int) -> list[str]:
 
 
 def test_a_group_is_packed_as_soon_as_its_last_text_is_finished():
-    batch, calls = asked(), list[int]()
-    stream = GroupStream(batch, grader(calls), config())
+    batch, names = asked(), list[str]()
+    stream = GroupStream(batch, grader(names), config())
     done = texts(batch)
     stream.add(done[1:SAMPLES])
     stream.add(done[SAMPLES : 2 * SAMPLES - 1])
-    assert not calls
+    assert not names
     assert stream.micro_batches() == []
     stream.add(done[:1])
     assert wait_for(stream, 1) == ["p/0@0"]
-    assert sum(calls) == SAMPLES
+    assert len(names) == SAMPLES
     stream.add(done)
     stream.finish()
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_grades_are_in_the_order_of_requests_and_packed_groups_can_be_learned_from(seed):
-    batch, calls = asked(), list[int]()
-    stream = GroupStream(batch, grader(calls), config())
+    batch, names = asked(), list[str]()
+    stream = GroupStream(batch, grader(names), config())
     done = texts(batch)
     random.Random(seed).shuffle(done)
     for each in done:
         stream.add([each, each])
     graded = stream.finish()
-    names = [each.completion.request_id for each in graded.rollouts]
     expected = [each.request_id for each in batch.requests if each.request_id != "p/2@0#1"]
-    assert names == expected
+    assert [each.completion.request_id for each in graded.rollouts] == expected
     assert [each.completion.request_id for each in graded.failures] == ["p/2@0#1"]
-    assert sum(calls) == PROMPTS * SAMPLES
+    assert len(names) == PROMPTS * SAMPLES
     # Group 1 has equal rewards, so it has no gradient.
     packed = groups_of(stream.micro_batches())
     assert sorted(packed) == ["p/0@0", "p/2@0", "p/3@0", "p/4@0"]

@@ -16,6 +16,7 @@ from longtail.config.sft import SftConfig
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run import checkpoint
 from longtail.run.checkpoint import Checkpoint, RunDirectory, policy_directory
+from longtail.system import files
 
 CONFIG = configfile.render(RunConfig())
 
@@ -122,7 +123,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [
-        (checkpoint, "sync"), (checkpoint, "sync_folder"), (checkpoint, "save_tensors"),
+        (files, "sync"), (files, "sync_folder"), (checkpoint, "save_tensors"),
         (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"),
     ]  # fmt: skip
     for kill_at in itertools.count():

@@ -53,20 +53,6 @@ def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(
         JsonLines(tmp_path / "folder")
 
 
-def test_a_resumed_file_loses_the_torn_line_and_the_steps_after_the_checkpoint(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    whole = "".join(json.dumps({"step": step, "x": step}) + "\n" for step in (0, 1, 1, 2, 3))
-    path.write_text(whole + '{"step": 2, "x": 5')
-    writer = JsonLines(path, last_step=2)
-    writer.write(3, {"x": 33.0})
-    writer.close()
-    assert _steps(path) == [0, 1, 1, 2, 3]
-    assert json.loads(path.read_text().splitlines()[-1])["x"] == 33.0
-    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     # the kernel's own refusal: the process may write no file beyond 100 bytes
     script = (

@@ -16,12 +16,12 @@ from longtail.errors import GradingError
 from longtail.loop import TrainingStep
 from longtail.rl.advantage import refill_size
 from longtail.rl.data.prompts import PromptSet, PromptSource
-from longtail.rl.grading.pool import Graded, GraderPool
+from longtail.rl.grading.pool import GraderPool
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
 from longtail.run.metrics import Stopwatch
 from longtail.run.step_metrics import StepRecord
-from longtail.types import GradingFailure, Prompt, Rollout, SamplingParams
-from support.rollouts import completion
+from longtail.types import Prompt, SamplingParams
+from support.rollouts import completion, graders
 
 WANTED, SAMPLES = 4, 3
 
@@ -57,22 +57,9 @@ class _Workers:
         self.calls.append("offer")
 
 
-def _grader(easy: int, failing: str | None = None) -> GraderPool:
-    """Return a pool without processes; completions that begin with `failing` fail."""
-
-    def grade(pairs: Any) -> Graded:
-        rollouts, failures = [], []
-        for prompt, made in pairs:
-            if failing is not None and made.request_id.startswith(failing):
-                failures.append(GradingFailure(prompt=prompt, completion=made, error="no"))
-            else:
-                reward = _reward(made.request_id, easy)
-                rollouts.append(Rollout(prompt=prompt, completion=made, reward=reward))
-        return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
-
-    pool: Any = object.__new__(GraderPool)
-    pool.grade = grade
-    return pool
+def _grader(easy: int, failing: str = "none") -> GraderPool:
+    """Return a pool in which completions that begin with `failing` fail."""
+    return graders(lambda name: None if name.startswith(failing) else _reward(name, easy))
 
 
 def _config(*words: str) -> RunConfig:

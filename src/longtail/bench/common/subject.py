@@ -51,11 +51,10 @@ def open_subject(
     directory = model_directory(model, log, field="--model")
     tokenizer = load_tokenizer(directory)
     target = open_model(model, directory, tokenizer, dtype)
-    render = tokenizer.render if tokenizer.has_chat_template else None
     found = make_prompts(
         load_rows(source, num_prompts, _SEED, field="--prompts"),
         source=source,
-        encoder=Encoder(encode=tokenizer.encode, render=render),
+        encoder=Encoder.of(tokenizer),
         max_prompt_len=target.model.config.max_positions - sampling.max_tokens,
         drop_long=True,
     )

@@ -14,8 +14,6 @@ whether they must match.
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from longtail.drafter.weights import with_prefix, without_prefix
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.system.files import parse_json
+from longtail.system.files import parse_json, replace_folder
 from longtail.system.machine import MAX_INT32
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
@@ -136,20 +134,19 @@ class LoadedDrafter:
         if self.head is not None:
             tensors[_HEAD] = self.head.detach().cpu().contiguous().clone()
         tensors |= with_prefix(_SUMS, {name: each.cpu() for name, each in self.sums.items()})
-        temporary = path.with_name(f".new-{path.name}-{os.getpid()}")
+        text = json.dumps(description, indent=1, allow_nan=False) + "\n"
+
+        def write(folder: Path) -> None:
+            save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+            (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+
         try:
-            temporary.mkdir(parents=True)
-            save_file(tensors, temporary / TENSORS, metadata={"format": "pt"})
-            text = json.dumps(description, indent=1, allow_nan=False) + "\n"
-            (temporary / DESCRIPTION).write_text(text, encoding="utf-8")
-            _replace(temporary, path)
+            replace_folder(path, write)
         except UNWRITABLE as error:
             raise CheckpointError(
                 f"the drafter cannot be written to {path}: {error}; free space or choose another "
                 "path"
             ) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 _Described = tuple[DraftConfig, TargetIdentity, TrainingRecord]
@@ -282,15 +279,6 @@ def target_name(path: Path) -> str:
         return str(_read(path)["target"]["name"])
     except _MALFORMED as error:
         raise _malformed(path, error) from error
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    """Rename into place and remove the old directory, if there is one."""
-    old = path.with_name(f".old-{path.name}-{os.getpid()}")
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

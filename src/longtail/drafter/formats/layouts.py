@@ -154,8 +154,8 @@ def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
 
 
 def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None:
-    """Write config.json and the tensors of a drafter, in its dtype, into a new directory."""
-    path.mkdir(parents=True)
+    """Write config.json and the tensors of a drafter, in its dtype, into a directory."""
+    path.mkdir(parents=True, exist_ok=True)
     config, dtype = loaded.eagle.config, loaded.eagle.dtype
     tensors = to_tensors(loaded.eagle, target, loaded.draft_ids, loaded.head, dtype)
     content = to_config(config, dtype)

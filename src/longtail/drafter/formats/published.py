@@ -10,8 +10,6 @@ layers) raise ConfigError with their name; ignoring them would silently give bad
 """
 
 import math
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,6 +46,7 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
+from longtail.system.files import replace_folder
 
 LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
@@ -83,24 +82,24 @@ def export_drafter(
     if out.exists():
         raise ConfigError(f"{out} exists; remove it or choose another directory")
     loaded = rounded(loaded.as_eagle(), dtype)
-    temporary = out.with_name(f".new-{out.name}-{os.getpid()}")
-    try:
-        write_layout(temporary, loaded, target)
-        again = load_published(temporary, loaded.trained_on.name, target, tokenizer)
+
+    def write(folder: Path) -> None:
+        write_layout(folder, loaded, target)
+        again = load_published(folder, loaded.trained_on.name, target, tokenizer)
         if not _are_equal(loaded, again, target):
             raise CheckpointError(
                 f"{out}: the written files, read back, hold another drafter; nothing is exported. "
                 "This is a defect of longtail: please report it"
             )
-        temporary.rename(out)
+
+    try:
+        replace_folder(out, write)
     except CheckpointError:  # also an OSError, and has its own message
         raise
     except UNWRITABLE as error:
         raise CheckpointError(
             f"the drafter cannot be written to {out}: {error}; free space or choose another path"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return loaded
 
 

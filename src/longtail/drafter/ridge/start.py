@@ -7,9 +7,9 @@ import torch
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.texts import pack_texts
 from longtail.model.transformer import DecoderLayer, Transformer
 from longtail.rl.data.examples import Example
+from longtail.rl.packing import pack_texts
 
 
 def as_eagle(ridge: RidgeLayer) -> EagleLayer:

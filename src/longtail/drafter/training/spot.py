@@ -25,11 +25,11 @@ from torch import Tensor
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.training.texts import pack_texts
 from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
+from longtail.rl.packing import pack_texts
 from longtail.types import PackedSequences
 
 _log = logging.getLogger("longtail")

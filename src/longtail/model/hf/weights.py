@@ -7,7 +7,7 @@ v_proj; `feed_forward.gate_up` is gate_proj, up_proj. All others are one to one.
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,11 +112,9 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     """
     located: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
-                located[name] = file
-                shapes[name] = _shape(handle, name, file)
+    for file, handle, name in _entries(path):
+        located[name] = file
+        shapes[name] = _shape(handle, name, file)
     require_tensors(layout(config), shapes, config, str(path))
     return located
 
@@ -209,13 +207,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises ConfigError if there are none, NonFiniteError (with the name) for NaN or infinity.
     """
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(path):
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
-                tensor = handle.get_tensor(name)
-                tensors[name] = (
-                    _finite(tensor, name, file) if tensor.is_floating_point() else tensor
-                )
+    for file, handle, name in _entries(path):
+        tensor = handle.get_tensor(name)
+        tensors[name] = _finite(tensor, name, file) if tensor.is_floating_point() else tensor
     return tensors
 
 
@@ -223,30 +217,21 @@ def tensor_names(path: Path) -> frozenset[str]:
     """Return the tensor names of a directory without reading them; empty without weights."""
     if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
         return frozenset()
-    names: set[str] = set()
-    for file in _weight_files(path):
-        with _open(file) as handle:
-            names.update(handle.keys())
-    return frozenset(names)
+    return frozenset(tensor_shapes(path))
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a directory without reading it. Raises ConfigError."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path):
-        with _open(file) as handle:
-            shapes |= {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-    return shapes
+    return {name: tuple(handle.get_slice(name).get_shape()) for _, handle, name in _entries(path)}
 
 
 def read_head(path: Path) -> Tensor:
     """Read the head of a model, or the embedding that serves as one. Raises ConfigError."""
-    for name in (_HEAD, _EMBEDDING):
-        for file in _weight_files(path):
-            with _open(file) as handle:
-                if name in handle.keys():  # noqa: SIM118
-                    head: Tensor = handle.get_tensor(name)
-                    return head
+    for wanted in (_HEAD, _EMBEDDING):
+        for _, handle, name in _entries(path):
+            if name == wanted:
+                head: Tensor = handle.get_tensor(name)
+                return head
     raise ConfigError(f"{path} holds neither {_HEAD} nor {_EMBEDDING}: give a model's directory")
 
 
@@ -296,6 +281,14 @@ def _weight_files(path: Path) -> list[Path]:
         if not os.path.isfile(path / name):  # Path.is_file raises for a name that is too long
             raise ConfigError(f"{path} lacks {name}, which {INDEX_FILE} names: copy it there")
     return [path / name for name in names]
+
+
+def _entries(path: Path) -> Iterator[tuple[Path, Any, str]]:
+    """Yield file, open handle and name of every tensor of a directory."""
+    for file in _weight_files(path):
+        with _open(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
+                yield file, handle, name
 
 
 def _open(file: Path) -> Any:

@@ -6,19 +6,17 @@ separately and followed by the end-of-text token, as the model generates it.
 """
 
 import difflib
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.errors import DataError
-from longtail.rl.data.prompts import Encoder, PromptSet, PromptSource, encode_at, make_prompts
+from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts
 from longtail.rl.data.sources import Row
-from longtail.types import Prompt
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
 """Completion columns in order of preference, for unset `data.completion_column`."""
-
-_TOKENS = "longtail_completion_tokens"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +40,8 @@ def make_examples(
     drop_long: bool = False,
     prompt_column: str | None = None,
     completion_column: str | None = None,
-) -> PromptSet:
-    """Tokenize every row once; a prompt's `data` contains its completion's tokens.
+) -> tuple[list[Example], int]:
+    """Tokenize every row once; return the examples, and the number of rows that are left out.
 
     Raises DataError in the cases of `make_prompts`, for a missing or empty completion, and for an
     example longer than `max_len` tokens (unless `drop_long`).
@@ -60,17 +58,15 @@ def make_examples(
         prompt_column=prompt_column if "messages" not in plain[0] else "prompt",
         limit_fields=("data.max_len", "data.drop_long"),
     )
-    kept, kept_rows = [], []
+    kept: list[Example] = []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        completion = (*encode_at(where, encoder, prompt.data["completion"]), eos_id)
-        length = len(prompt.tokens) + len(completion)
-        if length <= max_len:
-            kept.append(replace(prompt, data={_TOKENS: completion}))
-            kept_rows.append(index)
+        tokens = (*prompt.tokens, *encode_at(where, encoder, prompt.data["completion"]), eos_id)
+        if len(tokens) <= max_len:
+            kept.append(Example(tokens=tokens, prompt_len=len(prompt.tokens)))
         elif not drop_long:
             raise DataError(
-                f"{where}: prompt and completion have {length} tokens, data.max_len is "
+                f"{where}: prompt and completion have {len(tokens)} tokens, data.max_len is "
                 f"{max_len}; raise it, or set data.drop_long = true to leave such rows out"
             )
     if not kept:
@@ -78,53 +74,57 @@ def make_examples(
             f"data.source = {source!r}: all {len(rows)} examples are longer than data.max_len = "
             f"{max_len}; raise it"
         )
-    return PromptSet(
-        source=source,
-        prompts=tuple(kept),
-        rows=tuple(kept_rows),
-        num_dropped=len(rows) - len(kept),
-    )
-
-
-def example_of(prompt: Prompt) -> Example:
-    """Return the sequence of a prompt that `make_examples` made."""
-    return Example(tokens=prompt.tokens + prompt.data[_TOKENS], prompt_len=len(prompt.tokens))
+    return kept, len(rows) - len(kept)
 
 
 @final
 class ExampleBatches:
-    """Divides a prompt source into batches of at most `batch_tokens` tokens, or one example.
+    """Endless batches of at most `batch_tokens` tokens and at least one example.
 
-    An example that did not fit begins the next batch; the cursor is that of the source before it.
+    Each epoch's order is drawn from (seed, epoch), so the cursor is two numbers.
     """
 
-    def __init__(self, source: PromptSource, batch_tokens: int) -> None:
-        self._source, self._budget = source, batch_tokens
-        self._cursor = source.state()
-        self._pending: Example | None = None
+    def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int) -> None:
+        assert examples, "there is no text to train on"
+        self._examples, self._budget, self._seed = examples, batch_tokens, seed
+        content = repr([(each.prompt_len, each.tokens) for each in examples])
+        self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self._go_to(0, 0)
 
     def take(self) -> tuple[Example, ...]:
         """Return the next batch, crossing into new epochs as needed."""
         batch: list[Example] = []
         room = self._budget
         while True:
-            if self._pending is None:
-                self._cursor = self._source.state()
-                self._pending = example_of(self._source.take(1)[0].prompt)
-            room -= len(self._pending.tokens)
+            if self._position == len(self._examples):
+                self._go_to(self._epoch + 1, 0)
+            example = self._examples[self._order[self._position]]
+            room -= len(example.tokens)
             if batch and room < 0:
                 return tuple(batch)
-            batch.append(self._pending)
-            self._pending = None
+            batch.append(example)
+            self._position += 1
 
     def state(self) -> dict[str, Any]:
-        """Return the cursor as JSON values."""
-        return self._source.state() if self._pending is None else self._cursor
+        """Return the cursor, fit for JSON."""
+        return {
+            "fingerprint": self._fingerprint,
+            "epoch": self._epoch,
+            "position": self._position,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved cursor; DataError if it belongs to other examples."""
-        self._source.restore(state)
-        self._pending = None
+        """Restore a saved cursor; DataError if it belongs to other examples."""
+        if state["fingerprint"] != self._fingerprint:
+            raise DataError(
+                "the checkpoint was made with other texts; restore the data of that run, or start "
+                "anew in another run.dir"
+            )
+        self._go_to(state["epoch"], state["position"])
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = epoch_order(self._seed, epoch, len(self._examples))
 
 
 def _prompt_and_completion(

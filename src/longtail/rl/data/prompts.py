@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.rl.data.sources import Row, source_label
 from longtail.types import Prompt
 
@@ -45,6 +46,12 @@ class Encoder:
     """Convert text to tokens, without special tokens."""
     render: Callable[[Messages], str] | None
     """Convert chat messages to text with the generation prompt; None without a chat template."""
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> "Encoder":
+        """Return the functions of a tokenizer."""
+        render = tokenizer.render if tokenizer.has_chat_template else None
+        return Encoder(encode=tokenizer.encode, render=render)
 
 
 def system_first(
@@ -277,14 +284,17 @@ class PromptSource:
         self._order = self._order_of(epoch)
 
     def _order_of(self, epoch: int) -> Sequence[int]:
-        """Return a permutation by a keyed hash, equal in every process and on every machine."""
-        if not self._shuffle:
-            return range(len(self._prompts))
+        count = len(self._prompts)
+        return epoch_order(self._seed, epoch, count) if self._shuffle else range(count)
 
-        def draw(index: int) -> bytes:
-            return hashlib.blake2b(f"{self._seed}/{epoch}/{index}".encode(), digest_size=8).digest()
 
-        return sorted(range(len(self._prompts)), key=draw)
+def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+    """Return a permutation by a keyed hash, equal in every process and on every machine."""
+
+    def draw(index: int) -> bytes:
+        return hashlib.blake2b(f"{seed}/{epoch}/{index}".encode(), digest_size=8).digest()
+
+    return sorted(range(count), key=draw)
 
 
 def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) -> str | None:
