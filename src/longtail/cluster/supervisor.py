@@ -15,15 +15,14 @@ deadline: a busy worker until its next step, a starting one until it is ready, a
 a new process needs the policy of until it answers.
 """
 
-import enum
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from longtail.cluster import tasks
 from longtail.cluster.pool import TaskResult, WorkerPool
+from longtail.cluster.process import GETS_POLICY, NO_BEATS, READY_S, Process, Startup
 from longtail.cluster.records import PolicyState, Progress
 from longtail.cluster.states import Span, State, WorkerStates
 from longtail.cluster.tasks import Task
@@ -33,8 +32,6 @@ from longtail.errors import ClusterError, LostWorkerError
 
 R = TypeVar("R")
 
-READY_S = 600.0
-"""Seconds for a worker to start, or for a task without beats: a large model is read from disk."""
 LAST_CALL_S = 30.0
 """Seconds for workers to find room before a run begins without them, as torchrun's last call."""
 STOP_S = 15.0
@@ -42,40 +39,10 @@ STOP_S = 15.0
 MAX_LOSSES = 5
 """Number of workers lost in a row, with no task done in between, that do not end the run."""
 _POLL_S = 0.5
-_NO_BEATS = -1
 _UNREADY = (State.STARTING, State.ABSENT)
 _BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD)
 """States in which the policy can be copied; in LEARNING it may be changing."""
-
-
-class _Startup(enum.Enum):
-    """The task of a new process before it is idle for the first time."""
-
-    READY = enum.auto()
-    RESTORE = enum.auto()
-    PUBLISH = enum.auto()
-
-
-_GETS_POLICY = (_Startup.RESTORE, _Startup.PUBLISH)
-
-
-@dataclass(slots=True)
-class _Process:
-    """Signs of life, stop requests and startup of a worker's process."""
-
-    seen_s: float
-    """Time of its last sign of life, or of the start of its task."""
-    beats: int = _NO_BEATS
-    max_silence_s: float = READY_S
-    """Seconds that its task may take without a sign of life."""
-    stop_s: float = math.inf
-    """Time at which it was asked to stop its task."""
-    must_clear_stop: bool = False
-    """Whether it would still obey that request in its next task."""
-    startup: _Startup | None = None
-    withholds_since_s: float | None = None
-    """Time of the first request for the policy that it has not answered."""
 
 
 @final
@@ -96,7 +63,7 @@ class WorkerSupervisor:
         self._min_workers, self._log = config.min_workers or pool.size, log
         self._on_replaced, self._clock = on_replaced, clock
         self._states = WorkerStates(pool.size, clock)
-        self._processes = {worker: _Process(clock()) for worker in range(pool.size)}
+        self._processes = {worker: Process(clock()) for worker in range(pool.size)}
         self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
         self._without_policy: list[int] = []
@@ -231,7 +198,7 @@ class WorkerSupervisor:
                 "its newest checkpoint"
             )
         if self._has_begun:
-            waits = any(self._processes[each].startup in _GETS_POLICY for each in unready)
+            waits = any(self._processes[each].startup in GETS_POLICY for each in unready)
         else:
             waits = unready != absent or (bool(absent) and now - self._began_s < LAST_CALL_S)
         return not waits and not self._are_too_many(unready)
@@ -250,7 +217,7 @@ class WorkerSupervisor:
 
     def _send(self, worker: int, task: Task[object], *args: object) -> None:
         process = self._processes[worker]
-        process.beats, process.seen_s = _NO_BEATS, self._clock()
+        process.beats, process.seen_s = NO_BEATS, self._clock()
         process.max_silence_s = self._timeout_s if task.has_beats else READY_S
         try:
             self._pool.start(worker, task.method, *args)
@@ -345,8 +312,8 @@ class WorkerSupervisor:
 
     def _begin_start(self, worker: int) -> None:
         self._states.move(worker, State.STARTING)
-        startup = _Startup.READY if self._has_begun else None
-        self._processes[worker] = _Process(self._clock(), startup=startup)
+        startup = Startup.READY if self._has_begun else None
+        self._processes[worker] = Process(self._clock(), startup=startup)
 
     def _follow_room(self) -> None:
         """Note which new processes have no room on a host, and which have found some."""
@@ -365,10 +332,10 @@ class WorkerSupervisor:
         ended.value()
         worker, process = ended.worker, self._processes[ended.worker]
         startup, process.startup = process.startup, None
-        if startup is _Startup.READY:
+        if startup is Startup.READY:
             self._without_policy.append(worker)
-        elif startup is _Startup.RESTORE:
-            process.startup = _Startup.PUBLISH
+        elif startup is Startup.RESTORE:
+            process.startup = Startup.PUBLISH
             self._send(worker, tasks.PUBLISH)
         else:
             self._states.move(worker, State.IDLE)
@@ -382,7 +349,7 @@ class WorkerSupervisor:
             return
         while self._without_policy and (policy := self._policy()) is not None:
             worker = self._without_policy.pop(0)
-            self._processes[worker].startup = _Startup.RESTORE
+            self._processes[worker].startup = Startup.RESTORE
             self._send(worker, tasks.RESTORE, policy)
 
     def _policy(self) -> PolicyState | None:
@@ -392,7 +359,7 @@ class WorkerSupervisor:
         if no worker has the policy any more.
         """
         is_being_copied = any(
-            process.startup in _GETS_POLICY for process in self._processes.values()
+            process.startup in GETS_POLICY for process in self._processes.values()
         )
         if not is_being_copied and not self.workers(*_HAVE_POLICY, State.LEARNING):
             raise ClusterError(

@@ -182,8 +182,7 @@ class ClusterSection(Section):
     """Number of processes that generate and learn; more than one are Ray actors (extra
     `cluster`)."""
     min_workers: Annotated[int, Field(ge=0)] = 0
-    """Number of workers with which a run goes on while hosts have no room for the others,
-    which take part as soon as there is room; 0 is all of them."""
+    """Number of workers that a run needs; the others take part once hosts have room. 0 is all."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
     worker_timeout_s: Seconds = 180.0
@@ -336,10 +335,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
     if least > most:
         yield f"cluster.min_workers = {least}: cluster.workers = {most} is fewer; raise it"
     if 0 < least < most and config.is_sharded:
-        yield (
-            f"cluster.min_workers = {least}: with learner.sharding = 'full' every worker holds a "
-            "shard; leave it out"
-        )
+        yield f"cluster.min_workers = {least}: learner.sharding = 'full' needs all; leave it out"
 
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:

@@ -15,18 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
-import numpy as np
 import ray
-import torch
-from numpy.typing import NDArray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from torch import Tensor
 
 from longtail.cluster.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.ray import hosts
 from longtail.cluster.ray.cluster import Cluster, Places, check_answers
 from longtail.cluster.ray.hosts import Kit
 from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
+from longtail.cluster.ray.tensors import send_tensors_as_arrays
 from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
@@ -63,7 +60,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
-        _send_tensors_as_arrays()
+        send_tensors_as_arrays()
 
     def make(
         self,
@@ -124,7 +121,7 @@ class RayWorkerPool(WorkerPool):
         self._make, self._size, self._gpus = make, size, gpus
         self._users.add(id(self))
         self._start_ray("" if cluster is None else cluster.address)
-        _send_tensors_as_arrays()
+        send_tensors_as_arrays()
         self._kit = None if cluster is None else cluster.kit
         self._places = None if cluster is None else Places(cluster, size, gpus)
         self._traffic = None if self._places is None else Traffic(self._places)
@@ -392,22 +389,6 @@ class RayWorkerPool(WorkerPool):
             raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
             raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
-
-
-def _send_tensors_as_arrays() -> None:
-    """Ray copies an array once on each side, and a pickled tensor several times."""
-    ray.util.register_serializer(Tensor, serializer=_as_array, deserializer=_as_tensor)
-
-
-def _as_array(tensor: Tensor) -> tuple[NDArray[np.uint8], torch.dtype, torch.Size]:
-    """Return the bytes of a tensor, which may have a type that arrays lack."""
-    flat = tensor.detach().cpu().reshape(-1).contiguous()
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tensor.shape
-
-
-def _as_tensor(sent: tuple[NDArray[np.uint8], torch.dtype, torch.Size]) -> Tensor:
-    array, dtype, shape = sent
-    return torch.from_numpy(array.copy()).view(dtype).reshape(shape)
 
 
 def _first_line(error: Exception) -> str:
