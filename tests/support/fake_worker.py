@@ -195,6 +195,7 @@ class FakeWorker:
             completions=tuple(self._finished),
             report=replace(RolloutMeter().report(), num_generated=self._num_written),
             series=None,
+            drafter_version=self.served.version,
         )
 
     def _begin(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:

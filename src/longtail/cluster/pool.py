@@ -3,6 +3,7 @@
     start(worker, Worker.generate, requests)     start a task; a worker runs one at a time
     wait(seconds) -> [TaskResult(worker, ...)]   return the tasks that have ended since
     ask(worker, Worker.texts, step)              call a message, which is answered beside the task
+    answers(Worker.lengths, {0: (), 1: ()})      the same for several workers at once
     progress(workers)                            return the progress of those that answer at once
 
 Every wait has a deadline. A lost worker is reported as a failed task, and as LostWorkerError in
@@ -95,6 +96,21 @@ class WorkerPool(abc.ABC):
 
         Raises LostWorkerError if the worker is gone, ClusterError if no answer comes in time.
         """
+
+    def answers(
+        self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, R | ClusterError]:
+        """Deliver a message to several workers, each with its own arguments, as `ask`.
+
+        Return the answers, or the errors in their place.
+        """
+        found: dict[int, R | ClusterError] = {}
+        for worker, own in args.items():
+            try:
+                found[worker] = self.ask(worker, message, *own)
+            except ClusterError as error:
+                found[worker] = error
+        return found
 
     @abc.abstractmethod
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:

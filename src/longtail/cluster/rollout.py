@@ -9,7 +9,7 @@ Nothing waits for idle work: it is stopped when the last generator is done. What
 return is generated again: the same noise keys give the same texts.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, final
@@ -176,8 +176,9 @@ class RolloutCoordinator:
 
     def _start_shards(self) -> None:
         """Start waiting shards on idle workers; stop training workers for those that are left."""
-        for worker in self._fastest(State.IDLE)[: len(self._waiting)]:
-            self._offer_missed(worker)
+        idle = self._fastest(State.IDLE)[: len(self._waiting)]
+        self._offer_missed(idle)
+        for worker in idle:
             shard = self._waiting.pop(0)
             self._held[worker] = {each.request_id: each for each in shard}
             self._num_known[worker] = 0
@@ -199,13 +200,13 @@ class RolloutCoordinator:
         names = [each.request_id for each in shard]
         return [self._begun[name] for name in names if name in self._begun]
 
-    def _offer_missed(self, worker: int) -> None:
-        """Offer a worker the published drafter if it drafts with an older one."""
-        publisher = self._parts.publisher
-        if publisher is not None:
-            version = self._supervisor.ask(worker, Worker.drafter_version)
-            if version is not None and version < publisher.published.version:
-                self._supervisor.tell(worker, Worker.offer, publisher.published)
+    def _offer_missed(self, workers: Sequence[int]) -> None:
+        """Offer the published drafter to the workers that draft with an older one."""
+        if self._parts.publisher is not None:
+            new = self._parts.publisher.published
+            found = self._supervisor.ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
+            late = [each for each, old in found.items() if old is not None and old < new.version]
+            self._supervisor.ask_each(Worker.offer, dict.fromkeys(late, (new,)))
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         if self._idle.on_ended(ended) or ended.worker not in self._held:
@@ -223,15 +224,15 @@ class RolloutCoordinator:
             self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
 
     def _on_shard_done(self, held: Mapping[str, Request], ended: TaskResult[ShardResult]) -> None:
-        completions = ended.value().completions
+        shard = ended.value()
+        completions = shard.completions
         self._done.append(ended)
         self._take(completions)
         if self._spot is not None:
             requests = [held[each.request_id] for each in completions]
             self._spot.add_completions(requests, completions)
         if self._parts.publisher is not None:
-            version = self._supervisor.ask(ended.worker, Worker.drafter_version)
-            self._parts.publisher.record(version)
+            self._parts.publisher.record(shard.drafter_version)
 
     def _take(self, completions: Sequence[Completion]) -> None:
         """Record finished texts; those that are known already are the same."""
@@ -258,10 +259,10 @@ class RolloutCoordinator:
 
     def _exchange(self, running: Mapping[int, Progress], now: float) -> None:
         """Take finished texts and requests that move; look for a move now and then."""
-        for worker, progress in running.items() if self._parts.on_texts is not None else ():
-            known = self._num_known[worker]
-            if progress.num_finished > known:
-                found = self._supervisor.ask(worker, Worker.completed, known) or []
+        if self._parts.on_texts is not None:
+            known = {worker: self._num_known[worker] for worker in running}
+            more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
+            for worker, found in self._supervisor.ask_each(Worker.completed, more).items():
                 self._num_known[worker] += len(found)
                 self._take(found)
         for worker in {move.source for move in self._moves.values()} & running.keys():
@@ -269,7 +270,8 @@ class RolloutCoordinator:
         if now - self._shared_s < _SHARE_S:
             return
         self._shared_s = now
-        loads = {worker: self._texts_of(worker) for worker in running}
+        lengths = self._supervisor.ask_each(Worker.lengths, dict.fromkeys(running, ()))
+        loads = {each: self._texts_of(each, lengths.get(each, ())) for each in running}
         self._forecast.load(loads, now)
         if self._parts.shares and not self._moves:
             takers = self._fastest(State.IDLE, State.SPOT, State.AHEAD)
@@ -291,10 +293,10 @@ class RolloutCoordinator:
         soon = sum(written[group] for group, left in lefts.items() if left < _SOON * longest)
         return self._parts.learning.seconds_of(soon)
 
-    def _texts_of(self, worker: int) -> list[Text]:
+    def _texts_of(self, worker: int, lengths: Iterable[tuple[str, int]]) -> list[Text]:
         """Return the unfinished texts of a worker."""
         held, found = self._held[worker], []
-        for name, written in self._supervisor.ask(worker, Worker.lengths) or ():
+        for name, written in lengths:
             if name in held:
                 known = self._expected.get(held[name].group_id)
                 left = self._forecast.lengths.left(held[name], written, known)

@@ -136,15 +136,16 @@ class DrafterWork(IdleWork):
             [worker for worker in self._supervisor.workers(state) if worker in answering]
             for state in (State.GENERATING, State.SPOT)
         )
-        for worker in generating:
-            self._publisher.record(self._supervisor.ask(worker, Worker.drafter_version))
-            first = self._num_finished[worker]
-            texts = self._supervisor.ask(worker, Worker.texts, self._step, first) or []
+        ask_each = self._supervisor.ask_each
+        for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
+            self._publisher.record(version)
+        unread = {worker: (self._step, self._num_finished[worker]) for worker in generating}
+        for worker, texts in ask_each(Worker.texts, unread).items():
             self._num_finished[worker] += sum(text.is_finished for text in texts)
             self._publisher.buffer.add(texts)
         for worker in training:
             self.send_texts(worker)
-            replica = self._supervisor.ask(worker, Worker.candidate)
+        for worker, replica in ask_each(Worker.candidate, dict.fromkeys(training, ())).items():
             if replica is not None:
                 self._take(worker, replica)
         self._offer(generating)
@@ -168,6 +169,6 @@ class DrafterWork(IdleWork):
         if offer is None:
             return
         name, now = f"drafter v{offer.version} offered", self._supervisor.now()
+        self._supervisor.ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
         for worker in generating:
-            self._supervisor.tell(worker, Worker.offer, offer)
             self.marks.append(Mark(worker=worker, at_s=now, name=name))

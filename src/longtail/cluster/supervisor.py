@@ -231,21 +231,23 @@ class WorkerSupervisor:
 
         A worker that is gone is marked as lost: an idle one has no task that could end.
         """
-        answers = self._answers(worker, message, *args)
-        return answers[0] if answers else None
+        return self.ask_each(message, {worker: args}).get(worker)
 
     def tell(self, worker: int, message: Callable[..., None], *args: object) -> bool:
         """Send a message that has no answer; return whether the worker confirmed it in time."""
-        return bool(self._answers(worker, message, *args))
+        return worker in self.ask_each(message, {worker: args})
 
-    def _answers(self, worker: int, message: Callable[..., R], *args: object) -> list[R]:
-        try:
-            return [self._pool.ask(worker, message, *args)]
-        except LostWorkerError as error:
-            self.mark_lost(worker, str(error))
-        except ClusterError:
-            pass
-        return []
+    def ask_each(
+        self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, R]:
+        """Return the answers of several workers, asked at once; those as in `ask` are left out."""
+        found: dict[int, R] = {}
+        for worker, answer in self._pool.answers(message, args).items():
+            if isinstance(answer, LostWorkerError):
+                self.mark_lost(worker, str(answer))
+            elif not isinstance(answer, ClusterError):
+                found[worker] = answer
+        return found
 
     def stop(self, worker: int) -> None:
         """Ask a worker to end its task; `check_progress` marks it as lost if it does not."""

@@ -128,6 +128,7 @@ class Worker:
             series=log.series(),
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
             sums=None if texts is None else texts.take(),
+            drafter_version=self.drafter_version(),
         )
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:

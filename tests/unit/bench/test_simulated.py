@@ -85,12 +85,12 @@ def test_the_same_steps_give_the_same_numbers_and_more_workers_have_as_many_text
 
 def test_a_step_with_next_to_no_work_takes_its_messages_of_which_tasks_grow_with_workers() -> None:
     nothing = Speeds(1e-9, 0.0, 0.0, 0.0, 0.0, 0.0)
-    messages = Messages(task_s=0.01, ask_s=0.001, progress_s=0.002)
+    messages = Messages(task_s=0.01, ask_s=0.001, more_s=0.002)
     two, eight = (
         simulate(configured(), [([texts(f"{i}", 1) for i in range(num)], nothing)], num, messages)
         for num in (2, 8)
     )
     for each in (two, eight):
         assert each.step_s == pytest.approx(each.messages_s, abs=1e-6)
-    tasks = 4  # generate, join, learn, publish
-    assert eight.messages_s - two.messages_s >= 6 * tasks * messages.task_s
+    tasks = 3  # generate, learn, publish
+    assert eight.messages_s - two.messages_s > 5.9 * tasks * messages.task_s

@@ -21,6 +21,7 @@ from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import Progress, ShardResult
 from longtail.config.rl import RunConfig
 from longtail.engine.report import RolloutMeter
+from longtail.errors import ClusterError
 from longtail.rl.collectives import balance
 from longtail.rl.data.requests import visit_of
 from longtail.rl.learner_metrics import LearnerMetrics
@@ -34,12 +35,12 @@ cores that others used, too."""
 
 
 class Messages(NamedTuple):
-    """Seconds of messages: to give a task and take its result, to ask and wait for the answer, and
-    what each worker adds where all are asked for their progress at once."""
+    """Seconds of messages: to give a task and take its result, to ask a worker and wait for the
+    answer, and what each further worker adds where several are asked at once."""
 
     task_s: float = MESSAGE_S
     ask_s: float = MESSAGE_S
-    progress_s: float = 0.0
+    more_s: float = 0.0003
 
 
 _USUAL = Messages()
@@ -166,7 +167,8 @@ class _Pool(WorkerPool):
         self.model_s += time.process_time() - began_s
 
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
-        self._call(self.messages.task_s, worker, task, *args)
+        with self._message(self.messages.task_s):
+            self._answer(worker, task, *args)
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         with self._message(0.0):
@@ -188,16 +190,26 @@ class _Pool(WorkerPool):
         return []
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
-        return cast(R, self._call(self.messages.ask_s, worker, message, *args))
+        with self._message(self.messages.ask_s):
+            return cast(R, self._answer(worker, message, *args))
 
-    def _call(self, seconds: float, worker: int, called: Callable[..., Any], *args: object) -> Any:
-        with self._message(seconds):
-            self.workers[worker].advance()
-            return getattr(self.workers[worker], called.__name__)(*args)
+    def _answer(self, worker: int, called: Callable[..., Any], *args: object) -> Any:
+        self.workers[worker].advance()
+        return getattr(self.workers[worker], called.__name__)(*args)
+
+    def answers(
+        self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, R | ClusterError]:
+        with self._message(self._together_s(len(args))):
+            return {worker: self._answer(worker, message, *own) for worker, own in args.items()}
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
-        with self._message(self.messages.ask_s + self.messages.progress_s * len(workers)):
+        with self._message(self._together_s(len(workers))):
             return {worker: self.workers[worker].progress() for worker in workers}
+
+    def _together_s(self, num_workers: int) -> float:
+        more = max(num_workers - 1, 0)
+        return self.messages.ask_s * min(num_workers, 1) + self.messages.more_s * more
 
     def rendezvous_address(self) -> str:
         return ""

@@ -170,11 +170,32 @@ class RayWorkerPool(WorkerPool):
 
     def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
         """Call the message, and wait some seconds for the answer."""
-        call = self._in_message_thread(self._actors[worker].call)
-        reference = self._sent(worker, call, message, *args)
-        answer = cast(R, self._answer(worker, reference))
-        self._count(worker, message.__name__, reference, set())
+        answer = self.answers(message, {worker: args})[worker]
+        if isinstance(answer, ClusterError):
+            raise answer
         return answer
+
+    def answers(
+        self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, R | ClusterError]:
+        """Call the message on all workers, and wait some seconds for all answers together."""
+        found: dict[int, R | ClusterError] = {}
+        calls: dict[int, Any] = {}
+        for worker, own in args.items():
+            try:
+                call = self._in_message_thread(self._actors[worker].call)
+                calls[worker] = self._sent(worker, call, message, *own)
+            except ClusterError as error:
+                found[worker] = error
+        deadline = time.monotonic() + _ANSWER_S
+        for worker, reference in calls.items():
+            try:
+                left_s = max(deadline - time.monotonic(), 0.0)
+                found[worker] = cast(R, self._answer(worker, reference, left_s))
+                self._count(worker, message.__name__, reference, set())
+            except ClusterError as error:
+                found[worker] = error
+        return found
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Ask all workers together, and wait a short time for their answers."""
@@ -253,7 +274,7 @@ class RayWorkerPool(WorkerPool):
                 RayWorkerPool._has_connected = True
             else:
                 RayWorkerPool._own_ray = OwnRay(self._size)
-        except (ConnectionError, RayError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
                 f"{what}: could not connect to or start Ray ({_first_line(error)}); check that it "
@@ -377,9 +398,9 @@ class RayWorkerPool(WorkerPool):
         if self._traffic is not None:
             self._traffic.add(worker, task, reference, have)
 
-    def _answer(self, worker: int, reference: Any) -> Any:
+    def _answer(self, worker: int, reference: Any, timeout_s: float = _ANSWER_S) -> Any:
         try:
-            return ray.get(reference, timeout=_ANSWER_S)
+            return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError as error:
             raise ClusterError(f"worker {worker} has not answered for {_ANSWER_S:.0f} s") from error
         except RayActorError as error:
