@@ -29,7 +29,7 @@ class Begun(NamedTuple):
 
 
 def begin(
-    workshop: Workshop, hosts: Bed, run: str, *, steps: int, num: int, **env: str | None
+    workshop: Workshop, hosts: Bed, run: str, *words: str, steps: int, num: int, **env: str | None
 ) -> Begun:
     """Start a run of two workers, driven by the head; return it when `steps` are done.
 
@@ -40,7 +40,7 @@ def begin(
     if not steps:
         hold.touch()
     head, *others = cluster(hosts, num, **{HOLD: str(hold)}, **env)
-    running = train(workshop, head, run, *HELD, head=head, workers=2)
+    running = train(workshop, head, run, *HELD, *words, head=head, workers=2)
     running.until(lambda: steps_done(workshop, run) >= steps)
     hold.touch()
     running.until(hold.with_suffix(".reached").exists)
@@ -81,10 +81,11 @@ def test_a_host_is_lost_in_each_state_and_another_goes_on(
 def test_a_link_is_cut_and_nothing_is_lost(
     workshop: Workshop, hosts: Bed, seconds: int | None
 ) -> None:
-    """With Ray's own patience for 30 s, after which the worker may be another, and for ever."""
-    name, num = f"cut-{seconds}", 2 if seconds else 3
-    health = {} if seconds == 2 else dict.fromkeys(QUICK)
-    run, host, hold = begin(workshop, hosts, name, steps=1, num=num, **health)
+    """For 30 s with the patience that Ray and longtail have by default, and for ever."""
+    name, num, words, health = f"cut-{seconds}", 2, (), {}
+    if seconds != 2:
+        num, words, health = 3, ("--cluster.worker_timeout_s=180",), dict.fromkeys(QUICK)
+    run, host, hold = begin(workshop, hosts, name, *words, steps=1, num=num, **health)
     host.cut()
     hold.unlink()
     if seconds:
