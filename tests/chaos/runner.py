@@ -182,7 +182,7 @@ class Run:
             began = time.monotonic()
 
     def _workers(self) -> list[int]:
-        return [pid for pid, name in self._processes() if name.startswith("ray::_Actor")]
+        return [pid for pid, name in self._processes() if name.startswith("ray::Actor")]
 
     def _signal(self, number: int) -> None:
         for pid, _ in self._processes():

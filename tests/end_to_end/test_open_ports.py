@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 SECURITY = Path(__file__).parents[2] / "SECURITY.md"
 TWO = ("--cluster.workers=2", "--cluster.worker_timeout_s=40", "--speculation.drafter=history")
-RAYS_VOICE = re.compile(r"\(raylet|\(_Actor|pid=|\[20\d\d-\d\d-\d\d |Worker ID|Traceback")
+RAYS_VOICE = re.compile(r"\(raylet|\(Actor|pid=|\[20\d\d-\d\d-\d\d |Worker ID|Traceback")
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_a_run_listens_on_loopback_only_says_one_line_of_a_loss_and_leaves_nothi
 
     known = table()
     found = list(sockets(process))
-    assert {"longtail", "gcs_server", "raylet", "ray::_Actor"} <= {name for name, _ in found}
+    assert {"longtail", "gcs_server", "raylet", "ray::Actor"} <= {name for name, _ in found}
     for name, each in found:
         assert name in known, f"SECURITY.md does not say that {name} listens: {each}"
         assert each.is_loopback or known[name] != "loopback", f"{name}: {each}"
@@ -104,7 +104,7 @@ def test_a_run_listens_on_loopback_only_says_one_line_of_a_loss_and_leaves_nothi
     for pid in pids:
         assert token not in Path(f"/proc/{pid}/cmdline").read_text(), "others may read it there"
 
-    victim = next(each.pid for name, each in found if name == "ray::_Actor")
+    victim = next(each.pid for name, each in found if name == "ray::Actor")
     os.kill(victim, signal.SIGKILL)
     assert processes.wait_until(lambda: "it is replaced" in log.read_text(), process)
     lines = metrics.read_text().count("\n")

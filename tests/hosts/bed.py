@@ -114,7 +114,7 @@ class Host:
     @property
     def has_worker(self) -> bool:
         """Whether a worker of a run is here."""
-        return "ray::_Actor" in self.shell("ps ax")
+        return "ray::Actor" in self.shell("ps ax")
 
     def head(self, *words: str) -> None:
         """Start the head of a Ray here."""

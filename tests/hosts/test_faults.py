@@ -183,7 +183,7 @@ def test_shards_over_hosts_resume_with_another_number_and_a_lost_one_ends_the_ru
     run.until(lambda: (head.files / "shards/metrics.jsonl").read_text().count("\n") >= 3)
     hold.touch()
     run.until(hold.with_suffix(".reached").exists)
-    next(each for each in others if "ray::_Actor" in each.shell("ps ax")).kill()
+    next(each for each in others if "ray::Actor" in each.shell("ps ax")).kill()
     hold.unlink()
     assert run.code() == 1, run.said()
     last = run.said().splitlines()[-1]

@@ -24,7 +24,7 @@ found = []
 while not found:
     time.sleep(0.2)
     each = [(path.parent.name, path.read_bytes()) for path in Path("/proc").glob("[0-9]*/cmdline")]
-    found = [int(number) for number, words in each if words.startswith(b"ray::_Actor")]
+    found = [int(number) for number, words in each if words.startswith(b"ray::Actor")]
 while True:
     for sent in (signal.SIGSTOP, signal.SIGCONT):
         os.kill(found[0], sent)

@@ -39,7 +39,7 @@ def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     rows = workshop.path / "two" / "metrics.jsonl"
     run.until(lambda: rows.exists() and rows.read_text() != "")
     for host in (head, other):
-        lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::_Actor" in line]
+        lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::Actor" in line]
         listens = [line.split()[3].rpartition(":")[0] for line in lines]
         assert listens.count("*") == 1, lines
         assert set(listens) == {"*", host.address}, lines

@@ -16,7 +16,7 @@ BUDGETS = {
     "assembly": 1450,
     "bench": 3105,
     "cli": 730,
-    "cluster": 4645,
+    "cluster": 4655,
     "config": 1225,
     "drafter": 4915,
     "engine": 3185,

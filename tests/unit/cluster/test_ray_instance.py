@@ -103,7 +103,7 @@ def test_the_lines_that_workers_print_are_read_once_without_rays_own():
     ray = OwnRay(1)
     log = ray.folder / "ray" / "session_2026-01-01" / "logs" / "worker-ab-01-77.err"
     log.parent.mkdir(parents=True)
-    log.write_text(":job_id:01000000\n:actor_name:_Actor\nteaching the drafter, once\nhalf a")
+    log.write_text(":job_id:01000000\n:actor_name:Actor\nteaching the drafter, once\nhalf a")
     assert list(ray.read_new_lines()) == ["teaching the drafter, once"]
     with log.open("a") as file:
         file.write(" line\n[2026-11-22 14:05:52,454 W 14525 14525] gcs_client.cc:210: oh\nmore\n")

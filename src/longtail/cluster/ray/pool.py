@@ -8,10 +8,8 @@ cluster that you trust, as Ray itself requires (SECURITY.md).
 
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
@@ -20,10 +18,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from longtail.cluster.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.ray import hosts
+from longtail.cluster.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.ray.cluster import Cluster, Places, check_answers
-from longtail.cluster.ray.hosts import Kit
 from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
-from longtail.cluster.ray.tensors import send_tensors_as_arrays
 from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
 from longtail.cluster.worker import Stopped, Worker
@@ -53,45 +50,6 @@ class _Stored(NamedTuple):
     reference: Any
     hosts: set[str]
     """Hosts other than the driver's that it was sent to."""
-
-
-class _Actor:
-    """A worker in a process of its own; tasks run in one thread, messages in another."""
-
-    def __init__(self) -> None:
-        self._worker: Worker | None = None
-        send_tensors_as_arrays()
-
-    def make(
-        self,
-        make: Callable[[Place], Worker],
-        place: Place,
-        kit: Kit | None,
-        files: Mapping[Path, Mapping[str, Any]],
-    ) -> list[Path]:
-        """Make the worker, or return the directories that its host lacks.
-
-        This is a task, so that an exception in it is not a lost process.
-        """
-        if kit is not None:
-            found = hosts.find(kit)
-            if lacks := [each for each in kit.folders if each not in {**found, **files}]:
-                return lacks
-            kept = {each: hosts.keep(kit.folders[each], files[each]) for each in files}
-            place = replace(place, found=found | kept)
-        self._worker = make(place)
-        return []
-
-    def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a task or a message."""
-        return method(self._worker, *args)
-
-    def free_address(self) -> tuple[str, int]:
-        """Return the address of the worker's machine, and a free port there."""
-        address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return address, probe.getsockname()[1]
 
 
 @final
@@ -288,7 +246,7 @@ class RayWorkerPool(WorkerPool):
         # Several pools may share this machine.
         own = {"num_cpus": 0, "num_gpus": self._gpus}
         where = own if self._places is None else self._places.options(worker)
-        actor = remote(_Actor).options(**where).remote()
+        actor = remote(Actor).options(**where).remote()
         if self._places is None:
             self._make_worker(worker, actor, {})
         else:
