@@ -206,8 +206,9 @@ def train(components: WorkerComponents, asked: list[Request], step: int) -> Spot
     assert drafting is not None
     worker = Worker(components)
     worker.publish()
-    done = worker.generate(asked).completions
-    drafting.buffer.add(TextSnapshot.of(r, each, step) for r, each in zip(asked, done, strict=True))
+    requests = {each.request_id: each for each in asked}
+    done = worker.generate(asked).completions  # in the order of their ends
+    drafting.buffer.add(TextSnapshot.of(requests[d.request_id], d, step) for d in done)
     return learn(components)
 
 
