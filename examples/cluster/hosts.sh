@@ -12,7 +12,7 @@ SSH=${SSH:-ssh}
 umask 077
 token=$(mktemp)
 head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n' >"$token"
-own='RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.longtail-token RAY_USAGE_STATS_ENABLED=0'
+own='RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.longtail-token RAY_USAGE_STATS_ENABLED=0 RAY_worker_niceness=0'
 
 stop() {
   for host in "$@"; do
