@@ -59,10 +59,10 @@ quickstart: install
 	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
 		--rollout.group_size=2 --rollout.max_running=16 --arms off,all --steps 3 --plot runs/quickstart/tail.png
 
-# Three test processes for two cores, one OpenMP thread each: many tests wait for processes that they
+# Four test processes for two cores, one OpenMP thread each: many tests wait for processes that they
 # start. A process that has no test left takes over half of another's, so tests of one file mostly
 # stay together and share their fixtures. Hosts have steps of their own.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/hosts
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/hosts
 
 # Each test runs once: the fast ones with their coverage, which has a floor, then the slow ones.
 test: coverage
