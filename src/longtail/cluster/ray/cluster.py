@@ -63,8 +63,9 @@ class Places:
 
     def sharing(self, host: str) -> int:
         """Return the number of workers that share a host: its even share, or those it has."""
-        num_hosts = sum(node["Alive"] for node in ray.nodes())  # type: ignore[no-untyped-call]
-        return max(-(-self._size // num_hosts), list(self.hosts.values()).count(host))
+        nodes = [each for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
+        num_hosts = sum("CPU" in each["Resources"] for each in nodes)
+        return max(-(-self._size // max(num_hosts, 1)), list(self.hosts.values()).count(host))
 
     def other_host(self, worker: int) -> str | None:
         """Return the host of a worker; None if it is the driver's."""
