@@ -30,7 +30,7 @@ def test_two_hosts_write_what_one_process_does_and_vllm_listens_on_loopback(tmp_
         run = head.longtail("train", *words, *own, "--cluster.workers=2", log=tmp_path / "log")
         run.until(lambda: (path / "metrics.jsonl").exists() and read_metrics(path) != [])
         for host, num_learners in ((head, 2), (other, 1)):  # worker 0 has the learners' store
-            lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::_A" in line]
+            lines = [line for line in host.shell("ss -ltnpH").splitlines() if "ray::A" in line]
             listens = [line.split()[3].rpartition(":")[0] for line in lines]
             assert set(listens) == {"*", host.address, "127.0.0.1"}, lines
             assert (listens.count("*"), listens.count(host.address)) == (1, num_learners), lines
