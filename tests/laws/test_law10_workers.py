@@ -69,6 +69,18 @@ def two_steps(
         group.offer_drafter()
 
 
+def tried(
+    pool: ScriptedPool, asked: Sequence[Request], **options: int
+) -> tuple[WorkerGroup | None, str]:
+    """Make two steps; return the group, or the error that ended the run."""
+    try:
+        group = begun(pool, **options)
+        two_steps(group, asked)
+    except ClusterError as error:
+        return None, str(error)
+    return group, ""
+
+
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(lengths=lengths, siblings=st.integers(1, 3), workers=st.integers(1, 4))
@@ -114,11 +126,7 @@ def test_lost_workers_cost_time_and_nothing_else(lengths, workers, blows, idle_d
 @example([1], [Fault(worker=0, task="join", nth=1)], (1,))
 def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
     pool = ScriptedPool(2, faults=blows, torn=torn)
-    reason = ""
-    try:
-        two_steps(begun(pool), requests(*lengths))
-    except ClusterError as error:
-        reason = str(error)
+    _, reason = tried(pool, requests(*lengths))
     if reason:
         assert "start again" in reason
         # A member that loses the team lacks the step like a new worker.
@@ -150,11 +158,8 @@ def test_processes_that_die_at_any_time_change_nothing_or_end_the_run_with_a_rem
 ):
     """At any time: at work, while they start or stop, and idle, where no task ends with them."""
     deaths = [death for death in deaths if death.worker < workers]
-    pool, reason = ScriptedPool(workers, deaths=deaths), ""
-    try:
-        two_steps(begun(pool), requests(*lengths))
-    except ClusterError as error:
-        reason = str(error)
+    pool = ScriptedPool(workers, deaths=deaths)
+    _, reason = tried(pool, requests(*lengths))
     if reason:
         assert "start again: the run resumes" in reason
         assert sum(pool.births) >= workers, "while one has the policy, the run goes on"
@@ -189,11 +194,9 @@ def test_hosts_that_come_and_go_change_nothing(lengths, workers, leaving):
             for worker, from_s, until_s in gone
         ],
     )
-    group = begun(pool, min_workers=1)
-    try:
-        two_steps(group, requests(*lengths))
-    except ClusterError as error:
-        assert "lost in a row" in str(error)  # noqa: PT017
+    group, reason = tried(pool, requests(*lengths), min_workers=1)
+    if group is None:
+        assert "lost in a row" in reason
         return
     present = [pool.workers[each] for each in group.workers(State.IDLE)]
     assert 0 in group.workers(State.IDLE)

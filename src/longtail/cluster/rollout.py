@@ -148,10 +148,9 @@ class RolloutCoordinator:
     def run(self, requests: Sequence[Request], expected: Mapping[str, float]) -> RolloutResult:
         """Generate all completions; `expected` holds the known length of groups, in tokens."""
         began = self._supervisor.now()
-        present = self._supervisor.present
-        self._forecast.begin(len(present) or 1)
+        speeds = [self._forecast.speeds.of(each) for each in self._supervisor.present] or [1.0]
+        self._forecast.begin(len(speeds))
         self._expected = expected
-        speeds = [self._forecast.speeds.of(worker) for worker in present] or [1.0]
         self._waiting = _shards(requests, expected, speeds)
         while self._waiting or self._held:
             self._start_shards()

@@ -105,7 +105,6 @@ class WorkerSupervisor:
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
         self._follow_room()
-        self._is_complete()
         self._copy_policy()
         found = []
         for ended in self._drain_lost() or self._pool.wait(timeout_s):
@@ -182,25 +181,13 @@ class WorkerSupervisor:
         self._has_begun = True
 
     def _is_complete(self) -> bool:
-        """Return whether enough workers are ready, at the beginning as many as are found room for.
-
-        Raises ClusterError if there has not been room for enough for `worker_timeout_s`.
-        """
-        unready, absent, now = self.workers(*_UNREADY), self.workers(State.ABSENT), self._clock()
-        if not self._are_too_many(absent):
-            self._complete_s = now
-        elif now - self._complete_s > self._timeout_s:
-            names = ", ".join(map(str, absent))
-            raise ClusterError(
-                f"cluster.workers = {self._pool.size}: for {self._timeout_s:.0f} s there has been "
-                f"no room for worker {names} ({self._pool.room()}); start more hosts, or lower "
-                "cluster.workers or cluster.min_workers, then start again: the run resumes from "
-                "its newest checkpoint"
-            )
+        """Return whether enough workers are ready; at the beginning, all that have found room."""
+        unready, absent = self.workers(*_UNREADY), self.workers(State.ABSENT)
         if self._has_begun:
             waits = any(self._processes[each].startup in GETS_POLICY for each in unready)
         else:
-            waits = unready != absent or (bool(absent) and now - self._began_s < LAST_CALL_S)
+            is_early = self._clock() - self._began_s < LAST_CALL_S
+            waits = unready != absent or (bool(absent) and is_early)
         return not waits and not self._are_too_many(unready)
 
     def _are_too_many(self, lacking: Sequence[int]) -> bool:
@@ -318,7 +305,10 @@ class WorkerSupervisor:
         self._processes[worker] = Process(self._clock(), startup=startup)
 
     def _follow_room(self) -> None:
-        """Note which new processes have no room on a host, and which have found some."""
+        """Note which new processes have no room on a host, and which have found some.
+
+        Raises ClusterError if there has not been room for enough for `worker_timeout_s`.
+        """
         absent = self._pool.absent()
         for worker in self.workers(State.ABSENT):
             if worker not in absent:
@@ -328,6 +318,16 @@ class WorkerSupervisor:
         for worker in self.workers(State.STARTING):
             if worker in absent:
                 self._states.move(worker, State.ABSENT)
+        if not self._are_too_many(self.workers(State.ABSENT)):
+            self._complete_s = self._clock()
+        elif self._clock() - self._complete_s > self._timeout_s:
+            names = ", ".join(map(str, self.workers(State.ABSENT)))
+            raise ClusterError(
+                f"cluster.workers = {self._pool.size}: for {self._timeout_s:.0f} s there has been "
+                f"no room for worker {names} ({self._pool.room()}); start more hosts, or lower "
+                "cluster.workers or cluster.min_workers, then start again: the run resumes from "
+                "its newest checkpoint"
+            )
 
     def _continue_startup(self, ended: TaskResult[Any]) -> None:
         """Start the next task of a new process, or make it idle after the last one."""

@@ -47,7 +47,7 @@ def sync_folder(root: Path) -> None:
 def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
     """Make a folder by `write`, in place of one that may exist: it is on disk whole, or unchanged.
 
-    `write` is given a folder with a temporary name.
+    `write` gets a temporary name. A kill between two renames leaves the old one under `.old-NAME`.
     """
     temporary = path.with_name(f".new-{path.name}")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -55,21 +55,27 @@ def replace_folder(path: Path, write: Callable[[Path], None]) -> None:
         temporary.mkdir(parents=True)
         write(temporary)
         sync_folder(temporary)
-        remove_folder(path)
+        old = _put_aside(path)
         temporary.rename(path)
         sync(path.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:
     """Remove a folder, if it exists, under a temporary name."""
+    shutil.rmtree(_put_aside(path), ignore_errors=True)
+
+
+def _put_aside(path: Path) -> Path:
+    """Rename a folder, if it exists; return its temporary name."""
+    aside = path.with_name(f".old-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
     if path.exists():
-        temporary = path.with_name(f".old-{path.name}")
-        shutil.rmtree(temporary, ignore_errors=True)
-        path.rename(temporary)
-        shutil.rmtree(temporary, ignore_errors=True)
+        path.rename(aside)
+    return aside
 
 
 def read_json(path: Path) -> Any:

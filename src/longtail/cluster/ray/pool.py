@@ -190,6 +190,7 @@ class RayWorkerPool(WorkerPool):
         """Kill the worker's process and start another."""
         if self._places is not None:
             self._places.wait_for_head()
+            self._places.hosts.pop(worker, None)
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
