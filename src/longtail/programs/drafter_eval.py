@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,13 +49,31 @@ _PARENTS = 3
 def run(args: argparse.Namespace) -> int:
     """Run `longtail drafter eval`; the options are in `cli.options`."""
     set_threads(args.threads)
+    target = open_target(args)
+    prompts = find_prompts(args, target)
+    found: list[dict[str, Any]] = []
+    code = 0
+    try:
+        for measured in _measurements(args, target, prompts):
+            found.append(measured)
+            _log(f"{' '.join(_setting(measured))}: accept length {measured['accept_length']:.2f}")
+    except KeyboardInterrupt:
+        _log(f"stopped after {len(found)} measurements")
+        code = 130
+    if found and not args.json:
+        _print_table(found)
+    print(json.dumps({"drafter": args.drafter, "target": args.target, "measured": found}))
+    return code
+
+
+def _measurements(
+    args: argparse.Namespace, target: Target, prompts: Sequence[tuple[int, ...]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of each setting as soon as it is measured."""
     strategies = (
         Strategy(depth=args.depth, size=args.depth),
         Strategy(depth=args.depth, width=args.width, size=args.size),
     )
-    target = open_target(args)
-    prompts = find_prompts(args, target)
-    found: list[dict[str, Any]] = []
     for temperature in args.temperatures:
         _log(f"temperature {temperature:g}: plain decoding")
         sampling = SamplingParams(
@@ -70,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             done, acceptance = complete(target, prompts, sampling, speculation)
             different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
             by_position = zip(POSITIONS, acceptance.by_position(), strict=True)
-            measured = {
+            yield {
                 "temperature": temperature,
                 "coupled": coupled,
                 "shape": "chain" if strategy.width == 1 else "tree",
@@ -85,12 +103,6 @@ def run(args: argparse.Namespace) -> int:
                 "calibration_error": drafter.calibration_error,
                 "differing_share": different / len(plain),
             }
-            found.append(measured)
-            _log(f"{' '.join(_setting(measured))}: accept length {acceptance.overall.mean:.2f}")
-    if not args.json:
-        _print_table(found)
-    print(json.dumps({"drafter": args.drafter, "target": args.target, "measured": found}))
-    return 0
 
 
 def open_target(args: argparse.Namespace) -> Target:

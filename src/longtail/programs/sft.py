@@ -53,6 +53,11 @@ class Components(steps.Components):
         """Number of updates made."""
         return self.learner.steps
 
+    @property
+    def total_steps(self) -> int:
+        """Number of updates after which training ends."""
+        return self.config.train.steps
+
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimizer and data cursor."""
         saved = self.model.read(checkpoint.policy)
@@ -104,7 +109,7 @@ class Components(steps.Components):
         """Return the line of a step."""
         heldout = metrics.get("heldout/loss", math.nan)
         line = (
-            f"{steps.step_label(self.steps, self.config.train.steps)}  "
+            f"{steps.step_label(self.steps, self.total_steps)}  "
             f"loss {metrics['train/loss']:.4f}  "
             + (f"held out {heldout:.4f}  " if math.isfinite(heldout) else "")
             + f"entropy {metrics['train/entropy']:.3f}  lr {metrics['train/learning_rate']:.2e}  "

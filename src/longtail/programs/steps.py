@@ -23,6 +23,11 @@ class Components(abc.ABC):
     def steps(self) -> int:
         """Number of updates made."""
 
+    @property
+    @abc.abstractmethod
+    def total_steps(self) -> int:
+        """Number of updates after which training ends."""
+
     @abc.abstractmethod
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimizer and data cursor."""
@@ -61,9 +66,6 @@ def run(
     set_threads(config.run.threads)
     with RunDirectory(Path(config.run.dir), keep=config.run.keep_checkpoints) as directory:
         checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
-        if checkpoint is not None and checkpoint.step >= config.train.steps:
-            console.log(f"{checkpoint.policy}: its steps are done; raise train.steps to go on")
-            return 0
         try:
             with console.phase("preparing model and data"):
                 components = assemble(directory, checkpoint, console)
@@ -72,6 +74,9 @@ def run(
             return 130
         if checkpoint is not None:
             components.restore(checkpoint)
+            if components.steps >= components.total_steps:
+                console.log(f"{checkpoint.policy}: its steps are done")
+                return 0
         components.log_start(console)
         return _train(config, directory, components, console)
 
@@ -83,7 +88,7 @@ def _train(
     console: Console,
 ) -> int:
     """Step until all steps are done or the user interrupts, and end with a checkpoint."""
-    own, steps, began = config.run, config.train.steps, time.perf_counter()
+    own, steps, began = config.run, components.total_steps, time.perf_counter()
     first = saved = components.steps
     tokens = 0.0
     writer = MetricLog(

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -118,9 +119,14 @@ def vllm_version() -> str:
 
 
 def import_extra(module: str, extra: str, where: str) -> Any:
-    """Return a module of an optional package; ConfigError, which names `where`, without it."""
+    """Return a module of an optional package; ConfigError, which names `where`, without it.
+
+    Warnings about the syntax of other packages are left out.
+    """
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{where} needs {module} ({error}): {pip_install(extra)}") from error
 

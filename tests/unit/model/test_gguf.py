@@ -24,7 +24,7 @@ def _model(**shape) -> Transformer:
 
 def _converted(tmp_path: Path, model: Transformer, **options) -> Path:
     write_gguf(tmp_path / "tiny.gguf", model, **options)
-    convert(tmp_path / "tiny.gguf", tmp_path / "model", WHERE)
+    convert(tmp_path / "tiny.gguf", tmp_path / "model", WHERE, print)
     return tmp_path / "model"
 
 
@@ -87,5 +87,5 @@ def test_a_file_that_is_cut_off_is_refused_in_one_sentence(tmp_path, size):
     content = (tmp_path / "tiny.gguf").read_bytes()
     (tmp_path / "tiny.gguf").write_bytes(content[:size])
     with pytest.raises(ConfigError, match="cannot read the file") as caught:
-        convert(tmp_path / "tiny.gguf", tmp_path / "model", WHERE)
+        convert(tmp_path / "tiny.gguf", tmp_path / "model", WHERE, print)
     assert "\n" not in str(caught.value)

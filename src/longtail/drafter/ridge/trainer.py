@@ -24,7 +24,10 @@ from longtail.types import PackedSequences
 
 @final
 class RidgeTrainer:
-    """Collects sums over texts; never writes the target. `layer` has the weights of all so far."""
+    """Collects sums over texts; never writes the target. `layer` has the weights of all so far.
+
+    Its draft vocabulary is what the texts write, and `draft_ids`.
+    """
 
     head = None
     """A ridge drafter has the target's head."""
@@ -36,11 +39,17 @@ class RidgeTrainer:
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
     ) -> None:
-        self._layer, self._target, self.draft_ids = layer, target, draft_ids
+        self._layer, self._target = layer, target
+        self._always = [] if draft_ids is None else draft_ids.tolist()
         self._reader = TargetReader(target, layer.dtype, layer.config.taps, None)
         self._texts = TextSums(target, layer.config.slots)
         self._sums, self._is_solved = self._texts.take(), True
         self.steps = 0
+
+    @property
+    def draft_ids(self) -> Int[Tensor, "draft"]:
+        """The draft vocabulary of the texts so far."""
+        return self._sums.vocabulary(self._always).to(self._target.device)
 
     @property
     def layer(self) -> RidgeLayer:
@@ -84,6 +93,7 @@ class RidgeTrainer:
     def evaluate(self, batch: Sequence[PackedSequences], num_depths: int) -> DepthReport:
         """Measure on texts: each slot, given the tokens before it in the text."""
         layer, num_depths = self.layer, min(num_depths, self._layer.config.slots)
+        draft_ids = self.draft_ids
         counts, scores = [0] * num_depths, torch.zeros(3, num_depths, dtype=torch.float64)
         for packed in batch:
             here = moved(packed, self._target.device)
@@ -104,7 +114,7 @@ class RidgeTrainer:
             teacher = Teacher(
                 hidden=states.after[rows],
                 head=self._target.head.weight.detach(),
-                draft_ids=self.draft_ids,
+                draft_ids=draft_ids,
             )
             exist = torch.stack([pairs.exist(k)[rows] for k in range(num_depths)])
             found = score_rows(scored, teacher)

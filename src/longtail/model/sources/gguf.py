@@ -48,13 +48,13 @@ def model_of(
     """
 
     def build(directory: Path) -> None:
-        log(f"converting {file}, once")
+        log(f"converting {file} ({file.stat().st_size / 1e6:,.0f} MB), once, in about a minute")
         if tokenizer is None:
             log(
                 f"warning: the tokenizer of {file} is the conversion of transformers and may split "
                 "some texts in another way than the model's own"
             )
-        convert(file, directory, where, tokenizer)
+        convert(file, directory, where, log, tokenizer)
 
     try:
         digest = fingerprint(file)["sha256"]
@@ -68,6 +68,7 @@ def convert(
     source: Path,
     directory: Path,
     where: str,
+    log: Callable[[str], None],
     tokenizer: Callable[[Any], TokenizerFiles] | None = None,
 ) -> None:
     """Write the model of a GGUF file as a Hugging Face directory, its weights as bfloat16.
@@ -78,7 +79,9 @@ def convert(
         import gguf
 
         reader = gguf.GGUFReader(source)
+        log("reading the tokenizer")
         files = tokenizer(reader) if tokenizer else _tokenizer(source, reader)
+        log(f"reading {len(reader.tensors)} tensors")
         model = _model(source)
     except Exception as error:  # the packages raise any error for a malformed file
         reason = " ".join(f"{error}".split())[:300] or type(error).__name__
@@ -100,6 +103,7 @@ def convert(
     scaling = field(reader, f"{config.family}.rope.scaling.type")
     if scaling not in (None, "none"):
         raise ConfigError(f"{where}: rope.scaling.type = {scaling!r:.40} is not read; {_REMEDY}")
+    log("writing them as bfloat16")
     content, named, template = files
     ends = [end] if (end := field(reader, "tokenizer.ggml.eos_token_id")) is not None else []
     directory.mkdir(parents=True)

@@ -91,12 +91,24 @@ class ExampleBatches:
         self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
         self._go_to(0, 0)
 
-    def take(self) -> tuple[Example, ...]:
-        """Return the next batch, crossing into new epochs as needed."""
+    @property
+    def per_epoch(self) -> int:
+        """Number of batches of the first epoch, if none crosses into the next one."""
+        count = room = 0
+        for index in epoch_order(self._seed, 0, len(self._examples)):
+            room -= len(self._examples[index].tokens)
+            if room < 0:
+                count, room = count + 1, self._budget - len(self._examples[index].tokens)
+        return count
+
+    def take(self, *, crosses: bool = True) -> tuple[Example, ...]:
+        """Return the next batch; `crosses`: it may go on in the next epoch."""
         batch: list[Example] = []
         room = self._budget
         while True:
             if self._position == len(self._examples):
+                if batch and not crosses:
+                    return tuple(batch)
                 self._go_to(self._epoch + 1, 0)
             example = self._examples[self._order[self._position]]
             room -= len(example.tokens)
