@@ -20,11 +20,11 @@ from longtail.rl.data.sources import EMBEDDED, HELDOUT, Row, load_rows
 from longtail.rl.grading.pool import Check, gradable
 
 
-def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldOut:
+def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check | None) -> HeldOut:
     """Load the training prompts and the held-out prompts, of which there may be none.
 
-    `check` finds the rows that the reward cannot grade. Raises ConfigError or DataError, naming the
-    field, for anything that does not fit.
+    `check` finds the rows that the reward cannot grade; None: nothing is graded. Raises ConfigError
+    or DataError, naming the field, for anything that does not fit.
     """
     data, seed = config.data, config.run.seed
     encoder = _encoder(data, tokenizer)
@@ -39,6 +39,8 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check) -> HeldO
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,
         )
+        if check is None:
+            return prompts
         return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
 
     def load(source: str, size: int, field: str) -> PromptSet:

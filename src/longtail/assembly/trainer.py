@@ -97,7 +97,7 @@ def assemble(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
         workers=workers,
-        sampling=_sampling(config, tokenizer),
+        sampling=sampling_of(config, tokenizer),
         limits=limits,
         num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
         num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
@@ -204,7 +204,8 @@ def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> Engin
     )
 
 
-def _sampling(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+def sampling_of(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
+    """Return how completions are sampled."""
     own = config.rollout
     return SamplingParams(
         temperature=own.temperature,

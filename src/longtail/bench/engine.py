@@ -1,14 +1,17 @@
 """`longtail bench engine`: generation with a real model, in longtail and in other engines.
 
     plain          longtail, decoding token by token
-    chain, tree    longtail with one fixed strategy of drafting
-    tuned          longtail as it is used: it drafts where that pays
+    chain, tree    longtail with one fixed strategy of drafting and the run's first drafter
+    history, ...   longtail with one of the run's drafters, drafting where that pays
+    tuned          longtail as it is used: all of the run's drafters
     transformers   generate of transformers
     vllm           vLLM's CPU build, where --vllm-python names an environment that has it
 
-Every contestant writes the same work, B texts at a time, in turns on the same CPUs. longtail's
-texts end by themselves and are always the same; other engines write as many tokens after each
-prompt. A turn begins with B texts and ends with its longest one.
+Every contestant writes the same work, B texts at a time, in turns on the same CPUs: groups of
+completions of the run's prompts, in its order. longtail's texts end by themselves and are always
+the same; other engines write as many tokens after each prompt. A turn begins with B texts and ends
+with its longest one. Before each turn history forgets what was written since the first texts
+(`--warm`), and the tuner keeps its estimates, as from step to step of a run.
 """
 
 import sys
@@ -21,18 +24,18 @@ from typing import Any, final
 
 from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
-from longtail.bench.common.subject import Subject, drafter_maker, open_subject
+from longtail.bench.common.subject import Drafters, Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, paired, pin, pinned, progress, ratios
-from longtail.bench.options import HISTORY, EngineBenchOptions
+from longtail.bench.options import EngineBenchOptions
+from longtail.config import files
+from longtail.config.rl import load
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
-from longtail.types import SamplingParams
 
 PLAIN, TUNED = "plain", "tuned"
 STRATEGIES: Mapping[str, Strategy] = {
@@ -44,9 +47,6 @@ STRATEGIES: Mapping[str, Strategy] = {
 """Fixed strategies."""
 _STEP_TOKENS = 9
 """Flat tokens of a request in a step: its root and the largest fixed draft."""
-_LEAST_TEXTS = 8
-_ROUNDS = 2
-"""Texts of a turn for each that runs at a time."""
 
 
 def run(options: EngineBenchOptions) -> int:
@@ -54,33 +54,36 @@ def run(options: EngineBenchOptions) -> int:
     cpus = pin(options.threads)
     set_threads(options.threads)
     log = progress("engine")
-    subject = open_subject(
-        options.model,
-        options.prompts,
-        dtype=options.dtype,
-        num_prompts=max(_ROUNDS * max(options.batches), _LEAST_TEXTS),
-        sampling=SamplingParams(max_tokens=options.max_tokens),
-        log=log,
-    )
+    config = load(files.locate(options.run), options.overrides)
+    subject = open_subject(config, options.warm + most_texts(options), log)
+    drafters = Drafters(config.speculation.drafter, subject, options.warm, log)
     with ExitStack() as stack:
         peers = {}
         for kind, python in peer_pythons(options).items():
             log(f"starting {kind}")
             peer = start_peer(kind, python, options, subject)
             peers[kind] = stack.enter_context(peer)
-        bench = EngineBench(subject, options, peers, log)
+        bench = EngineBench(subject, drafters, options, peers, log)
         cells = [bench.measure(batch) for batch in options.batches]
     descriptions = {kind: peer.description for kind, peer in peers.items()}
-    dtype = str(subject.target.model.dtype).removeprefix("torch.")
-    result = as_json(options, cells, dtype=dtype, peers=descriptions)
-    title = f"Generation by {options.model}, {dtype}, {pinned(cpus)}"
+    result = as_json(options, subject, cells, drafters=drafters.names, peers=descriptions)
+    title = (
+        f"Generation by {result['model']}, {result['dtype']}, {options.threads} thread(s), "
+        f"{pinned(cpus)}; groups of {subject.group_size}, at most {result['max_tokens']} tokens"
+    )
+    learned = f", after {options.warm} texts" if options.warm else ""
     print_card(
-        [table(f"{title}; drafter: {options.drafter}", cells)],
+        [table(f"{title}; drafters: {'+'.join(drafters.names) or 'none'}{learned}", cells)],
         result,
         sentences=sentences(cells),
         json_only=options.json,
     )
     return 0
+
+
+def most_texts(options: EngineBenchOptions) -> int:
+    """Return the number of texts of the largest turn."""
+    return max(options.texts, *options.batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +124,8 @@ class Cell:
     num_texts: int
     num_tokens: int
     rows: Sequence[Row]
-    best_fixed: str
-    tuned_over_best_fixed: Spread
+    best_fixed: str | None
+    tuned_over_best_fixed: Spread | None
     lowest_cpu_share: float
     """CPU seconds over seconds of the most disturbed turn."""
 
@@ -141,14 +144,14 @@ class OwnEngine:
         limits = EngineLimits(
             max_running=batch,
             max_step_tokens=max(512, batch * _STEP_TOKENS),
-            max_len=max(map(len, subject.prompts)) + subject.sampling.max_tokens,
+            max_len=subject.max_len,
         )
         self._engine = RolloutEngine(subject.target.model, subject.target.tokenizer.decode, limits)
 
-    def turn(self, num_texts: int) -> Turn:
-        """Write all texts."""
+    def turn(self, first: int, num_texts: int) -> Turn:
+        """Write the texts from number `first` on."""
         self._engine.speculate(self._speculation())
-        requests, meter = self._subject.requests(num_texts), RolloutMeter()
+        requests, meter = self._subject.requests(num_texts, first=first), RolloutMeter()
         start, cpu_start = time.perf_counter(), time.process_time()
         completions = self._engine.generate(requests, meter.add)
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
@@ -164,31 +167,35 @@ class OwnEngine:
 
 @final
 class EngineBench:
-    """A subject, its drafter, and the other engines that are compared."""
+    """A subject, its drafters, and the other engines that are compared."""
 
     def __init__(
         self,
         subject: Subject,
+        drafters: Drafters,
         options: EngineBenchOptions,
         peers: Mapping[str, PeerProcess],
         log: Log,
     ) -> None:
-        self._subject, self._options, self._peers, self._log = subject, options, peers, log
-        self._make = drafter_maker(options.drafter, subject.target, log)
+        self._subject, self._drafters, self._options = subject, drafters, options
+        self._peers, self._log = peers, log
 
     def measure(self, batch: int) -> Cell:
         """Run all contestants in turns at one batch size."""
-        num_texts = max(_ROUNDS * batch, _LEAST_TEXTS)
+        first, num_texts = self._options.warm, max(self._options.texts, batch)
         speculations = self._speculations()
         own = {name: OwnEngine(self._subject, batch, each) for name, each in speculations.items()}
-        first = own[PLAIN].turn(num_texts)
-        work = {
-            "prompts": [list(each.prompt_tokens) for each in self._subject.requests(num_texts)],
-            "lengths": [len(text) for text in first.texts],
-            "running": batch,
-        }
+        work = {}
+        if self._peers:
+            requests = self._subject.requests(num_texts, first=first)
+            texts = own[PLAIN].turn(first, num_texts).texts
+            work = {
+                "prompts": [list(each.prompt_tokens) for each in requests],
+                "lengths": [len(text) for text in texts],
+                "running": batch,
+            }
         contestants: dict[str, Callable[[], Turn]] = {
-            **{name: partial(each.turn, num_texts) for name, each in own.items()},
+            **{name: partial(each.turn, first, num_texts) for name, each in own.items()},
             **{name: partial(_peer_turn, peer, work) for name, peer in self._peers.items()},
         }
         turns: dict[str, list[Turn]] = {name: [] for name in contestants}
@@ -203,24 +210,24 @@ class EngineBench:
         return summarize(batch, {name: each[1:] for name, each in turns.items()})
 
     def _speculations(self) -> dict[str, Callable[[], Speculation | None]]:
-        """Return what longtail's contestants draft by, made anew for each turn.
-
-        The tuner keeps its estimates from turn to turn, as from step to step of a run. So does a
-        trained drafter; history would remember the texts.
-        """
-        tuner, kept = BudgetTuner(), self._make()
-        drafter: Callable[[], Drafter] = (
-            self._make if self._options.drafter == HISTORY else lambda: kept
-        )
+        """Return what longtail's contestants draft by, made anew for each turn."""
+        chosen, names, drafters = self._options.contestants, self._drafters.names, self._drafters
+        found: dict[str, Callable[[], Speculation | None]] = {PLAIN: lambda: None}
 
         def fixed(strategy: Strategy) -> Callable[[], Speculation]:
-            return lambda: Speculation.fixed(self._make(), strategy)
+            return lambda: Speculation.fixed(drafters.copies(names[:1])[0], strategy)
 
-        return {
-            PLAIN: lambda: None,
-            **{name: fixed(strategy) for name, strategy in STRATEGIES.items()},
-            TUNED: lambda: Speculation(drafters=(drafter(),), tuner=tuner),
-        }
+        def tuned(*some: str) -> Callable[[], Speculation]:
+            tuner = BudgetTuner()
+            return lambda: Speculation(drafters=drafters.copies(some), tuner=tuner)
+
+        if "fixed" in chosen and names:
+            found |= {name: fixed(strategy) for name, strategy in STRATEGIES.items()}
+        if "alone" in chosen and len(names) > 1:
+            found |= {name: tuned(name) for name in names}
+        if TUNED in chosen and names:
+            found[TUNED] = tuned(*names)
+        return found
 
 
 def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
@@ -238,7 +245,7 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
         for name, own in turns.items()
     ]
     fixed = [row for row in rows if row.name in STRATEGIES]
-    best = max(fixed, key=lambda row: row.tokens_per_s.median).name
+    best = max(fixed, key=lambda row: row.tokens_per_s.median).name if fixed else None
     every = [each for own in turns.values() for each in own]
     return Cell(
         batch=batch,
@@ -246,7 +253,9 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
         num_tokens=plain[0].num_tokens,
         rows=rows,
         best_fixed=best,
-        tuned_over_best_fixed=ratios(speeds[TUNED], speeds[best]),
+        tuned_over_best_fixed=ratios(speeds[TUNED], speeds[best])
+        if best and TUNED in speeds
+        else None,
         lowest_cpu_share=min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
     )
 
@@ -268,7 +277,7 @@ def start_peer(
         "model_dir": str(subject.target.directory),
         "dtype": str(subject.target.model.dtype).removeprefix("torch."),
         "threads": options.threads,
-        "max_len": max(map(len, subject.prompts)) + options.max_tokens,
+        "max_len": subject.max_len,
         "max_running": max(options.batches),
     }
     return PeerProcess(python, ENGINE_WORKER, kind, spec, flag=f"--{kind}-python")
@@ -321,16 +330,24 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
 
 
 def as_json(
-    options: EngineBenchOptions, cells: Sequence[Cell], *, dtype: str, peers: Mapping[str, str]
+    options: EngineBenchOptions,
+    subject: Subject,
+    cells: Sequence[Cell],
+    *,
+    drafters: Sequence[str],
+    peers: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return every figure."""
     return {
         "bench": "engine",
-        "model": options.model,
-        "prompts": options.prompts,
-        "drafter": options.drafter,
-        "dtype": dtype,
-        "max_tokens": options.max_tokens,
+        "run": options.run,
+        "model": subject.target.name,
+        "drafters": list(drafters),
+        "dtype": str(subject.target.model.dtype).removeprefix("torch."),
+        "temperature": subject.sampling.temperature,
+        "max_tokens": subject.sampling.max_tokens,
+        "group_size": subject.group_size,
+        "warm": options.warm,
         "repeats": options.repeats,
         "threads": options.threads,
         "peers": dict(peers),

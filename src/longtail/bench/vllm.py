@@ -27,10 +27,10 @@ from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
 from longtail.bench.options import VllmBenchOptions
+from longtail.config.rl import load
 from longtail.drafter.formats.layouts import rounded, write_layout
 from longtail.errors import ConfigError
 from longtail.system.device import DTYPES, set_threads
-from longtail.types import SamplingParams
 
 RULES: Mapping[str, str] = {
     "plain": "plain, keyed noise",
@@ -55,15 +55,7 @@ def run(options: VllmBenchOptions) -> int:
     cpus = pin(1)
     set_threads(1)
     log = progress("vllm")
-    sampling = SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens)
-    subject = open_subject(
-        options.model,
-        options.prompts,
-        dtype="float32",
-        num_prompts=options.n,
-        sampling=sampling,
-        log=log,
-    )
+    subject = opened(options, log)
     engine, turns = measure(subject, options, log)
     result = {"bench": "vllm", "engine": engine, **_shown(options), **figures(turns)}
     title = (
@@ -74,6 +66,22 @@ def run(options: VllmBenchOptions) -> int:
     print_card([table(title, turns)], result, json_only=options.json)
     kept = (result["differing_share"][rule] for rule in ("coupled", "loop"))
     return 0 if all(is_kept(share, options) for share in kept) else 1
+
+
+def opened(options: VllmBenchOptions, log: Log) -> Subject:
+    """Return the model with its prompts, each completed once."""
+    words = (
+        f"--model.path={options.model}",
+        f"--data.source={options.prompts}",
+        "--data.heldout_size=0",
+        "--data.drop_long_prompts=true",
+        "--rollout.group_size=1",
+        "--learner.loss=reinforce_pp",  # the only one without groups
+        f"--rollout.max_tokens={options.max_tokens}",
+        f"--rollout.temperature={options.temperature}",
+        "--rollout.dtype=float32",
+    )
+    return open_subject(load(None, words), options.n, log)
 
 
 def measure(
@@ -115,7 +123,7 @@ def _export(subject: Subject, options: VllmBenchOptions, place: Path, log: Log) 
         "depth": options.depth,
         "dtype": options.dtype,
         "block_rows": options.block_rows,
-        "max_len": max(map(len, subject.prompts)) + options.max_tokens + options.depth + 1,
+        "max_len": subject.max_len + options.depth + 1,
         "max_running": options.max_running,
         "packages": str(_PACKAGES),
         "threads": 1,

@@ -164,7 +164,7 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
             if getattr(drafter, name) != DrafterSection.model_fields[name].default:
                 yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
         if "steps" in config.train.model_fields_set:
-            yield "train.steps: drafter.recipe = 'ridge' makes one pass over the texts; leave it out"
+            yield "train.steps: drafter.recipe = 'ridge' makes one pass; leave it out"
     elif drafter.slots != DrafterSection.model_fields["slots"].default:
         yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
     if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):

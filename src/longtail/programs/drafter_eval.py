@@ -170,7 +170,7 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); give --prompts") from error
     if "rollout" in sections:
-        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, lambda rows: {})
+        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, None)
         chosen = parts.heldout.prompts or parts.train.prompts
         return [prompt.tokens for prompt in chosen]
     if "target" not in sections:

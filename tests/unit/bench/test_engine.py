@@ -12,20 +12,27 @@ import pytest
 from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.bench import engine
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
-from longtail.bench.common.subject import Subject, drafter_maker, open_subject
+from longtail.bench.common.subject import Drafters, Subject, open_subject
 from longtail.bench.engine import PLAIN, STRATEGIES, TUNED, EngineBench, Turn, summarize
 from longtail.bench.options import EngineBenchOptions
+from longtail.config.rl import load
+from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError, DataError
-from longtail.types import SamplingParams
+from longtail.speculation.drafter import Observed
 
-OPTIONS = EngineBenchOptions(batches=(2,), dtype="float32", max_tokens=8, repeats=1)
-SAMPLING = SamplingParams(max_tokens=8)
+OPTIONS = EngineBenchOptions(batches=(2,), texts=8, repeats=1)
+WORDS = (
+    "--data.heldout_size=2",
+    "--rollout.group_size=4",
+    "--rollout.max_tokens=8",
+    "--rollout.dtype=float32",
+)
 
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     workshop = build(tmp_path_factory.mktemp("engine"))
-    write_lines(workshop.prompts, *({"prompt": "say " + "x" * i} for i in range(1, 4)))
+    write_lines(workshop.prompts, *({"prompt": "say " + "x" * i} for i in range(1, 9)))
     return workshop
 
 
@@ -35,30 +42,56 @@ def subject(workshop: Workshop) -> Subject:
 
 
 def opened(workshop: Workshop, **changes: str) -> Subject:
-    named = {"model": str(workshop.model), "source": str(workshop.prompts), **changes}
-    return open_subject(**named, dtype="float32", num_prompts=4, sampling=SAMPLING, log=print)
+    named = {"model.path": str(workshop.model), "data.source": str(workshop.prompts), **changes}
+    config = load(None, [*WORDS, *(f"--{name}={value}" for name, value in named.items())])
+    return open_subject(config, 16, print)
 
 
-def test_a_mistake_names_the_option(workshop: Workshop, subject: Subject) -> None:
-    make = drafter_maker("history", subject.target, print)
-    assert make() is not make(), "each turn has a new one"
-    with pytest.raises(ConfigError, match="--drafter = 'nowhere'"):
-        drafter_maker("nowhere", subject.target, print)
-    with pytest.raises(DataError, match=r"--prompts = 'nowhere.jsonl'"):
-        opened(workshop, source="nowhere.jsonl")
-    with pytest.raises(ConfigError, match="--model"):
-        opened(workshop, model=str(workshop.path / "no"))
+def test_a_mistake_names_the_field(workshop: Workshop, subject: Subject) -> None:
+    with pytest.raises(ConfigError, match=r"speculation\.drafter = 'nowhere'"):
+        Drafters("nowhere", subject, 0, print)
+    with pytest.raises(DataError, match=r"data.source = 'nowhere.jsonl'"):
+        opened(workshop, **{"data.source": "nowhere.jsonl"})
+    with pytest.raises(ConfigError, match=r"model\.path"):
+        opened(workshop, **{"model.path": str(workshop.path / "no")})
 
 
-def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(subject: Subject) -> None:
-    cell = EngineBench(subject, OPTIONS, {}, print).measure(2)
-    names = [PLAIN, *STRATEGIES, TUNED]
+def test_requests_are_groups_of_the_prompts_in_the_order_of_a_run(subject: Subject) -> None:
+    assert len(subject.prompts) == 4
+    requests = subject.requests(6, first=2)
+    places = [subject.prompts.index(each.prompt_tokens) for each in requests]
+    assert places == [0, 0, 1, 1, 1, 1]
+    assert len({each.noise_key for each in requests}) == 6
+
+
+@pytest.mark.parametrize("warm", [0, 8])
+def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(
+    subject: Subject, warm: int
+) -> None:
+    drafters = Drafters("history+fresh" if warm else "history", subject, warm, print)
+    options = replace(OPTIONS, warm=warm)
+    cell = EngineBench(subject, drafters, options, {}, print).measure(2)
+    alone = ["history", "fresh"] if warm else []
+    names = [PLAIN, *STRATEGIES, *alone, TUNED]
     assert [row.name for row in cell.rows] == names
     assert [row.differing_share for row in cell.rows] == [0.0] * len(names)
     assert cell.num_texts == 8
     assert 8 <= cell.num_tokens <= 8 * 8
-    assert {row.accept_length >= 1.0 for row in cell.rows[1:-1]} == {True}
+    assert {row.accept_length >= 1.0 for row in cell.rows[1:5]} == {True}
     assert cell.best_fixed in STRATEGIES
+
+
+def test_history_forgets_after_a_turn_and_keeps_the_first_texts(subject: Subject) -> None:
+    drafters = Drafters("history", subject, 4, print)
+    first, second = (drafters.copies(["history"])[0] for _ in range(2))
+    assert isinstance(first, HistoryDrafter)
+    assert isinstance(second, HistoryDrafter)
+    assert first.num_tokens == second.num_tokens > 0
+    seen = Observed(
+        request_id="a", tokens=[5, 6, 7, 8], start=0, num_tokens=4, prompt_len=2, is_finished=True
+    )
+    first.observe([seen], None)
+    assert first.num_tokens > second.num_tokens
 
 
 def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> list[Turn]:
@@ -87,7 +120,7 @@ def test_ratios_are_taken_within_each_turn_and_the_best_fixed_strategy_is_named(
     assert (cell.num_texts, cell.num_tokens, cell.lowest_cpu_share) == (2, 12, 1.0)
 
 
-def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu() -> None:
+def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu(subject: Subject) -> None:
     shared = [replace(each, cpu_seconds=0.7 * each.seconds) for each in CONTESTANTS[PLAIN]]
     cells = [summarize(4, CONTESTANTS), summarize(8, {**CONTESTANTS, PLAIN: shared})]
     lines = engine.table("title", cells).cells()
@@ -96,17 +129,20 @@ def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu() -> Non
     gain, note = engine.sentences(cells)
     assert gain.startswith("With drafts, longtail generates 4.00x at 4, 4.00x at 8 running")
     assert note == "NOTE: other processes ran: a turn at 8 had 70% of its CPU."
-    found = json.loads(json.dumps(engine.as_json(OPTIONS, cells, dtype="float32", peers={})))
+    told = engine.as_json(OPTIONS, subject, cells, drafters=["history"], peers={})
+    found = json.loads(json.dumps(told))
+    assert (found["group_size"], found["max_tokens"], found["dtype"]) == (4, 8, "float32")
     assert found["cells"][0]["rows"]["tuned"]["over_plain"]["median"] == 4.0
 
 
 @pytest.mark.slow
 def test_the_command_compares_with_transformers_and_ends_with_json(workshop: Workshop) -> None:
     allowed = os.sched_getaffinity(0) if sys.platform == "linux" else set()
-    words = ("--batches=2", "--max-tokens=6", "--repeats=1", "--dtype=float32")
+    run = workshop.path / "run.toml"
+    run.write_text(f"[model]\npath = '{workshop.model}'\n[data]\nsource = '{workshop.prompts}'\n")
+    words = ("--batches=2", "--repeats=1", "--speculation.drafter=history", *WORDS)
     try:
-        said = say("bench", "engine", f"--model={workshop.model}", f"--prompts={workshop.prompts}",
-                   *words)  # fmt: skip
+        said = say("bench", "engine", str(run), *words)
     finally:
         if allowed:
             os.sched_setaffinity(0, allowed)

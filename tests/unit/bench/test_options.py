@@ -14,7 +14,8 @@ from support.benches import parse
     ("words", "message"),
     [
         ("engine --batches 1,zero", r"--batches\[1\] = zero: it must be a valid integer"),
-        ("engine --max-tokens 1", "--max-tokens = 1: it must be greater than or equal to 2"),
+        ("engine --texts 0", "--texts = 0: it must be greater than or equal to 1"),
+        ("engine --contestants tuned", "--contestants = 'tuned': others are compared to plain"),
         ("engine --threads 0", "--threads = 0: it must be greater"),
         ("learner --repeats 0", "--repeats = 0: it must be greater"),
         ("trl --completions 12", "--completions = 12: it must be a multiple of --group = 8"),

@@ -9,9 +9,7 @@ import pytest
 
 from end_to_end.workshop import build
 from longtail.bench import vllm
-from longtail.bench.common.subject import open_subject
 from longtail.errors import ConfigError
-from longtail.types import SamplingParams
 from support.benches import parse
 
 
@@ -54,9 +52,6 @@ def test_a_drafter_without_weights_cannot_be_compared(tmp_path: Path) -> None:
     workshop = build(tmp_path)
     words = (f"--model={workshop.model}", f"--prompts={workshop.prompts}", "--n=3")
     options = parse("vllm", f"--python={sys.executable}", "--drafter=history", *words)
-    subject = open_subject(
-        options.model, options.prompts, dtype="float32", num_prompts=3,
-        sampling=SamplingParams(max_tokens=options.max_tokens), log=print,
-    )  # fmt: skip
+    subject = vllm.opened(options, print)
     with pytest.raises(ConfigError, match="--drafter = 'history': it has no weights"):
         vllm.measure(subject, options, print)

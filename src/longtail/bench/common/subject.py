@@ -1,80 +1,128 @@
-"""A model with prompts and a drafter, for benchmarks of generation."""
+"""A model with the prompts of a run and its drafters, for benchmarks of generation."""
 
 import copy
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
 
-from longtail.assembly.drafters import Target, open_drafter, read_drafter
+from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafter
 from longtail.assembly.engine import model_directory, open_model
+from longtail.assembly.precision import decided
+from longtail.assembly.prompts import load_prompts
+from longtail.assembly.trainer import sampling_of
 from longtail.bench.common.timing import Log
-from longtail.drafter.architecture import make_drafter
+from longtail.config.rl import RunConfig
 from longtail.drafter.history import HistoryDrafter
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.request import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.rl.data.prompts import Encoder, make_prompts
-from longtail.rl.data.sources import load_rows
+from longtail.rl.data.prompts import PromptSource
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import Drafter, Observed
+from longtail.speculation.grow import GrowingDrafter
+from longtail.tuner.tuner import OffTuner
 from longtail.types import Request, SamplingParams
 
-_SEED = 0
+_WARM_RUNNING = 64
+_STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A model with prompts as its chat template formats them."""
+    """A model with prompts in the order of a run, each with a group of completions."""
 
     target: Target
     prompts: Sequence[tuple[int, ...]]
     sampling: SamplingParams
+    group_size: int
 
-    def requests(self, count: int, turn: int = 0) -> list[Request]:
-        """Return requests, prompt after prompt; their noise keys follow from turn and position."""
+    def requests(self, count: int, turn: int = 0, first: int = 0) -> list[Request]:
+        """Return requests from number `first` on, group after group.
+
+        Their noise keys follow from turn and number.
+        """
         return [
             Request(
                 request_id=str(index),
-                prompt_tokens=self.prompts[index % len(self.prompts)],
+                prompt_tokens=self.prompts[index // self.group_size % len(self.prompts)],
                 noise_key=noise_key(turn, "bench", index),
                 sampling=self.sampling,
             )
-            for index in range(count)
+            for index in range(first, first + count)
         ]
 
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a prompt with its completion."""
+        return max(map(len, self.prompts)) + self.sampling.max_tokens
 
-def open_subject(
-    model: str, source: str, *, dtype: str, num_prompts: int, sampling: SamplingParams, log: Log
-) -> Subject:
-    """Read a model as `model.path` of train, and prompts as its `data.source`.
 
-    `sampling` is extended by the model's end-of-text tokens. Raises ConfigError or DataError, which
-    names --model or --prompts, if one cannot be read.
+def open_subject(config: RunConfig, num_texts: int, log: Log) -> Subject:
+    """Read the model of a run and the prompts of its first texts.
+
+    Raises ConfigError or DataError, which names the field, if one cannot be read.
     """
-    directory = model_directory(model, log, field="--model")
+    config = decided(config)
+    directory = model_directory(config.model.path, log)
     tokenizer = load_tokenizer(directory)
-    target = open_model(model, directory, tokenizer, dtype)
-    found = make_prompts(
-        load_rows(source, num_prompts, _SEED, field="--prompts"),
-        source=source,
-        encoder=Encoder.of(tokenizer),
-        max_prompt_len=target.model.config.max_positions - sampling.max_tokens,
-        drop_long=True,
-    )
+    target = open_model(config.model.path, directory, tokenizer, config.rollout.dtype)
+    found = load_prompts(config, tokenizer, None).train
+    source = PromptSource(found, seed=config.run.seed, shuffle=config.data.shuffle)
+    num_prompts = -(-num_texts // config.rollout.group_size)
     return Subject(
         target=target,
-        prompts=[each.tokens for each in found.prompts[:num_prompts]],
-        sampling=replace(sampling, stop_token_ids=tokenizer.eos_ids),
+        prompts=[each.prompt.tokens for each in source.take(num_prompts)],
+        sampling=sampling_of(config, tokenizer),
+        group_size=config.rollout.group_size,
     )
 
 
-def drafter_maker(name: str, target: Target, log: Log) -> Callable[[], Drafter]:
-    """Return a function that makes a new drafter, as `speculation.drafter` names it.
+@final
+class Drafters:
+    """The drafters of a run after its first texts; each turn has them as they were then."""
 
-    Raises ConfigError, which names --drafter, for a drafter that does not fit the target.
-    """
-    if name == "history":
-        return HistoryDrafter
-    loaded = read_drafter(name, target, log, target.model.dtype, field="--drafter")
-    if loaded is None:
-        return lambda: open_drafter(name, target, log)
-    return lambda: make_drafter(
-        copy.deepcopy(loaded.layer), target.model, draft_ids=loaded.draft_ids, head=loaded.head
-    )
+    def __init__(self, names: str, subject: Subject, num_warm: int, log: Log) -> None:
+        target = subject.target
+        self.names = tuple(drafter_names(names, target.name, learns=num_warm > 0))
+        self._drafters = [open_drafter(name, target, log) for name in self.names]
+        if num_warm:
+            log(f"{num_warm} texts are written, from which the drafters learn")
+            self._learn(subject, num_warm)
+
+    def _learn(self, subject: Subject, num_texts: int) -> None:
+        """Write the first texts; fresh drafters and history learn from them."""
+        fresh = self._drafters[self.names.index(FRESH)] if FRESH in self.names else None
+        statistics = None if fresh is None else fresh.statistics()
+        limits = EngineLimits(
+            max_running=_WARM_RUNNING, max_step_tokens=_STEP_TOKENS, max_len=subject.max_len
+        )
+        target = subject.target
+        reading = Speculation(drafters=(), tuner=OffTuner(), texts=statistics, guarded=False)
+        engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=reading)
+        requests = subject.requests(num_texts)
+        for request, done in zip(requests, engine.generate(requests), strict=True):
+            seen = Observed(
+                request_id=request.request_id,
+                tokens=[*request.prompt_tokens, *done.tokens],
+                start=0,
+                num_tokens=len(request.prompt_tokens) + len(done.tokens),
+                prompt_len=len(request.prompt_tokens),
+                is_finished=True,
+            )
+            for drafter in self._drafters:
+                if not drafter.taps.any:
+                    drafter.observe([seen], None)
+                    drafter.forget(request.request_id)
+        if statistics is not None:
+            assert isinstance(fresh, GrowingDrafter), "it has weights"
+            fresh.load_weights(statistics.take().weights(target.tokenizer.eos_ids))
+
+    def copies(self, names: Sequence[str]) -> tuple[Drafter, ...]:
+        """Return some of the drafters; history forgets what was written since."""
+        pairs = zip(self.names, self._drafters, strict=True)
+        return tuple(
+            copy.deepcopy(each) if isinstance(each, HistoryDrafter) else each
+            for name, each in pairs
+            if name in names
+        )
