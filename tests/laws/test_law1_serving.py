@@ -16,7 +16,7 @@ import torch
 
 from longtail.assembly.engine import completion_key
 from longtail.cli import main as cli
-from longtail.drafter.history import HistoryDrafter
+from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
@@ -32,6 +32,7 @@ DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "perfect": lambda: ModelChains(tiny_model(dtype=torch.float64)),
     "wrong": lambda: ModelChains(tiny_model(seed=1, dtype=torch.float64)),
     "history": HistoryDrafter,
+    "phrases": PhraseDrafter,
 }
 ASKED: tuple[dict[str, Any], ...] = (
     {"prompt": "3+4=", "seed": 1, "max_tokens": 25},

@@ -1,16 +1,18 @@
 """Construction of drafters from their names.
 
-auto               the drafter of the run that the target is from; else, in training,
-                   fresh+history, and elsewhere history
+auto               the drafter of the run that the target is from, or in training fresh; and
+                   history+phrases
 fresh              a new ridge drafter of the target's shape, which learns during the run
-history            suffixes of earlier completions, no weights
+history            suffixes of the request's own text and of others of its prompt, no weights
+phrases            suffixes of all completions, no weights
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
                    `longtail train`, or a published one in the layout of vLLM
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -18,7 +20,7 @@ from longtail.drafter.architecture import learning_layer, make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
-from longtail.drafter.history import HistoryDrafter
+from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.engine.speculation.features import FeatureStore
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -30,8 +32,12 @@ from longtail.system.files import meant
 
 _FRESH_VOCAB = 64
 """Tokens that a fresh drafter can propose; those that are written replace them."""
-HISTORY, FRESH = "history", "fresh"
+HISTORY, PHRASES, FRESH = "history", "phrases", "fresh"
 NONE, AUTO = "none", "auto"
+WEIGHTLESS: Mapping[str, Callable[[], Drafter]] = MappingProxyType(
+    {HISTORY: HistoryDrafter, PHRASES: PhraseDrafter}
+)
+"""Drafters without weights, which begin to draft with the first texts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +87,7 @@ def open_drafter(
     that does not fit the target.
     """
     loaded = read_drafter(name, target, log, target.model.dtype)
-    return HistoryDrafter() if loaded is None else at_work(loaded, target, window=window)
+    return WEIGHTLESS[name]() if loaded is None else at_work(loaded, target, window=window)
 
 
 def at_work(
@@ -101,11 +107,11 @@ def read_drafter(
     *,
     field: str = "speculation.drafter",
 ) -> checkpoint.LoadedDrafter | None:
-    """Read a drafter of any layout, in `dtype` or its stored type; None for `history`.
+    """Read a drafter of any layout, in `dtype` or its stored type; None for one without weights.
 
     Raises ConfigError, which names the setting `field`, for other names.
     """
-    if name == HISTORY:
+    if name in WEIGHTLESS:
         return None
     if name == FRESH:
         made = fresh(target.name, target.model, target.tokenizer)
@@ -137,9 +143,9 @@ def _split(names: str) -> list[str]:
 
 
 def _unknown(name: str, field: str) -> ConfigError:
-    known = (HISTORY, FRESH, NONE, AUTO)
+    known = (*WEIGHTLESS, FRESH, NONE, AUTO)
     return ConfigError(
-        f"{field} = {name!r}: it is neither {HISTORY}, {FRESH} nor a directory"
+        f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH} nor a directory"
         f"{meant(name, known)}; train one with `longtail drafter train`"
     )
 
@@ -190,7 +196,7 @@ def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path
 
     Raises ConfigError like `check_names`.
     """
-    if name in (HISTORY, FRESH):
+    if name in (*WEIGHTLESS, FRESH):
         return name, None
     path = Path(name).absolute()
     if not path.is_dir():
@@ -200,9 +206,8 @@ def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path
 
 
 def _auto(model: str, *, learns: bool) -> list[str]:
-    if own := own_of_run(model):
-        return [own]
-    return [FRESH, HISTORY] if learns else [HISTORY]
+    first = own_of_run(model) or (FRESH if learns else None)
+    return [*([first] if first else []), *WEIGHTLESS]
 
 
 def own_of_run(model: str) -> str | None:

@@ -7,6 +7,7 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 import torch
 
 from longtail.assembly.device import run_device
+from longtail.assembly.drafters import NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import shape_of
 from longtail.config.rl import RunConfig
@@ -60,7 +61,7 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
         trained = master * _adapter_parameters(shape, learner.lora.rank)
     numbers = num_limbs(getattr(torch, learner.dtype))  # of int64, for each gradient
     sums = trained if config.is_sharded else 8 * numbers * trained // master
-    has_drafter = config.speculation.drafter not in ("none", "history")
+    has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
         "rollout weights": parameters
         * small

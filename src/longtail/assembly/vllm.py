@@ -1,7 +1,7 @@
 """vLLM as the generator of a run: whether to use it, and its drafter.
 
     none                     plain decoding
-    history                  vLLM's own search for earlier tokens (ngram)
+    history, phrases         vLLM's own search for earlier tokens (ngram)
     fresh                    a ridge drafter that learns from vLLM's states, as EAGLE-1
     a drafter's directory    EAGLE, trained by idle workers with the learner's weights, or ridge
 
@@ -23,6 +23,7 @@ from longtail.assembly.drafters import (
     FRESH,
     HISTORY,
     NONE,
+    WEIGHTLESS,
     LearnedDrafter,
     ModelFiles,
     Target,
@@ -115,7 +116,7 @@ def open_vllm(
     learned = None
     if target is not None and name is not None:
         learned = _learned(open_trainable([name], target, log), target, config)
-    if len(names) > 1:
+    if len(names) > 1 and config.speculation.drafter != AUTO:
         log(f"vLLM drafts with one drafter, which is {name}")
     settings = {"drafts": "coupled" if config.speculation.coupled else "match"}
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
@@ -181,7 +182,7 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
     is_new = name == FRESH and run_device(config).type == "cuda"  # vLLM's V2 runner keeps no states
     if given == AUTO and name is not None and (is_new or not has_drafters):
         return HISTORY
-    if name in (None, HISTORY) or has_drafters:
+    if name is None or name in WEIGHTLESS or has_drafters:
         return name
     raise ConfigError(
         f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "

@@ -7,11 +7,12 @@
     transformers   generate of transformers
     vllm           vLLM's CPU build, where --vllm-python names an environment that has it
 
-Every contestant writes the same work, B texts at a time, in turns on the same CPUs: groups of
-completions of the run's prompts, in its order. longtail's texts end by themselves and are always
-the same; other engines write as many tokens after each prompt. A turn begins with B texts and ends
-with its longest one. Before each turn history forgets what was written since the first texts
-(`--warm`), and the tuner keeps its estimates, as from step to step of a run.
+Every contestant writes the same work, B texts at a time, on the same CPUs: groups of completions of
+the run's prompts, in its order. longtail's engines take turns step by step, so that a slow second
+of the machine falls on all of them; their texts end by themselves and are always the same. Other
+engines follow, and write as many tokens after each prompt. A round begins with B texts and ends
+with its longest one. Before each round history forgets what was written since the first texts
+(`--warm`); confidences and the tuner's estimates are kept, as from step to step of a run.
 """
 
 import sys
@@ -19,13 +20,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, final
 
 from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Drafters, Subject, open_subject
-from longtail.bench.common.timing import Log, Spread, paired, pin, pinned, progress, ratios
+from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
 from longtail.bench.options import EngineBenchOptions
 from longtail.config import files
 from longtail.config.rl import load
@@ -36,6 +36,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
+from longtail.types import Completion
 
 PLAIN, TUNED = "plain", "tuned"
 STRATEGIES: Mapping[str, Strategy] = {
@@ -148,21 +149,45 @@ class OwnEngine:
         )
         self._engine = RolloutEngine(subject.target.model, subject.target.tokenizer.decode, limits)
 
-    def turn(self, first: int, num_texts: int) -> Turn:
-        """Write the texts from number `first` on."""
+    def begin(self, first: int, num_texts: int) -> None:
+        """Submit the texts of a turn, from number `first` on."""
         self._engine.speculate(self._speculation())
-        requests, meter = self._subject.requests(num_texts, first=first), RolloutMeter()
+        self._requests = self._subject.requests(num_texts, first=first)
+        self._meter, self._done = RolloutMeter(), dict[str, Completion]()
+        self._seconds = self._cpu_seconds = 0.0
+        for request in self._requests:
+            self._engine.submit(request)
+
+    def step(self) -> bool:
+        """Make one step of the turn; return whether there are more."""
         start, cpu_start = time.perf_counter(), time.process_time()
-        completions = self._engine.generate(requests, meter.add)
-        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
-        texts = tuple(each.tokens for each in completions)
+        report = self._engine.step()
+        self._seconds += time.perf_counter() - start
+        self._cpu_seconds += time.process_time() - cpu_start
+        self._meter.add(report)
+        self._done |= {each.request_id: each for each in report.finished}
+        return len(self._done) < len(self._requests)
+
+    def end(self) -> Turn:
+        """Return the turn."""
+        texts = tuple(self._done[each.request_id].tokens for each in self._requests)
         return Turn(
-            seconds=seconds,
-            cpu_seconds=cpu_seconds,
+            seconds=self._seconds,
+            cpu_seconds=self._cpu_seconds,
             num_tokens=sum(map(len, texts)),
-            accept_length=meter.report().accept_length,
+            accept_length=self._meter.report().accept_length,
             texts=texts,
         )
+
+
+def round_of(engines: Mapping[str, OwnEngine], first: int, num_texts: int) -> dict[str, Turn]:
+    """Write the texts with all engines, a step of each at a time."""
+    for engine in engines.values():
+        engine.begin(first, num_texts)
+    writing = list(engines.values())
+    while writing:
+        writing = [engine for engine in writing if engine.step()]
+    return {name: engine.end() for name, engine in engines.items()}
 
 
 @final
@@ -185,29 +210,22 @@ class EngineBench:
         first, num_texts = self._options.warm, max(self._options.texts, batch)
         speculations = self._speculations()
         own = {name: OwnEngine(self._subject, batch, each) for name, each in speculations.items()}
-        work = {}
-        if self._peers:
-            requests = self._subject.requests(num_texts, first=first)
-            texts = own[PLAIN].turn(first, num_texts).texts
-            work = {
-                "prompts": [list(each.prompt_tokens) for each in requests],
-                "lengths": [len(text) for text in texts],
-                "running": batch,
-            }
-        contestants: dict[str, Callable[[], Turn]] = {
-            **{name: partial(each.turn, first, num_texts) for name, each in own.items()},
-            **{name: partial(_peer_turn, peer, work) for name, peer in self._peers.items()},
-        }
-        turns: dict[str, list[Turn]] = {name: [] for name in contestants}
-
-        def take(name: str) -> float:
-            turns[name].append(contestants[name]())
-            self._log(f"batch {batch}: {name} {turns[name][-1].seconds:.1f} s")
-            return turns[name][-1].seconds
-
-        functions = {name: partial(take, name) for name in contestants}
-        paired(functions, repeats=self._options.repeats)  # `turns` begin with the warm-up
-        return summarize(batch, {name: each[1:] for name, each in turns.items()})
+        turns: dict[str, list[Turn]] = {name: [] for name in (*own, *self._peers)}
+        for number in range(1 + self._options.repeats):  # the first round warms up
+            found = round_of(own, first, num_texts)
+            if self._peers:
+                requests = self._subject.requests(num_texts, first=first)
+                work = {
+                    "prompts": [list(each.prompt_tokens) for each in requests],
+                    "lengths": [len(text) for text in found[PLAIN].texts],
+                    "running": batch,
+                }
+                found |= {name: _peer_turn(peer, work) for name, peer in self._peers.items()}
+            seconds = ", ".join(f"{name} {turn.seconds:.1f} s" for name, turn in found.items())
+            self._log(f"{batch} running, round {number} of {self._options.repeats}: {seconds}")
+            for name, turn in found.items() if number else ():
+                turns[name].append(turn)
+        return summarize(batch, turns)
 
     def _speculations(self) -> dict[str, Callable[[], Speculation | None]]:
         """Return what longtail's contestants draft by, made anew for each turn."""
@@ -215,11 +233,12 @@ class EngineBench:
         found: dict[str, Callable[[], Speculation | None]] = {PLAIN: lambda: None}
 
         def fixed(strategy: Strategy) -> Callable[[], Speculation]:
-            return lambda: Speculation.fixed(drafters.copies(names[:1])[0], strategy)
+            opened = drafters.open(names[:1])
+            return lambda: Speculation.fixed(opened.renewed()[0], strategy)
 
         def tuned(*some: str) -> Callable[[], Speculation]:
-            tuner = BudgetTuner()
-            return lambda: Speculation(drafters=drafters.copies(some), tuner=tuner)
+            tuner, opened = BudgetTuner(), drafters.open(some)
+            return lambda: Speculation(drafters=opened.renewed(), tuner=tuner)
 
         if "fixed" in chosen and names:
             found |= {name: fixed(strategy) for name, strategy in STRATEGIES.items()}

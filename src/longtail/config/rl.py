@@ -137,10 +137,10 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts: changes speed, never a token."""
 
     drafter: Name = "auto"
-    """`none`, `history` (suffixes of earlier completions), `fresh` (a new ridge drafter that learns
-    during the run), or a directory: of a drafter, of a run that trained one, or of a published one
-    (vLLM's layout). `+` joins several: `DIR+history`. `auto` is the drafter of the run, else
-    `fresh+history`."""
+    """`none`, `history` (suffixes of other texts of the prompt), `phrases` (suffixes of all
+    completions), `fresh` (a new ridge drafter that learns during the run), or a directory: of a
+    drafter, of a run that trained one, or of a published one (vLLM's layout). `+` joins several:
+    `DIR+history`. `auto` is the drafter of the run, else `fresh`, with `history+phrases`."""
     tuner: Literal["budget", "beg-mab", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `beg-mab` (TLT's bandit), `fixed` (the next four fields), `off`."""

@@ -1,7 +1,10 @@
-"""The history drafter: suffix lookup in earlier texts of the same prompt, without weights.
+"""Drafters without weights: suffix lookup in earlier texts.
 
-The last tokens of a request are looked up in all texts of its prompt: its own, those of its group,
-running or finished, and those of earlier epochs. The longest known context decides.
+The last tokens of a request are looked up in a pool of texts; the longest known context decides.
+
+    HistoryDrafter   a pool for each prompt: the prompt, the request's own text, those of its group,
+                     running or finished, and those of earlier epochs
+    PhraseDrafter    one pool for all completions of the run, the newest first
 
     earlier texts      a b c d,  a b c d,  x b c e
     the request        .. a b c                            c is the root
@@ -12,10 +15,11 @@ A child can be wrong in two ways: another known continuation comes, or an unknow
 noise predict the first; the second depends on the length of the context (measured; for a single
 continuation the noise predicts almost nothing). A margin is the smaller of the two leads.
 
-The drafter owns counts of continuations, pooled by prompt. They survive updates of the policy, to
-which the confidence curve adapts.
+Pools survive updates of the policy, to which the confidence curve adapts. Each drafter has a curve
+of its own, since the same margin means more in texts of the same prompt than in those of others.
 """
 
+import abc
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -49,7 +53,7 @@ Continuations = int | dict[int, int]
 @final
 @dataclass(slots=True)
 class _Pool:
-    """Continuations of the contexts in one prompt's texts.
+    """Continuations of the contexts in some texts.
 
     Texts are strings with a character for each token, since strings are sliced and hashed fastest.
     Contexts are stored by their hash; a collision can spoil a draft, never a token.
@@ -57,8 +61,14 @@ class _Pool:
 
     after: dict[int, Continuations] = field(default_factory=dict)
     num_tokens: int = 0
+    older: dict[int, Continuations] = field(default_factory=dict)
+    """Continuations that were counted before `age`; read where `after` knows none."""
     running: dict[str, int] = field(default_factory=dict)
     """Number of counted tokens of each request in progress."""
+
+    def age(self) -> None:
+        """Forget what was counted before the last call."""
+        self.older, self.after, self.num_tokens = self.after, {}, 0
 
     def count(self, text: str, first: int, lengths: Sequence[int]) -> None:
         """Count each character from `first` on as a continuation of those before it."""
@@ -89,7 +99,7 @@ class _Root:
     """Root of one request's draft: its last tokens, its pool, and its noise, if any."""
 
     text: str
-    after: dict[int, Continuations]
+    pool: _Pool
     lengths: Sequence[int]
     noise: Callable[[int], Callable[[int], float]] | None
     """Returns g of a depth, a function of the token."""
@@ -99,12 +109,14 @@ class _Root:
 
         Returns the entry from which the children's lookup starts, and (margin, token), best first.
         """
-        after, lengths = self.after, self.lengths
+        after, older, lengths = self.pool.after, self.pool.older, self.lengths
         for entry in range(min(longest, len(lengths) - 1), -1, -1):
-            context = text[-lengths[entry] :]
-            known = after.get(hash(context))
+            context = hash(text[-lengths[entry] :])
+            known = after.get(context)
+            if known is None and older:
+                known = older.get(context)
             if known is not None:
-                length = len(context)
+                length = min(lengths[entry], len(text))
                 if isinstance(known, int):
                     return entry + 1, [(log((known >> _SHIFT) * length * length), known & _TOKEN)]
                 return entry + 1, self.ranked(known, length, level)
@@ -129,33 +141,37 @@ class _Root:
         return [(min(best - second, safe), first), *behind]
 
 
-@final
-class HistoryDrafter(Drafter):
+class SuffixDrafter(Drafter):
     """Proposes earlier continuations; among several, the one that the noise selects.
 
-    Above `max_tokens` tokens in all pools, the least recently used prompts without a request in
-    progress are dropped. A token takes 200 (similar texts) to 500 bytes.
+    A token of a pool takes 200 (similar texts) to 500 bytes.
     """
 
-    def __init__(self, *, max_tokens: int = 1_000_000, max_context: int = 8) -> None:
+    def __init__(self, *, max_tokens: int, max_context: int = 8) -> None:
         assert max_context >= 1, f"max_context {max_context}"
         self._max_tokens = max_tokens
         self._lengths = tuple(length for length in _LENGTHS if length <= max_context)
-        self._pools: dict[tuple[int, ...], _Pool] = {}
-        """Pools by prompt tokens, the most recently used last."""
         self._running: dict[str, _Pool] = {}
         self._num_tokens = 0
-        self._curve = ConfidenceCurve()
+        self.curve = ConfidenceCurve()
 
-    @property
-    def taps(self) -> Taps:
-        """No features."""
-        return NO_TAPS
+    @abc.abstractmethod
+    def _find(self, tokens: Sequence[int], prompt_len: int) -> _Pool:
+        """Return the pool of a new request."""
+
+    @abc.abstractmethod
+    def _make_room(self) -> None:
+        """Forget the oldest texts beyond `max_tokens`."""
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens in all pools, prompts included."""
         return self._num_tokens
+
+    @property
+    def taps(self) -> Taps:
+        """No features."""
+        return NO_TAPS
 
     def propose(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
@@ -168,7 +184,7 @@ class HistoryDrafter(Drafter):
             own = None
             if noise is not None and request.sampling.temperature > 0.0:
                 own = cache(partial(noise.of, row))
-            root = _Root(_text(request.tokens[-farthest:]), pool.after, self._lengths, own)
+            root = _Root(_text(request.tokens[-farthest:]), pool, self._lengths, own)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
             if strategy.width == 1:
                 trees.append(self._chain(root, depth, strategy.thresholds))
@@ -178,7 +194,7 @@ class HistoryDrafter(Drafter):
 
     def _chain(self, root: _Root, depth: int, thresholds: DraftThresholds) -> DraftTree:
         """Follow the best child: `_tree` of width 1, with less work."""
-        table, reach, text, longest = self._curve.table(), 1.0, root.text, len(self._lengths)
+        table, reach, text, longest = self.curve.table(), 1.0, root.text, len(self._lengths)
         floor, expand = max(thresholds.verify, _MIN_REACH), thresholds.expand
         tokens: list[int] = []
         margins: list[float] = []
@@ -210,7 +226,7 @@ class HistoryDrafter(Drafter):
         A node is never more likely than its parent, so the result equals growing level by level and
         then pruning.
         """
-        table, width, size = self._curve.table(), strategy.width, strategy.num_nodes
+        table, width, size = self.curve.table(), strategy.width, strategy.num_nodes
         beam, expand = strategy.num_expanded, strategy.thresholds.expand
         floor = max(strategy.thresholds.verify, _MIN_REACH)
         tokens: list[int] = []
@@ -263,7 +279,7 @@ class HistoryDrafter(Drafter):
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         """Update the confidence curve."""
         for tree, found in zip(trees, accepted, strict=True):
-            self._curve.learn(tree, found)
+            self.curve.learn(tree, found)
 
     def forget(self, request_id: str) -> None:
         """Mark the request as no longer in progress; its text stays."""
@@ -285,20 +301,38 @@ class HistoryDrafter(Drafter):
     @property
     def calibration_error(self) -> float:
         """Expected calibration error of node confidences so far."""
-        return self._curve.calibration_error()
+        return self.curve.calibration_error()
 
     def _pool(self, request_id: str, tokens: Sequence[int], prompt_len: int) -> _Pool:
-        """Return the pool of the request's prompt; create it if the prompt is new."""
+        """Return the request's pool."""
         pool = self._running.get(request_id)
         if pool is None:
-            prompt = tuple(tokens[:prompt_len])
-            pool = self._pools.pop(prompt, None)
-            if pool is None:
-                pool = _Pool()
-                pool.count(_text(prompt), 0, self._lengths)
-                self._num_tokens += prompt_len
-            self._pools[prompt] = self._running[request_id] = pool
+            pool = self._running[request_id] = self._find(tokens, prompt_len)
             pool.running[request_id] = prompt_len
+        return pool
+
+
+@final
+class HistoryDrafter(SuffixDrafter):
+    """Continues as earlier texts of the same prompt do.
+
+    Above `max_tokens` tokens in all pools, the least recently used prompts without a request in
+    progress are forgotten.
+    """
+
+    def __init__(self, *, max_tokens: int = 1_000_000, max_context: int = 8) -> None:
+        super().__init__(max_tokens=max_tokens, max_context=max_context)
+        self._pools: dict[tuple[int, ...], _Pool] = {}
+        """Pools by prompt tokens, the most recently used last."""
+
+    def _find(self, tokens: Sequence[int], prompt_len: int) -> _Pool:
+        prompt = tuple(tokens[:prompt_len])
+        pool = self._pools.pop(prompt, None)
+        if pool is None:
+            pool = _Pool()
+            pool.count(_text(prompt), 0, self._lengths)
+            self._num_tokens += prompt_len
+        self._pools[prompt] = pool
         return pool
 
     def _make_room(self) -> None:
@@ -307,6 +341,23 @@ class HistoryDrafter(Drafter):
                 self._num_tokens -= self._pools.pop(prompt).num_tokens
                 if self._num_tokens <= self._max_tokens:
                     return
+
+
+@final
+class PhraseDrafter(SuffixDrafter):
+    """Continues as the newest completions of any prompt do, at most `max_tokens` tokens of them."""
+
+    def __init__(self, *, max_tokens: int = 200_000, max_context: int = 8) -> None:
+        super().__init__(max_tokens=max_tokens, max_context=max_context)
+        self._all = _Pool()
+
+    def _find(self, tokens: Sequence[int], prompt_len: int) -> _Pool:
+        return self._all
+
+    def _make_room(self) -> None:
+        if self._all.num_tokens > self._max_tokens // 2:
+            self._num_tokens = self._all.num_tokens
+            self._all.age()
 
 
 def _text(tokens: Sequence[int]) -> str:

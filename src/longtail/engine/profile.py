@@ -1,8 +1,9 @@
 """The profiler: it measures the costs of engine steps and drafts before the first request.
 
 It runs the engine's own step on synthetic requests with a separate KV cache. The fastest of
-repeated measurements counts, since other load only slows them. A second is enough: the first steps
-correct errors, and sizes that would take too long are interpolated or extrapolated.
+repeated measurements counts, since other load only slows them. A second is enough, or two turns of
+the sizes that decide whether drafting pays: the first steps correct errors, and sizes that would
+take too long are interpolated or extrapolated.
 """
 
 import time
@@ -26,11 +27,14 @@ from longtail.types import Request, SamplingParams
 
 _SECONDS = 1.0
 _DRAFT_SECONDS = 0.3
-_COUNTS = (1, 64, 8, 16, 9, 4, 32, 12, 13, 2, 6, 17, 24, 3, 128, 256, 512)
+_COUNTS = (1, 64, 8, 16, 17, 9, 4, 32, 12, 13, 33, 24, 2, 6, 48, 3, 128, 256, 512)
 """Flat tokens of the measured steps, the most informative first: few tokens decide whether drafting
 pays, and larger steps continue the line of the last two. Rows are computed in tiles of at most 12,
 of 6 without AVX-512 or of 16 with AMX, so that costs rise in steps."""
+_NEEDED = 12
+"""Number of these sizes that are measured, however long a step takes."""
 _REPEATS = 3
+_NEEDED_REPEATS = 2
 _SHORT, _LONG, _A_STEP = 32, 512, 4
 """Tokens of context, and tokens per step of a drafted request."""
 _SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
@@ -70,9 +74,9 @@ def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     seconds: dict[int, float] = {}
     for repeat in range(_REPEATS):  # repeats apart in time, so that a stall affects only one
         deadline = started + _SECONDS * (repeat + 1) / _REPEATS
-        for count in dict.fromkeys(counts):
+        for place, count in enumerate(dict.fromkeys(counts)):
             end = time.perf_counter() + _expected_s(seconds, count)
-            if len(seconds) < 2 or end < deadline:
+            if (place < _NEEDED and repeat < _NEEDED_REPEATS) or end < deadline:
                 took = steps.step(count, steps.short)
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)

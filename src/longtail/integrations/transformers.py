@@ -23,15 +23,14 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import (
-    HISTORY,
     NONE,
+    WEIGHTLESS,
     Target,
     check_names,
     drafter_names,
     open_drafters,
 )
 from longtail.assembly.engine import completion_key, model_directory
-from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.speculation.speculator import Speculation
@@ -245,8 +244,8 @@ class _Mirror:
         """Open drafters; a model directory is needed only by those that read a tokenizer."""
         name = self._source
         names = drafter_names(drafter, name, learns=False)
-        if set(names) <= {HISTORY}:
-            drafters: tuple[Drafter, ...] = tuple(HistoryDrafter() for _ in names)
+        if set(names) <= set(WEIGHTLESS):
+            drafters: tuple[Drafter, ...] = tuple(WEIGHTLESS[each]() for each in names)
         else:
             directory = model_directory(name, field="the model's name_or_path")
             target = Target(

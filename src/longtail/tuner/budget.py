@@ -20,6 +20,7 @@ decoding plainly, a plain step while drafting, all drafters while one of them is
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import final
 
 import numpy as np
@@ -146,9 +147,11 @@ class BudgetTuner(Tuner):
         assert costs is not None, "the budget tuner needs measured costs"
         self._costs = costs
         self._all_drafters: DrafterSet = tuple(range(num_drafters))
-        self._sets: list[DrafterSet] = [(drafter,) for drafter in self._all_drafters]
-        if num_drafters > 1:
-            self._sets.append(self._all_drafters)
+        self._sets: list[DrafterSet] = [
+            drafters
+            for size in range(1, num_drafters + 1)
+            for drafters in combinations(self._all_drafters, size)
+        ]
         self._samples = {drafters: _DraftSample() for drafters in self._sets}
         self._drafting = True
         self._plan = Plan(strategy=SHAPE, drafters=self._all_drafters)
@@ -214,14 +217,23 @@ class BudgetTuner(Tuner):
         """Return the nodes that pay; of a probe, the likeliest."""
         trees = merge_proposals(proposals)
         if plan.is_probe or self._steps % _SAMPLE_INTERVAL == 0 or self._steps < _SAMPLE_REQUESTS:
-            for drafter, own in zip(plan.drafters, proposals, strict=True):
-                self._samples[drafter,].add(own, is_probe=plan.is_probe)
-            if len(proposals) > 1:
-                self._samples[plan.drafters].add(trees, is_probe=plan.is_probe)
+            self._add_samples(plan, proposals, trees)
         if not plan.is_probe:
             return select_nodes(trees, 0.0, self._count(batch, trees))
         most = max(batch.num_sampled, _PROBE_REQUESTS)  # in about twice the rows
         return select_nodes(trees, 0.0, min(most, batch.room))
+
+    def _add_samples(
+        self, plan: Plan, proposals: Sequence[Sequence[DraftTree]], trees: Sequence[DraftTree]
+    ) -> None:
+        """Add a step's drafts to the sample of every set of drafters that proposed."""
+        proposed = dict(zip(plan.drafters, proposals, strict=True))
+        for drafters, sample in self._samples.items():
+            if drafters == plan.drafters:
+                sample.add(trees, is_probe=plan.is_probe)
+            elif proposed.keys() >= set(drafters):
+                own = merge_proposals([proposed[each] for each in drafters])
+                sample.add(own, is_probe=plan.is_probe)
 
     def _count(self, batch: Batch, trees: Sequence[DraftTree]) -> int:
         """Return how many nodes of a step's drafts to verify."""

@@ -12,7 +12,7 @@ from longtail.assembly.drafters import (
     open_drafters,
     open_trainable,
 )
-from longtail.drafter.history import HistoryDrafter
+from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.errors import ConfigError
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
@@ -35,15 +35,13 @@ def opened(names: str, target: Target, *, learns: bool = False) -> list[Drafter]
 
 def test_none_is_no_drafter_and_auto_needs_no_weights(target):
     assert opened("none", target) == []
-    for names in ("auto", "history"):
-        (drafter,) = opened(names, target)
-        assert isinstance(drafter, HistoryDrafter)
+    assert [type(each) for each in opened("auto", target)] == [HistoryDrafter, PhraseDrafter]
+    assert [type(each) for each in opened("phrases", target)] == [PhraseDrafter]
 
 
 def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
-    ridge, history = opened("auto", target, learns=True)
-    assert isinstance(ridge, RidgeDrafter)
-    assert isinstance(history, HistoryDrafter)
+    kinds = [type(each) for each in opened("auto", target, learns=True)]
+    assert kinds == [RidgeDrafter, HistoryDrafter, PhraseDrafter]
     first, second = (open_trainable(["fresh", "history"], target, print) for _ in range(2))
     assert first.training.steps == 0
     assert first.layer.dtype == torch.float32
@@ -57,7 +55,7 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
     [
         (
             "no-such-thing",
-            r"speculation\.drafter.*'no-such-thing': it is neither history, fresh",
+            r"speculation\.drafter.*'no-such-thing': it is neither history, phrases, fresh",
         ),
         ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),

@@ -83,15 +83,19 @@ def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(
 
 def test_history_forgets_after_a_turn_and_keeps_the_first_texts(subject: Subject) -> None:
     drafters = Drafters("history", subject, 4, print)
-    first, second = (drafters.copies(["history"])[0] for _ in range(2))
+    opened = drafters.open(["history"])
+    (first,) = opened.renewed()
     assert isinstance(first, HistoryDrafter)
-    assert isinstance(second, HistoryDrafter)
-    assert first.num_tokens == second.num_tokens > 0
+    before = first.num_tokens
+    assert before > 0
     seen = Observed(
         request_id="a", tokens=[5, 6, 7, 8], start=0, num_tokens=4, prompt_len=2, is_finished=True
     )
     first.observe([seen], None)
-    assert first.num_tokens > second.num_tokens
+    assert first.num_tokens > before
+    (second,) = opened.renewed()
+    assert isinstance(second, HistoryDrafter)
+    assert (second.num_tokens, second.curve) == (before, first.curve)
 
 
 def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> list[Turn]:

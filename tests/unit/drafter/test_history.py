@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.drafter.history import HistoryDrafter, _Root, _text
+from longtail.drafter.history import HistoryDrafter, PhraseDrafter, SuffixDrafter, _Root, _text
 from longtail.speculation.drafter import Draftable, Noise, Observed
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths
@@ -84,7 +84,7 @@ def drafter_that_saw(*completions: Sequence[int], prompt: Sequence[int] = PROMPT
 
 
 def draft(
-    drafter: HistoryDrafter,
+    drafter: SuffixDrafter,
     *requests: Draftable,
     strategy: Strategy = CHAIN,
     noise: Noise | None = None,
@@ -255,6 +255,27 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     read = partial(noise.of, 0) if coupled else None
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
-    root = _Root(text, drafter._pools[PROMPT].after, drafter._lengths, read)
+    root = _Root(text, drafter._pools[PROMPT], drafter._lengths, read)
     strategy = Strategy(depth=depth, thresholds=worth)
     assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
+
+
+def test_phrases_are_those_of_all_completions_and_of_no_prompt():
+    drafter = PhraseDrafter()
+    drafter.observe([seen("seen", (A, B, C, D), OTHER)], None)
+    assert draft(drafter, ask((X, A, B))).tokens == (C, D)
+    assert draft(drafter, ask((X, 1), prompt=(9, 9))) == EMPTY  # of OTHER, which begins with 1, 3
+
+
+def test_the_newest_phrases_come_first_and_old_ones_are_forgotten():
+    drafter = PhraseDrafter(max_tokens=8)
+    texts = ((A, B, C, D, E), (A, B, X, Y), (E, Y, Y, Y, Y))
+    found = []
+    for number, text in enumerate(texts):
+        drafter.observe([seen(f"seen{number}", text)], None)
+        drafter.forget(f"seen{number}")
+        assert drafter.num_tokens <= 10
+        found.append(draft(drafter, ask((X, A, B))).tokens[:1])
+    assert found == [(C,), (X,), (X,)]
+    drafter.observe([seen("seen3", (E, E, E, E, E))], None)
+    assert draft(drafter, ask((X, A, B))) == EMPTY

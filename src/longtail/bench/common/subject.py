@@ -1,18 +1,20 @@
 """A model with the prompts of a run and its drafters, for benchmarks of generation."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.assembly.drafters import FRESH, Target, drafter_names, open_drafter
+from torch import Tensor
+
+from longtail.assembly.drafters import FRESH, WEIGHTLESS, Target, drafter_names, open_drafter
 from longtail.assembly.engine import model_directory, open_model
 from longtail.assembly.precision import decided
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import sampling_of
 from longtail.bench.common.timing import Log
 from longtail.config.rl import RunConfig
-from longtail.drafter.history import HistoryDrafter
+from longtail.drafter.history import SuffixDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -80,20 +82,23 @@ def open_subject(config: RunConfig, num_texts: int, log: Log) -> Subject:
 
 @final
 class Drafters:
-    """The drafters of a run after its first texts; each turn has them as they were then."""
+    """The drafters of a run after its first texts."""
 
     def __init__(self, names: str, subject: Subject, num_warm: int, log: Log) -> None:
-        target = subject.target
-        self.names = tuple(drafter_names(names, target.name, learns=num_warm > 0))
-        self._drafters = [open_drafter(name, target, log) for name in self.names]
+        self._target, self._log = subject.target, log
+        self.names = tuple(drafter_names(names, self._target.name, learns=num_warm > 0))
+        self._suffixes = {name: WEIGHTLESS[name]() for name in self.names if name in WEIGHTLESS}
+        self._weights: Mapping[str, Tensor] | None = None
+        """Those of a fresh drafter."""
         if num_warm:
             log(f"{num_warm} texts are written, from which the drafters learn")
             self._learn(subject, num_warm)
+        for name in self.names:
+            self._made(name)
 
     def _learn(self, subject: Subject, num_texts: int) -> None:
-        """Write the first texts; fresh drafters and history learn from them."""
-        fresh = self._drafters[self.names.index(FRESH)] if FRESH in self.names else None
-        statistics = None if fresh is None else fresh.statistics()
+        """Write the first texts; a fresh drafter and those without weights learn from them."""
+        statistics = self._made(FRESH).statistics() if FRESH in self.names else None
         limits = EngineLimits(
             max_running=_WARM_RUNNING, max_step_tokens=_STEP_TOKENS, max_len=subject.max_len
         )
@@ -102,27 +107,49 @@ class Drafters:
         engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=reading)
         requests = subject.requests(num_texts)
         for request, done in zip(requests, engine.generate(requests), strict=True):
+            tokens = [*request.prompt_tokens, *done.tokens]
             seen = Observed(
                 request_id=request.request_id,
-                tokens=[*request.prompt_tokens, *done.tokens],
+                tokens=tokens,
                 start=0,
-                num_tokens=len(request.prompt_tokens) + len(done.tokens),
+                num_tokens=len(tokens),
                 prompt_len=len(request.prompt_tokens),
                 is_finished=True,
             )
-            for drafter in self._drafters:
-                if not drafter.taps.any:
-                    drafter.observe([seen], None)
-                    drafter.forget(request.request_id)
+            for drafter in self._suffixes.values():
+                drafter.observe([seen], None)
+                drafter.forget(request.request_id)
         if statistics is not None:
-            assert isinstance(fresh, GrowingDrafter), "it has weights"
-            fresh.load_weights(statistics.take().weights(target.tokenizer.eos_ids))
+            self._weights = statistics.take().weights(target.tokenizer.eos_ids)
 
-    def copies(self, names: Sequence[str]) -> tuple[Drafter, ...]:
-        """Return some of the drafters; history forgets what was written since."""
-        pairs = zip(self.names, self._drafters, strict=True)
-        return tuple(
-            copy.deepcopy(each) if isinstance(each, HistoryDrafter) else each
-            for name, each in pairs
-            if name in names
-        )
+    def _made(self, name: str) -> Drafter:
+        if name in self._suffixes:
+            return copy.deepcopy(self._suffixes[name])
+        drafter = open_drafter(name, self._target, self._log)
+        if name == FRESH and self._weights is not None:
+            assert isinstance(drafter, GrowingDrafter), "it has weights"
+            drafter.load_weights(self._weights)
+        return drafter
+
+    def open(self, names: Sequence[str]) -> "OpenDrafters":
+        """Open some of the drafters."""
+        return OpenDrafters(names, [self._made(name) for name in names], self._made)
+
+
+@final
+class OpenDrafters:
+    """Drafters of one engine from turn to turn."""
+
+    def __init__(
+        self, names: Sequence[str], drafters: Sequence[Drafter], make: Callable[[str], Drafter]
+    ) -> None:
+        self._names, self._drafters, self._make = names, list(drafters), make
+
+    def renewed(self) -> tuple[Drafter, ...]:
+        """Return them without the texts since they were opened, but with their confidences."""
+        for place, (name, before) in enumerate(zip(self._names, self._drafters, strict=True)):
+            if isinstance(before, SuffixDrafter):
+                after = self._make(name)
+                assert isinstance(after, SuffixDrafter), "of the same name"
+                after.curve, self._drafters[place] = before.curve, after
+        return tuple(self._drafters)

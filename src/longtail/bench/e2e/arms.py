@@ -40,13 +40,13 @@ OFF, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
 ACCEPT = "speculation/accept_length"
 _DRAFTERS = {
     OFF: drafters.NONE,
-    HISTORY: drafters.HISTORY,
-    COLD: f"{drafters.FRESH}+{drafters.HISTORY}",
+    HISTORY: "+".join(drafters.WEIGHTLESS),
+    COLD: "+".join((drafters.FRESH, *drafters.WEIGHTLESS)),
 }
 """Drafters of arms that do not begin with the run's."""
 _TRAINED = (FROZEN, SPOT)
 """Arms that begin with a drafter trained before the run."""
-_UNTRAINED = {drafters.NONE, drafters.AUTO, drafters.HISTORY, drafters.FRESH}
+_UNTRAINED = {drafters.NONE, drafters.AUTO, drafters.FRESH, *drafters.WEIGHTLESS}
 _RUN_WORDS = ("--run.save_rollouts=true", "--run.writers=")
 """Logs that the figures need; nothing is sent to the user's own trackers."""
 
