@@ -11,11 +11,24 @@ import pytest
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.cost import DraftCost
 from longtail.tuner.records import Batch
 from longtail.tuner.tuner import FixedTuner, OffTuner
-from support.simulated import BAD, GOOD, MACHINE, Machine, Truth, oracle_rate, simulate
+from support.simulated import (
+    BAD,
+    GOOD,
+    MACHINE,
+    Machine,
+    Source,
+    Truth,
+    oracle_rate,
+    rate_of,
+    simulate,
+)
 
 TUNERS = {"budget": BudgetTuner, "beg-mab": lambda: BanditTuner(epsilon=0.1)}
+HISTORY = DraftCost(start_s=1e-5, request_s=1e-5, level_s=0.0, row_s=1e-6)
+BLOCK = DraftCost(start_s=2e-5, request_s=2e-6, level_s=1e-5, row_s=1e-6)
 QUICK, SLOW = Machine(), Machine(token_s=4e-4)
 """SLOW: verification is dear, and drafting pays for few requests only."""
 
@@ -30,6 +43,22 @@ def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, ma
         BudgetTuner(), steps=2400, truth=lambda _: truth, running=lambda _: num, machine=machine
     )
     assert run.rate(1800) > 0.97 * oracle_rate(truth, num, machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
+@pytest.mark.parametrize("block_first", [0.0, 0.1, 0.3, 0.5])
+def test_two_drafters_are_at_least_as_fast_as_the_better_one(num, machine, block_first):
+    """They propose other tokens; what the worse one costs is less than two percent."""
+    history = Source(5, first=0.3, next=0.8, cost=HISTORY)
+    block = Source(6, first=block_first, next=0.6, cost=BLOCK)
+    plain = num / machine.verify_s(num)
+    alone = [rate_of([each], num, machine=machine) for each in (history, block)]
+    together = rate_of([block, history], num, machine=machine)
+    assert together > 0.98 * max(plain, *alone)
+    if block_first == 0.3 and machine is QUICK and num <= 4:  # each is right where the other is not
+        assert together > 1.03 * max(alone)
 
 
 @pytest.mark.slow

@@ -7,13 +7,16 @@
 The oracle knows the truth: it plays the chain that is best on average for a number of requests.
 """
 
+import operator
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree, follow, keep_reached, prune
+from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
 from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
@@ -248,3 +251,102 @@ def _known(verified: DraftTree, written: list[int]) -> int:
 def _disturbed(rng: random.Random) -> float:
     """Return a noise factor, with rare stalls."""
     return rng.lognormvariate(0.0, 0.05) * (50.0 if rng.random() < 0.01 else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A drafter of a text's tokens: what it proposes, how often it is right, what it costs."""
+
+    token: int
+    """All that it proposes: no other drafter has the same token."""
+    first: float
+    """Probability that the text goes on with this token after a root."""
+    next: float
+    """Probability that it goes on so after a node that was right."""
+    cost: DraftCost
+
+    def expected(self, tree: DraftTree) -> float:
+        """Return the expected number of accepted nodes among its own."""
+        count = tree.tokens.count(self.token)
+        return self.first * sum(self.next**depth for depth in range(count))
+
+
+def rate_of(
+    sources: Sequence[Source], num: int, *, steps: int = 1500, machine: Machine = MACHINE
+) -> float:
+    """Return the tokens per second of the budget with drafters, of the later half of the steps.
+
+    Expected tokens are counted, so that only the decisions matter.
+    """
+    rng, tuner, rates = random.Random(0), BudgetTuner(), list[tuple[float, float]]()
+    costs = machine.costs()
+    costs.drafts = [source.cost for source in sources]
+    tuner.begin(costs, len(sources))
+    curves = [ConfidenceCurve() for _ in sources]
+    batch = Batch(num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
+    for _ in range(steps):
+        plan, timings, proposals = tuner.plan(batch), [], []
+        for index in plan.drafters if plan.strategy is not None else ():
+            chains = [_chain(sources[index], curves[index], plan.strategy) for _ in range(num)]
+            rows, levels = sum(c.size for c in chains), max(c.size for c in chains)
+            seconds = sources[index].cost.seconds(num, levels, rows)
+            proposals.append(chains)
+            timings.append(
+                DraftTiming(
+                    drafter=index, num_requests=num, levels=levels, rows=rows, seconds=seconds
+                )
+            )
+        selected = tuner.select_nodes(batch, plan, proposals) if proposals else []
+        accepted = 0
+        for place, tree in enumerate(selected):
+            text = _text(sources, rng)
+            accepted += len(follow(tree, text).path)
+            for index, chains in zip(plan.drafters, proposals, strict=True):
+                curves[index].learn(chains[place], follow(chains[place], text))
+        nodes = sum(tree.size for tree in selected)
+        took = machine.verify_s(num + nodes)
+        outcome = Outcome(
+            batch=batch,
+            plan=plan,
+            timings=tuple(timings),
+            num_drafts=len(selected),
+            num_nodes=nodes,
+            num_accepted=accepted,
+            verify_s=took,
+            num_expected=sum(sum(tree.reach) for tree in selected),
+        )
+        costs.learn(outcome)
+        tuner.learn(outcome)
+        expected = sum(source.expected(tree) for source in sources for tree in selected)
+        rates.append((num + expected, took + sum(timing.seconds for timing in timings)))
+        rates += [(num, machine.verify_s(num))] * plan.repeat_steps
+    tokens, seconds = zip(*rates[steps // 2 :], strict=True)
+    return sum(tokens) / sum(seconds)
+
+
+def _chain(source: Source, curve: ConfidenceCurve, strategy: Strategy) -> DraftTree:
+    """Propose a source's token as often as is worth it: a doubtful node, then likely ones."""
+    margins = (DOUBTFUL, *(LIKELY,) * (strategy.depth - 1))
+    reach = tuple(accumulate(curve.confidences(margins), operator.mul))
+    least = max(strategy.thresholds.verify, strategy.thresholds.expand)
+    size = sum(each >= least for each in reach) + 1
+    tree = DraftTree(
+        tokens=(source.token,) * strategy.depth,
+        parents=tuple(range(strategy.depth)),
+        margins=margins,
+        reach=reach,
+    )
+    return keep_reached(prune(tree, size), strategy.thresholds.verify)
+
+
+def _text(sources: Sequence[Source], rng: random.Random) -> list[int]:
+    """Return the text after a root: the tokens of one source or of none, then others."""
+    drawn = rng.random()
+    for source in sources:
+        if drawn < source.first:
+            count = 1
+            while rng.random() < source.next and count < 16:
+                count += 1
+            return [source.token] * count + [0]
+        drawn -= source.first
+    return [0]

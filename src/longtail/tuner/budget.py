@@ -62,8 +62,8 @@ _REPEAT_STEPS = 7
 """Repetitions of a planned plain step."""
 _PLAIN_INTERVAL = 128
 """Steps between plain steps while drafting, to correct the cost model."""
-_ALL_DRAFTERS_INTERVAL = 192
-"""Steps between proposals of all drafters."""
+_ALL_DRAFTERS_INTERVAL = 64
+"""Steps between proposals of all drafters; they also propose until each has a sample."""
 _UNCUT_INTERVAL = 32
 """Steps between proposals without threshold, which calibrate unlikely nodes."""
 _PROPOSE_SHARE = 0.6
@@ -193,7 +193,7 @@ class BudgetTuner(Tuner):
         if self._since_plain >= _PLAIN_INTERVAL and self._gain < _CLEAR_GAIN:
             self._since_plain = 0
             return PLAIN_PROBE
-        if self._steps % _ALL_DRAFTERS_INTERVAL == 0:
+        if self._steps % _ALL_DRAFTERS_INTERVAL == 0 or self._steps < _SAMPLE_REQUESTS:
             return replace(self._plan, drafters=self._all_drafters)
         if self._steps % _UNCUT_INTERVAL == 0:
             return _uncut(self._plan)
@@ -299,9 +299,11 @@ class BudgetTuner(Tuner):
 
     def _seconds(self, drafters: DrafterSet, batch: Batch) -> Seconds:
         """Return a prediction of the step's seconds by its number of verified nodes."""
-        sample, costs, num = self._samples[drafters], self._costs, batch.num_draftable
-        rows = num * sum(sample.rows) / max(len(sample.rows), 1)
-        draft_s = sum(costs.drafts[each].seconds(num, sample.levels, rows) for each in drafters)
+        costs, num, draft_s = self._costs, batch.num_draftable, 0.0
+        for each in drafters:
+            own = self._samples[each,]
+            rows = num * sum(own.rows) / max(len(own.rows), 1)
+            draft_s += costs.drafts[each].seconds(num, own.levels, rows)
         return lambda nodes: draft_s + costs.verify_each(batch, nodes)
 
     def _thresholds(self, best: _Forecast, batch: Batch) -> DraftThresholds:

@@ -23,8 +23,9 @@ from longtail.tuner.records import Batch, Outcome
 
 LOSS_SHARE = 0.01
 """Share of all seconds that drafting may lose."""
-_INITIAL, _RESUME, _MOST = 3, 2, 8
-"""Seconds on an account at first, from which drafting resumes, and at most, in plain steps."""
+_INITIAL, _RESUME, _CLEAR, _MOST = 3, 2, 6, 8
+"""Seconds on an account at first, from which drafting resumes, from which it clearly wins, and at
+most, in plain steps. A step that accepts nothing takes little from a full account."""
 _CHECK_EVERY, _CLEAR_CHECK_EVERY = 16, 128
 """Steps with drafted nodes between two without, in which plain decoding is measured."""
 _FEW = 4
@@ -59,7 +60,7 @@ class _Account:
     @property
     def needs_plain_step(self) -> bool:
         """Whether the last measurement of a plain step is too old."""
-        is_clear = self.seconds >= _MOST * self.plain_step_s and self.num_measured >= _FEW
+        is_clear = self.seconds >= _CLEAR * self.plain_step_s and self.num_measured >= _FEW
         return self.since_measured >= (_CLEAR_CHECK_EVERY if is_clear else _CHECK_EVERY)
 
     def measure(self, ratio: float) -> None:

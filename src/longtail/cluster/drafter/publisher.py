@@ -23,7 +23,7 @@ from torch import Tensor
 from longtail.drafter.eagle.fresh import renewed_ids
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.gain import FADE, DrafterGain
+from longtail.drafter.training.gain import DrafterGain
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.weights import (
     DRAFT_IDS,
@@ -39,6 +39,8 @@ from longtail.speculation.drafter import Sums
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
+_FADE = 0.9
+"""Weight of a text in the sums relative to one of the next step, whose policy is newer."""
 _RENEWED = "draft vocabulary renewed"
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 
@@ -190,7 +192,7 @@ class Publisher:
     def add_sums(self, new: Iterable[Sums]) -> int:
         """Add the sums over the texts of a step; return the number of these texts' tokens."""
         assert self.sums is not None, "the drafter learns from sums"
-        known = self.sums.faded(FADE)
+        known = self.sums.faded(_FADE)
         before = known.num_tokens
         for each in new:
             known.add(each)

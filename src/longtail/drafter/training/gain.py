@@ -9,8 +9,7 @@ from typing import final
 from longtail.drafter.training.replica import Replica
 
 FADE = 0.8
-"""Weight of a measurement relative to one of the next rollout, as of a text in the sums: its
-policy is older."""
+"""Weight of a measurement relative to one of the next rollout: its policy is older."""
 _HORIZON = 3.0
 """Rollouts that a rise shortens, the present one included, before the policy has moved on."""
 _HOPE = 0.01
