@@ -115,8 +115,11 @@ def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     run = workshop.path / "first"
     for name in (run, workshop.policy("first", 2).parent):
         mine = _target(workshop, str(name))
-        (drafter,) = open_drafters(drafter_names("auto", mine.name, learns=True), mine, print)
+        names = drafter_names("auto", mine.name, learns=True)
+        drafter, *others = open_drafters(names, mine, print)
         assert drafter.taps.layers == (0, 1)
+        assert names[1:] == ["history", "phrases"]
+        assert not any(each.taps.any for each in others)
     words = ("--prompt", "say 3", "--max-tokens", "12", "--temperature", "0", "--threads", "1")
     said = say("generate", str(run), *words)
     assert said.code == 0, said.err

@@ -75,7 +75,9 @@ def run(
         if checkpoint is not None:
             components.restore(checkpoint)
             if components.steps >= components.total_steps:
-                console.log(f"{checkpoint.policy}: its steps are done")
+                more = "; raise train.steps to go on"
+                is_given = components.total_steps == config.train.steps
+                console.log(f"{checkpoint.policy}: its steps are done{more if is_given else ''}")
                 return 0
         components.log_start(console)
         return _train(config, directory, components, console)

@@ -199,10 +199,10 @@ def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     own = str(drafter)
     assert {name: switches(each) for name, each in plan.arms.items()} == {
         "off": ("none", "never", False, False),
-        "history": ("history", "never", False, False),
+        "history": ("history+phrases", "never", False, False),
         "frozen": (own, "never", False, False),
         "spot": (own, "spot", False, False),
-        "cold": ("fresh+history", "spot", False, False),
+        "cold": ("fresh+history+phrases", "spot", False, False),
         "stream": (own, "spot", True, False),
         "share": (own, "spot", False, True),
         "all": (own, "spot", True, True),
@@ -230,7 +230,7 @@ def test_a_run_without_a_trained_drafter_leaves_arms_out_and_says_how_to_get_one
 ) -> None:
     plan = plan_of(workshop)
     assert list(plan.arms) == ["off", "history", "cold", "stream", "share", "all"]
-    assert switches(plan.arms["all"]) == ("fresh+history", "spot", True, True)
+    assert switches(plan.arms["all"]) == ("fresh+history+phrases", "spot", True, True)
     (note,) = plan.notes
     assert note.startswith("left out: frozen, spot: ")
     assert "give --drafter DIR" in note

@@ -1,10 +1,10 @@
 """The arms of `longtail bench e2e`: whole training runs, which differ in how they draft and idle.
 
     off        plain decoding
-    history    suffixes of earlier texts, no weights (TLT-Base)
+    history    suffixes of earlier texts, no weights: history+phrases (TLT-Base)
     frozen     the drafter as trained before the run
     spot       the same drafter, which learns during the run
-    cold       a fresh drafter and history, which learn: `auto` where none was trained
+    cold       a fresh drafter, history and phrases, which learn: `auto` where none was trained
     stream     spot, or cold without a trained drafter, and idle workers learn from finished groups
     share      the same, and running requests move instead
     all        the same, with both
