@@ -29,7 +29,7 @@ help:
 	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
-	@echo "make bench        engine, learner and whole runs, on SmolLM2"
+	@echo "make bench        engine, learner and whole runs, on Qwen2.5-Coder-0.5B and on SmolLM2"
 	@echo "make bench-hosts  runs over hosts in network namespaces, in a quarter of an hour; needs root"
 	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
@@ -181,10 +181,10 @@ format: develop
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: develop
-	$(BIN)/longtail bench engine
-	$(BIN)/longtail bench learner
-	$(BIN)/longtail bench e2e
+bench: develop model
+	for what in engine learner e2e; do \
+		$(BIN)/longtail bench $$what gsm --model.path $(MODEL) && $(BIN)/longtail bench $$what || exit 1; \
+	done
 
 # Writes benchmarks/hosts.txt and hosts.json. QUICK=1 only tries it.
 bench-hosts: develop

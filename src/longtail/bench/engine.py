@@ -1,7 +1,6 @@
 """`longtail bench engine`: generation with a real model, in longtail and in other engines.
 
     plain          longtail, decoding token by token
-    chain, tree    longtail with one fixed strategy of drafting and the run's first drafter
     history, ...   longtail with one of the run's drafters, drafting where that pays
     tuned          longtail as it is used: all of the run's drafters
     transformers   generate of transformers
@@ -33,21 +32,13 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.speculation.strategy import Strategy
 from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
 from longtail.types import Completion
 
 PLAIN, TUNED = "plain", "tuned"
-STRATEGIES: Mapping[str, Strategy] = {
-    "chain 2": Strategy(depth=2, size=2),
-    "chain 4": Strategy(depth=4, size=4),
-    "chain 8": Strategy(depth=8, size=8),
-    "tree 8": Strategy(depth=4, width=2, size=8),
-}
-"""Fixed strategies."""
 _STEP_TOKENS = 9
-"""Flat tokens of a request in a step: its root and the largest fixed draft."""
+"""Flat tokens of a request in a step for which there is room: its root and a draft."""
 
 
 def run(options: EngineBenchOptions) -> int:
@@ -125,8 +116,6 @@ class Cell:
     num_texts: int
     num_tokens: int
     rows: Sequence[Row]
-    best_fixed: str | None
-    tuned_over_best_fixed: Spread | None
     lowest_cpu_share: float
     """CPU seconds over seconds of the most disturbed turn."""
 
@@ -232,16 +221,10 @@ class EngineBench:
         chosen, names, drafters = self._options.contestants, self._drafters.names, self._drafters
         found: dict[str, Callable[[], Speculation | None]] = {PLAIN: lambda: None}
 
-        def fixed(strategy: Strategy) -> Callable[[], Speculation]:
-            opened = drafters.open(names[:1])
-            return lambda: Speculation.fixed(opened.renewed()[0], strategy)
-
         def tuned(*some: str) -> Callable[[], Speculation]:
             tuner, opened = BudgetTuner(), drafters.open(some)
             return lambda: Speculation(drafters=opened.renewed(), tuner=tuner)
 
-        if "fixed" in chosen and names:
-            found |= {name: fixed(strategy) for name, strategy in STRATEGIES.items()}
         if "alone" in chosen and len(names) > 1:
             found |= {name: tuned(name) for name in names}
         if TUNED in chosen and names:
@@ -263,18 +246,12 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
         )
         for name, own in turns.items()
     ]
-    fixed = [row for row in rows if row.name in STRATEGIES]
-    best = max(fixed, key=lambda row: row.tokens_per_s.median).name if fixed else None
     every = [each for own in turns.values() for each in own]
     return Cell(
         batch=batch,
         num_texts=len(plain[0].texts),
         num_tokens=plain[0].num_tokens,
         rows=rows,
-        best_fixed=best,
-        tuned_over_best_fixed=ratios(speeds[TUNED], speeds[best])
-        if best and TUNED in speeds
-        else None,
         lowest_cpu_share=min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
     )
 

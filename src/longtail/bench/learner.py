@@ -28,7 +28,8 @@ from longtail.bench.common.card import Table, numbers, print_card
 from longtail.bench.common.peers import PeerProcess
 from longtail.bench.common.timing import Spread, paired, progress, ratios
 from longtail.bench.options import LearnerBenchOptions
-from longtail.config.rl import LearnerSection, LoraSection
+from longtail.config import files
+from longtail.config.rl import LoraSection, RunConfig, load
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import PolicyTransformer, load_model
@@ -120,9 +121,9 @@ def make_texts(
     ]
 
 
-def make_batch(options: LearnerBenchOptions, vocab_size: int) -> StepBatch:
+def make_batch(options: LearnerBenchOptions, count: int, vocab_size: int) -> StepBatch:
     """Return random texts with advantages in every second group."""
-    count, prompt_len = options.completions, options.prompt_tokens
+    prompt_len = options.prompt_tokens
     texts = make_texts(count, options.mean_tokens, prompt_len, vocab_size)
     advantages = [0.0 if i // _GROUP % 2 else 1.0 if i % 2 else -1.0 for i in range(count)]
     return StepBatch(texts=texts, prompt_lens=[prompt_len] * count, advantages=advantages)
@@ -204,19 +205,21 @@ def run(options: LearnerBenchOptions) -> int:
     """Measure in turn, print the card and JSON."""
     set_threads(options.threads)
     log = progress("learner")
-    directory = model_directory(options.model, log, field="--model")
+    config = load(files.locate(options.run), options.overrides)
+    directory = model_directory(config.model.path, log)
     model = load_model(directory, torch.float32)
-    batch = make_batch(options, model.config.vocab_size)
-    packed = batch.packed(options.budget)
+    completions = config.rollout.prompts_per_step * config.rollout.group_size
+    batch = make_batch(options, completions, model.config.vocab_size)
+    packed = batch.packed(config.learner.tokens_per_micro_batch)
     products = Products(model, packed)
-    section = LearnerSection(autocast=_autocasts())
+    section = config.learner.model_copy(update={"autocast": _autocasts()})
     learners = {name: Learner(each, section) for name, each in policies(model, directory).items()}
     ours: dict[str, list[LearnerReport]] = {name: [] for name in learners}
     functions: dict[str, Callable[[], float | None]] = {
         name: partial(_own_step, each, packed, ours[name]) for name, each in learners.items()
     }
     functions["products"] = products.run
-    turns = _peer_turns(options, batch)
+    turns = _peer_turns(options, config, batch)
     answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in turns}
     with ExitStack() as stack:
         descriptions = {}
@@ -228,7 +231,7 @@ def run(options: LearnerBenchOptions) -> int:
         log("measuring")
         seconds = paired(functions, repeats=options.repeats)
     measured = Measured(seconds=seconds, reports=ours, answers=answers, descriptions=descriptions)
-    result = _result(options, packed, products, measured)
+    result = _result(config, packed, products, measured)
     result["state_mb"] = {name: each.state_bytes() / 1e6 for name, each in learners.items()}
     state = result["state_mb"]
     sentences = [
@@ -237,7 +240,7 @@ def run(options: LearnerBenchOptions) -> int:
         f"Weights, gradients and moments take {state['longtail']:,.0f} MB, with adapters "
         f"{state['adapters']:,.0f} MB.",
     ]
-    table = _table(options, packed, measured)
+    table = _table(config, packed, measured)
     print_card([table], result, sentences=sentences, json_only=options.json)
     return 0
 
@@ -257,12 +260,12 @@ def _own_step(learner: Learner, packed: TrainBatch, reports: list[LearnerReport]
 
 
 def _peer_turns(
-    options: LearnerBenchOptions, batch: StepBatch
+    options: LearnerBenchOptions, config: RunConfig, batch: StepBatch
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return interpreter and job of each other trainer."""
     by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
     lengths = [len(batch.texts[i]) for i in by_length]
-    padded = batch.turn(by_length, fill_rows(lengths, options.budget))
+    padded = batch.turn(by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch))
     turns = {"transformers": (options.peer_python or sys.executable, padded)}
     if options.peer_python is not None:
         whole = range(len(batch.texts))
@@ -302,11 +305,11 @@ def _tokens(packed: TrainBatch) -> tuple[int, int]:
     return tokens, sum(int(one.packed.loss_mask.sum()) for one in packed.micro_batches)
 
 
-def _table(options: LearnerBenchOptions, packed: TrainBatch, measured: Measured) -> Table:
+def _table(config: RunConfig, packed: TrainBatch, measured: Measured) -> Table:
     """Return a line for each contestant."""
     tokens, scored = _tokens(packed)
     parts, seconds = measured.parts, measured.seconds
-    title = f"learner, {options.model}: {tokens} tokens, {scored} scored"
+    title = f"learner, {config.model.path}: {tokens} tokens, {scored} scored"
     return Table(
         f"{title}; micro-batches: {len(packed.micro_batches)}",
         {
@@ -322,7 +325,7 @@ def _table(options: LearnerBenchOptions, packed: TrainBatch, measured: Measured)
 
 
 def _result(
-    options: LearnerBenchOptions, packed: TrainBatch, products: Products, measured: Measured
+    config: RunConfig, packed: TrainBatch, products: Products, measured: Measured
 ) -> dict[str, Any]:
     """Return the JSON."""
     tokens, scored = _tokens(packed)
@@ -331,8 +334,8 @@ def _result(
     norms = {kind: own[0]["grad_norm"] for kind, own in measured.answers.items()}
     return {
         "bench": "learner",
-        "model": options.model,
-        "budget": options.budget,
+        "model": config.model.path,
+        "budget": config.learner.tokens_per_micro_batch,
         "num_tokens": tokens,
         "num_scored": scored,
         "micro_batches": len(packed.micro_batches),

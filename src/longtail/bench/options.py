@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
-CONTESTANTS = ("plain", "fixed", "alone", "tuned")
+CONTESTANTS = ("plain", "alone", "tuned")
 ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
 
 _Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
@@ -85,19 +85,18 @@ class EngineBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerBenchOptions:
-    """A model, the texts of one step, and the trainers that are compared."""
+    """A run, whose model and learner are measured, its texts, and the trainers compared."""
 
-    model: _Model = "smollm2"
-    completions: Annotated[int, Option("completions of a step", low=2)] = 64
+    run: _Run = "smollm2"
     mean_tokens: Annotated[int, Option("mean tokens of a completion", low=2)] = 116
     prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
-    budget: Annotated[int, Option("tokens of a micro-batch", low=1)] = 4096
     repeats: _Repeats = 3
     threads: _Threads = 1
     peer_python: Annotated[
         str | None, Option("python of an environment with TRL, to compare its trainer", "PATH")
     ] = None
     json: Json = False
+    overrides: _Overrides = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +169,7 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
             "e2e.run",
         ),
         "engine": Bench(
-            "Compare generation: plain, with fixed drafts, tuned, in transformers and in vLLM.",
+            "Compare generation: plain, with drafts, in transformers and in vLLM.",
             EngineBenchOptions,
             "engine",
         ),

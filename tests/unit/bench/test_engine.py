@@ -13,7 +13,7 @@ from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.bench import engine
 from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Drafters, Subject, open_subject
-from longtail.bench.engine import PLAIN, STRATEGIES, TUNED, EngineBench, Turn, summarize
+from longtail.bench.engine import PLAIN, TUNED, EngineBench, Turn, summarize
 from longtail.bench.options import EngineBenchOptions
 from longtail.config.rl import load
 from longtail.drafter.history import HistoryDrafter
@@ -65,20 +65,19 @@ def test_requests_are_groups_of_the_prompts_in_the_order_of_a_run(subject: Subje
 
 
 @pytest.mark.parametrize("warm", [0, 8])
-def test_tuned_and_fixed_drafts_write_the_texts_of_plain_decoding(
+def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
     subject: Subject, warm: int
 ) -> None:
     drafters = Drafters("history+fresh" if warm else "history", subject, warm, print)
     options = replace(OPTIONS, warm=warm)
     cell = EngineBench(subject, drafters, options, {}, print).measure(2)
     alone = ["history", "fresh"] if warm else []
-    names = [PLAIN, *STRATEGIES, *alone, TUNED]
+    names = [PLAIN, *alone, TUNED]
     assert [row.name for row in cell.rows] == names
     assert [row.differing_share for row in cell.rows] == [0.0] * len(names)
     assert cell.num_texts == 8
     assert 8 <= cell.num_tokens <= 8 * 8
-    assert {row.accept_length >= 1.0 for row in cell.rows[1:5]} == {True}
-    assert cell.best_fixed in STRATEGIES
+    assert cell.rows[0].accept_length == 0
 
 
 def test_history_forgets_after_a_turn_and_keeps_the_first_texts(subject: Subject) -> None:
@@ -105,22 +104,20 @@ def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> 
 
 CONTESTANTS = {
     PLAIN: turns([2.0, 4.0, 2.0]),
-    "chain 2": turns([1.0, 2.0, 1.0], accept_length=2.0),
-    "chain 8": turns([2.0, 4.0, 2.0], text=(1, 9), accept_length=3.0),
+    "history": turns([1.0, 2.0, 1.0], accept_length=2.0),
+    "fresh": turns([2.0, 4.0, 2.0], text=(1, 9), accept_length=3.0),
     TUNED: turns([0.5, 1.0, 1.0], accept_length=2.5),
     "vllm": [replace(each, texts=()) for each in turns([4.0, 4.0, 4.0])],
 }
 
 
-def test_ratios_are_taken_within_each_turn_and_the_best_fixed_strategy_is_named() -> None:
+def test_ratios_are_taken_within_each_turn() -> None:
     cell = summarize(4, CONTESTANTS)
     rows = {row.name: row for row in cell.rows}
     # The second turn ran on a machine twice as slow.
-    assert rows["chain 2"].over_plain.numbers() == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert rows["history"].over_plain.numbers() == {"median": 2.0, "low": 2.0, "high": 2.0}
     assert rows[TUNED].over_plain.numbers() == {"median": 4.0, "low": 2.0, "high": 4.0}
-    assert (rows["chain 8"].differing_share, rows["vllm"].differing_share) == (0.5, None)
-    assert cell.best_fixed == "chain 2"
-    assert cell.tuned_over_best_fixed.median == 2.0
+    assert (rows["fresh"].differing_share, rows["vllm"].differing_share) == (0.5, None)
     assert (cell.num_texts, cell.num_tokens, cell.lowest_cpu_share) == (2, 12, 1.0)
 
 
@@ -153,7 +150,7 @@ def test_the_command_compares_with_transformers_and_ends_with_json(workshop: Wor
     assert said.code == 0, said.err
     found = json.loads(said.out.splitlines()[-1])
     (cell,) = found["cells"]
-    assert list(cell["rows"]) == [PLAIN, *STRATEGIES, TUNED, "transformers"]
+    assert list(cell["rows"]) == [PLAIN, TUNED, "transformers"]
     assert cell["rows"]["tuned"]["differing_share"] == 0.0
     assert found["peers"]["transformers"].startswith("transformers ")
 

@@ -16,8 +16,12 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_model(tiny_model("llama"), tmp_path)
+    words = ("--rollout.prompts_per_step=4", "--rollout.group_size=4")
     options = LearnerBenchOptions(
-        model=str(tmp_path), completions=16, mean_tokens=10, prompt_tokens=4, repeats=1, budget=64
+        mean_tokens=10,
+        prompt_tokens=4,
+        repeats=1,
+        overrides=(f"--model.path={tmp_path}", "--learner.tokens_per_micro_batch=64", *words),
     )
     assert learner.run(options) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -30,9 +34,9 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
 
 
 def test_the_products_of_a_step_are_counted() -> None:
-    options = LearnerBenchOptions(completions=16, mean_tokens=10, prompt_tokens=4)
+    options = LearnerBenchOptions(mean_tokens=10, prompt_tokens=4)
     model = tiny_model("llama")
-    batch = learner.make_batch(options, model.config.vocab_size)
+    batch = learner.make_batch(options, 16, model.config.vocab_size)
     packed = batch.packed(64)
     assert sorted(batch.kept) == list(range(8)), "the second group of eight has no advantage"
     products = learner.Products(model, packed)
