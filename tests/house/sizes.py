@@ -14,7 +14,7 @@ RELEASE = "0.2.0"
 BUDGETS = {
     "top level": 1335,
     "assembly": 1460,
-    "bench": 3210,
+    "bench": 3215,
     "cli": 730,
     "cluster": 4660,
     "config": 1230,
