@@ -212,7 +212,8 @@ def run(options: LearnerBenchOptions) -> int:
     batch = make_batch(options, completions, model.config.vocab_size)
     packed = batch.packed(config.learner.tokens_per_micro_batch)
     products = Products(model, packed)
-    section = config.learner.model_copy(update={"autocast": _autocasts()})
+    same = {"autocast": _autocasts(), "loss": "grpo"}  # what the other trainers compute
+    section = config.learner.model_copy(update=same)
     learners = {name: Learner(each, section) for name, each in policies(model, directory).items()}
     ours: dict[str, list[LearnerReport]] = {name: [] for name in learners}
     functions: dict[str, Callable[[], float | None]] = {
