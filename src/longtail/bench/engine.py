@@ -10,13 +10,13 @@ Every contestant writes the same work, B texts at a time, on the same CPUs: grou
 the run's prompts, in its order. longtail's engines take turns step by step, so that a slow second
 of the machine falls on all of them; their texts end by themselves and are always the same. Other
 engines follow, and write as many tokens after each prompt. A round begins with B texts and ends
-with its longest one. Before each round history forgets what was written since the first texts
-(`--warm`); confidences and the tuner's estimates are kept, as from step to step of a run.
+with its longest one. Rounds write the prompts after the first texts (`--warm`) one after the other;
+drafters, tuner and guard keep what they learn from round to round, as from step to step of a run.
 """
 
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, final
@@ -47,7 +47,8 @@ def run(options: EngineBenchOptions) -> int:
     set_threads(options.threads)
     log = progress("engine")
     config = load(files.locate(options.run), options.overrides)
-    subject = open_subject(config, options.warm + most_texts(options), log)
+    num_texts = options.warm + (1 + options.repeats) * most_texts(options)
+    subject = open_subject(config, num_texts, log)
     drafters = Drafters(config.speculation.drafter, subject, options.warm, log)
     with ExitStack() as stack:
         peers = {}
@@ -74,7 +75,7 @@ def run(options: EngineBenchOptions) -> int:
 
 
 def most_texts(options: EngineBenchOptions) -> int:
-    """Return the number of texts of the largest turn."""
+    """Return the number of texts of the largest round."""
     return max(options.texts, *options.batches)
 
 
@@ -125,22 +126,22 @@ class Cell:
 
 
 class OwnEngine:
-    """longtail's engine as one contestant; it keeps its cost model from turn to turn."""
+    """longtail's engine as one contestant."""
 
-    def __init__(
-        self, subject: Subject, batch: int, speculation: Callable[[], Speculation | None]
-    ) -> None:
-        self._subject, self._speculation = subject, speculation
+    def __init__(self, subject: Subject, batch: int, speculation: Speculation | None) -> None:
+        self._subject = subject
         limits = EngineLimits(
             max_running=batch,
             max_step_tokens=max(512, batch * _STEP_TOKENS),
             max_len=subject.max_len,
         )
-        self._engine = RolloutEngine(subject.target.model, subject.target.tokenizer.decode, limits)
+        target = subject.target
+        self._engine = RolloutEngine(
+            target.model, target.tokenizer.decode, limits, speculation=speculation
+        )
 
     def begin(self, first: int, num_texts: int) -> None:
         """Submit the texts of a turn, from number `first` on."""
-        self._engine.speculate(self._speculation())
         self._requests = self._subject.requests(num_texts, first=first)
         self._meter, self._done = RolloutMeter(), dict[str, Completion]()
         self._seconds = self._cpu_seconds = 0.0
@@ -196,11 +197,12 @@ class EngineBench:
 
     def measure(self, batch: int) -> Cell:
         """Run all contestants in turns at one batch size."""
-        first, num_texts = self._options.warm, max(self._options.texts, batch)
+        num_texts = max(self._options.texts, batch)
         speculations = self._speculations()
         own = {name: OwnEngine(self._subject, batch, each) for name, each in speculations.items()}
         turns: dict[str, list[Turn]] = {name: [] for name in (*own, *self._peers)}
         for number in range(1 + self._options.repeats):  # the first round warms up
+            first = self._options.warm + number * num_texts
             found = round_of(own, first, num_texts)
             if self._peers:
                 requests = self._subject.requests(num_texts, first=first)
@@ -216,19 +218,16 @@ class EngineBench:
                 turns[name].append(turn)
         return summarize(batch, turns)
 
-    def _speculations(self) -> dict[str, Callable[[], Speculation | None]]:
-        """Return what longtail's contestants draft by, made anew for each turn."""
+    def _speculations(self) -> dict[str, Speculation | None]:
+        """Return what longtail's contestants draft by."""
         chosen, names, drafters = self._options.contestants, self._drafters.names, self._drafters
-        found: dict[str, Callable[[], Speculation | None]] = {PLAIN: lambda: None}
-
-        def tuned(*some: str) -> Callable[[], Speculation]:
-            tuner, opened = BudgetTuner(), drafters.open(some)
-            return lambda: Speculation(drafters=opened.renewed(), tuner=tuner)
-
-        if "alone" in chosen and len(names) > 1:
-            found |= {name: tuned(name) for name in names}
-        if TUNED in chosen and names:
-            found[TUNED] = tuned(*names)
+        found: dict[str, Speculation | None] = {PLAIN: None}
+        sets: dict[str, Sequence[str]] = {
+            name: (name,) for name in names if "alone" in chosen and len(names) > 1
+        }
+        sets |= {TUNED: names} if TUNED in chosen and names else {}
+        for name, some in sets.items():
+            found[name] = Speculation(drafters=drafters.open(some), tuner=BudgetTuner())
         return found
 
 
@@ -249,8 +248,8 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
     every = [each for own in turns.values() for each in own]
     return Cell(
         batch=batch,
-        num_texts=len(plain[0].texts),
-        num_tokens=plain[0].num_tokens,
+        num_texts=sum(len(each.texts) for each in plain),
+        num_tokens=sum(each.num_tokens for each in plain),
         rows=rows,
         lowest_cpu_share=min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
     )

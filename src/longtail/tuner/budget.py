@@ -200,16 +200,14 @@ class BudgetTuner(Tuner):
         return self._plan
 
     def _is_outdated(self, batch: Batch) -> bool:
-        """Return whether to decide anew; in a step that reads prompts, only by age."""
+        """Return whether to decide anew: the decision is old, or the running requests changed."""
         is_stable = not self._drafting or (
             self._steps > _SAMPLE_REQUESTS and self._yield > _LOW_YIELD
         )
         if self._age > (_DECISION_STEPS if is_stable else _SHORT_DECISION_STEPS):
             return True
         limit = _BATCH_CHANGE if self._age > _SHORT_DECISION_STEPS else _EARLY_CHANGE
-        change = abs(batch.num_sampled - self._decided_for)
-        is_changed = change > self._decided_for * limit
-        return is_changed and batch.num_tokens == batch.num_sampled
+        return abs(batch.num_sampled - self._decided_for) > self._decided_for * limit
 
     def select_nodes(
         self, batch: Batch, plan: Plan, proposals: Sequence[Sequence[DraftTree]]

@@ -31,9 +31,6 @@ _RATE, _CLIP = 0.06, 0.3
 logarithm)."""
 _EARLY = 16
 """Number of first observations that have larger rates and a larger clip."""
-_EAGER, _EVERY = 64, 6
-"""Number of first steps that all correct the model; afterwards one of six steps with drafts does,
-since a step may take only a millisecond."""
 _GLOBAL_SHARE = 0.8
 """Share of a correction that scales the whole curve: most errors are of the whole machine, and a
 local correction bends the curve, whose slope gives marginal costs."""
@@ -161,7 +158,7 @@ class CostModel:
         self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
         """Costs of each drafter, in the engine's order."""
-        self._num_drafts = self._num_steps = 0
+        self._num_drafts = 0
 
     def plain_s(self, batch: Batch) -> float:
         """Predict the seconds of a step without drafts."""
@@ -190,10 +187,7 @@ class CostModel:
         return drafts_s + self.verify_s(outcome.batch, outcome.num_nodes)
 
     def learn(self, outcome: Outcome) -> None:
-        """Correct the predictions by the seconds of one step; later by a part of the steps only."""
-        self._num_steps += 1
-        if outcome.timings and self._num_steps > _EAGER and self._num_steps % _EVERY:
-            return
+        """Correct the predictions by the seconds of one step."""
         batch, nodes = outcome.batch, outcome.num_nodes
         for timing in outcome.timings:
             cost = self.drafts[timing.drafter]

@@ -1,7 +1,7 @@
 """A model with the prompts of a run and its drafters, for benchmarks of generation."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -14,7 +14,6 @@ from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import sampling_of
 from longtail.bench.common.timing import Log
 from longtail.config.rl import RunConfig
-from longtail.drafter.history import SuffixDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -131,25 +130,6 @@ class Drafters:
             drafter.load_weights(self._weights)
         return drafter
 
-    def open(self, names: Sequence[str]) -> "OpenDrafters":
-        """Open some of the drafters."""
-        return OpenDrafters(names, [self._made(name) for name in names], self._made)
-
-
-@final
-class OpenDrafters:
-    """Drafters of one engine from turn to turn."""
-
-    def __init__(
-        self, names: Sequence[str], drafters: Sequence[Drafter], make: Callable[[str], Drafter]
-    ) -> None:
-        self._names, self._drafters, self._make = names, list(drafters), make
-
-    def renewed(self) -> tuple[Drafter, ...]:
-        """Return them without the texts since they were opened, but with their confidences."""
-        for place, (name, before) in enumerate(zip(self._names, self._drafters, strict=True)):
-            if isinstance(before, SuffixDrafter):
-                after = self._make(name)
-                assert isinstance(after, SuffixDrafter), "of the same name"
-                after.curve, self._drafters[place] = before.curve, after
-        return tuple(self._drafters)
+    def open(self, names: Sequence[str]) -> tuple[Drafter, ...]:
+        """Open some of the drafters for an engine of their own."""
+        return tuple(self._made(name) for name in names)

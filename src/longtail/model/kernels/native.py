@@ -95,7 +95,7 @@ _THREADS = ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
     "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
     "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
-    "swiglu": [_PTR] * 2 + [_INT] * 2,
+    "swiglu": [_PTR] * 2 + [_INT] * 2 + [_THREADS],
     "store_kv": [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] + [_PTR] * 2 + [_INT] * 2,
     "add_norm_forward": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
     "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
@@ -105,7 +105,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "add_fixed": [_PTR] * 2 + [_INT, _PTR, _THREADS],
     "from_fixed": [_PTR] * 2 + [_INT, ctypes.c_double, _THREADS],
     "rotate_backward": [_PTR, _INT] + [_PTR] * 4 + [_INT] + [_PTR] * 2 + [_INT] * 3 + [_FLOAT],
-    "swiglu_backward": [_PTR] * 3 + [_INT] * 2,
+    "swiglu_backward": [_PTR] * 3 + [_INT] * 2 + [_THREADS],
     "attend_packed": [_PTR] * 3 + [_INT, _PTR, _INT] + [_PTR] * 3 + [_INT] * 5 + [_THREADS],
     "attend_packed_backward": [_PTR] * 3
     + [_INT, _PTR, _INT]

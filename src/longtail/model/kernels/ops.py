@@ -295,7 +295,8 @@ class NativeKernels(Kernels):
         """Return silu(first half) * second half."""
         tokens, both = gate_up.shape
         out = gate_up.new_empty(tokens, both // 2)
-        self._swiglu(gate_up.data_ptr(), out.data_ptr(), tokens, both // 2)
+        threads = torch.get_num_threads()
+        self._swiglu(gate_up.data_ptr(), out.data_ptr(), tokens, both // 2, threads)
         return out
 
     def store_rows(

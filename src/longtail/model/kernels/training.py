@@ -155,7 +155,8 @@ class _SwiGLU(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         tokens, both = gate_up.shape
         out = gate_up.new_empty(tokens, both // 2)
-        f["swiglu"](pointer(gate_up), pointer(out), tokens, both // 2)
+        threads = torch.get_num_threads()
+        f["swiglu"](pointer(gate_up), pointer(out), tokens, both // 2, threads)
         ctx.save_for_backward(gate_up)
         ctx.functions = f
         return out
@@ -168,8 +169,9 @@ class _SwiGLU(torch.autograd.Function):
         tokens, size = grad_out.shape
         grad_out = grad_out.contiguous()
         ctx.functions["swiglu_backward"](
-            pointer(gate_up), pointer(grad_out), pointer(grad), tokens, size
-        )
+            pointer(gate_up), pointer(grad_out), pointer(grad), tokens, size,
+            torch.get_num_threads(),
+        )  # fmt: skip
         return None, grad
 
 

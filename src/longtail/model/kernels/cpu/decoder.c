@@ -54,7 +54,7 @@ void NAME(decode)(const NAME(lt_decoder) *d, const NAME(lt_step) *s) {
     NAME(product)(attended, l->output, l->output_bias, delta, n, attended_width, d->hidden, threads);
     NAME(add_norm)(s->stream, delta, l->feed_forward_norm, s->normed, n, d->hidden, d->eps);
     NAME(product)(s->normed, l->gate_up, l->gate_up_bias, wide, n, d->hidden, 2 * d->inner, threads);
-    NAME(swiglu)(wide, inner, n, d->inner);
+    NAME(swiglu)(wide, inner, n, d->inner, threads);
     NAME(product)(inner, l->down, l->down_bias, delta, n, d->inner, d->hidden, threads);
   }
   NAME(add_norm)(s->stream, delta, d->norm, s->normed, n, d->hidden, d->eps);

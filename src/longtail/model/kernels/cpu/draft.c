@@ -192,7 +192,7 @@ static void NAME(eagle_leave)(const NAME(lt_eagle) *e, const T *attended, int64_
   NAME(product)(attended, e->output, 0, projected, n, e->heads * e->dim, hidden, e->threads);
   NAME(add_norm)(stream, projected, e->feed_forward_norm, normed, n, hidden, e->eps);
   NAME(product)(normed, e->gate_up, 0, wide, n, hidden, 2 * e->inner, e->threads);
-  NAME(swiglu)(wide, inner, n, e->inner);
+  NAME(swiglu)(wide, inner, n, e->inner, 1);
   NAME(product)(inner, e->down, 0, projected, n, e->inner, hidden, e->threads);
   const T *scored = stream;
   if (e->eagle3) {

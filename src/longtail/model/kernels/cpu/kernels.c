@@ -49,12 +49,16 @@ void NAME(rotate)(T *restrict qkv, const T *restrict q_weight, const T *restrict
 }
 
 /* out = silu(gate) * up, where a row of gate_up is all gates, then all ups. */
-void NAME(swiglu)(const T *restrict gate_up, T *restrict out, int64_t rows, int64_t size) {
-  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, out += size)
+void NAME(swiglu)(const T *gate_up, T *out, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t r = 0; r < rows; r++) {
+    const T *restrict gates = gate_up + 2 * r * size, *restrict ups = gates + size;
+    T *restrict to = out + r * size;
     for (int64_t i = 0; i < size; i++) {
-      const float gate = LOAD(gate_up[i]);
-      out[i] = STORE(gate / (1.0f + lt_exp2(-LT_LOG2E * gate)) * LOAD(gate_up[size + i]));
+      const float gate = LOAD(gates[i]);
+      to[i] = STORE(gate / (1.0f + lt_exp2(-LT_LOG2E * gate)) * LOAD(ups[i]));
     }
+  }
 }
 
 /* Store every token's key and value at (row, slot) of a contiguous cache. */
@@ -215,13 +219,17 @@ void NAME(rotate_backward)(const T *restrict input, int64_t stride, const T *res
 }
 
 /* d silu(a) b: with s = sigmoid(a), grad_a = g b s (1 + a (1 - s)), grad_b = g a s. */
-void NAME(swiglu_backward)(const T *restrict gate_up, const T *restrict grad_out,
-                           T *restrict grad, int64_t rows, int64_t size) {
-  for (int64_t r = 0; r < rows; r++, gate_up += 2 * size, grad += 2 * size, grad_out += size)
+void NAME(swiglu_backward)(const T *gate_up, const T *grad_out, T *grad, int64_t rows,
+                           int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
+  for (int64_t r = 0; r < rows; r++) {
+    const T *restrict row = gate_up + 2 * r * size, *restrict outer = grad_out + r * size;
+    T *restrict to = grad + 2 * r * size;
     for (int64_t i = 0; i < size; i++) {
-      const float a = LOAD(gate_up[i]), b = LOAD(gate_up[size + i]), g = LOAD(grad_out[i]);
+      const float a = LOAD(row[i]), b = LOAD(row[size + i]), g = LOAD(outer[i]);
       const float s = 1.0f / (1.0f + lt_exp2(-LT_LOG2E * a));
-      grad[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
-      grad[size + i] = STORE(g * a * s);
+      to[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
+      to[size + i] = STORE(g * a * s);
     }
+  }
 }

@@ -256,15 +256,41 @@ static void lt_store_sums(const float *restrict sums, const uint16_t *restrict b
   }
 }
 
+/* Where a block prefetches W: `lines` from `at` on for each 32 inputs, and as many half a block later. */
+typedef struct {
+  const char *at;
+  int64_t lines;
+} lt_coming_tiles;
+
+/* One pass over a block reads it LT_SOON_BYTES after its prefetch. Several passes find it in the cache;
+ * each prefetches a share of the next block, so that memory is read while products are computed. */
+#define LT_SOON_BYTES 4096
+static lt_coming_tiles lt_tiles_to_come(const uint16_t *w, int64_t inputs, int64_t passes,
+                                        int64_t pass) {
+  const char *block = (const char *)w;
+  const int64_t lines = passes < 16 ? 16 / passes : pass < 16;
+  if (passes == 1) return (lt_coming_tiles){block + LT_SOON_BYTES, lines};
+  return (lt_coming_tiles){block + inputs * 64 + pass * lines * inputs * 2, lines};
+}
+
+#define LT_PREFETCH_TILES()                       \
+  for (int64_t i = 0; i < coming.lines; i++) {    \
+    __builtin_prefetch(next + 64 * i, 0, 2);      \
+    __builtin_prefetch(next + half + 64 * i, 0, 2); \
+  }                                               \
+  next += 64 * coming.lines
+
 /* Up to 32 rows by 32 outputs. */
 static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t inputs,
-                     int two_row_tiles) {
+                     int two_row_tiles, lt_coming_tiles coming) {
   const uint16_t *w2 = w + inputs * 16;
-  const int64_t stride = inputs * 2;
+  const int64_t stride = inputs * 2, half = inputs * 32;
+  const char *next = coming.at;
   _tile_zero(0);
   _tile_zero(1);
   if (!two_row_tiles) {
     for (int64_t k = 0; k < inputs; k += 32) {
+      LT_PREFETCH_TILES();
       _tile_loadd(4, x + k, stride);
       _tile_loadd(6, w + k * 16, 64);
       _tile_dpbf16ps(0, 4, 6);
@@ -275,6 +301,7 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t k = 0; k < inputs; k += 32) {
+      LT_PREFETCH_TILES();
       _tile_loadd(4, x + k, stride);
       _tile_loadd(5, x + 16 * inputs + k, stride);
       _tile_loadd(6, w + k * 16, 64);
@@ -295,16 +322,20 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
 void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
                   const uint16_t *restrict bias, uint16_t *restrict out, int64_t rows,
                   int64_t inputs, int64_t outputs, int threads) {
+  const int64_t passes = (rows + 31) / 32;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float sums[32 * 32] __attribute__((aligned(64)));
+    int64_t shaped = 0; /* rows of the tiles */
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < outputs; n += 32) /* part of W that fits into the nearest cache */
+    for (int64_t n = 0; n < outputs; n += 32) /* part of W that fits into the second cache */
       for (int64_t r = 0; r < rows; r += 32) {
         const int64_t here = rows - r < 32 ? rows - r : 32;
         const int first = here < 16 ? (int)here : 16, second = (int)here - first;
-        lt_shape_for_block(first, second);
-        lt_block(x + r * inputs, packed + n * inputs, sums, inputs, second > 0);
+        const uint16_t *w = packed + n * inputs;
+        if (shaped != here) lt_shape_for_block(first, second), shaped = here;
+        lt_block(x + r * inputs, w, sums, inputs, second > 0,
+                 lt_tiles_to_come(w, inputs, passes, r / 32));
         lt_store_sums(sums, bias ? bias + n : 0, out + r * outputs + n, here, outputs,
                       outputs - n < 32 ? outputs - n : 32);
       }
