@@ -13,6 +13,10 @@ one of `_CHECK_EVERY` steps is plain, and of `_CLEAR_CHECK_EVERY` where drafting
 An account begins with the seconds of `_INITIAL` plain steps and never holds more than `_MOST`.
 Drafting is paused when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting
 that loses half of each step is paused after 6 steps for 200, and past gains pay for `_MOST` steps.
+
+After a pause the drafters read what was written in it, which takes longer than a step. These
+seconds are no fault of the drafts that follow: they are a debt, which ends no trial, and which is
+paid before the next one.
 """
 
 from dataclasses import dataclass
@@ -51,6 +55,8 @@ class _Account:
     since_measured: int = 0
     """Number of steps with drafted nodes since the last one without."""
     is_paused: bool = False
+    debt_s: float = 0.0
+    """Seconds of reading what was written in pauses, not yet paid."""
     draft_s: float = 0.0
     """Seconds of the steps with drafts since the last pause."""
     plain_s: float = 0.0
@@ -71,9 +77,12 @@ class _Account:
         self.bias += (ratio - self.bias) * max(1 / self.num_measured, _BIAS_RATE)
 
     def pay(self, seconds: float) -> None:
-        """Add seconds; end a pause when the account holds enough."""
-        self.seconds = min(self.seconds + seconds, _MOST * self.plain_step_s)
-        if self.is_paused and self.seconds >= _RESUME * self.plain_step_s:
+        """Add seconds; end a pause when the account holds enough beside its debt."""
+        sum_s = self.seconds + seconds
+        self.seconds = min(sum_s, _MOST * self.plain_step_s)
+        self.debt_s = max(self.debt_s - (sum_s - self.seconds), 0.0)
+        if self.is_paused and self.seconds >= _RESUME * self.plain_step_s + self.debt_s:
+            self.seconds, self.debt_s = self.seconds - self.debt_s, 0.0
             self.is_paused = False
             self.draft_s = self.plain_s = 0.0
             self.num_drafted = 0
@@ -109,6 +118,7 @@ class Guard:
         else:
             account.since_measured += 1
         self._last, account.plain_step_s = account, account.bias * predicted_s
+        account.debt_s += outcome.catch_up_s
         account.pay(LOSS_SHARE * took_s)
         if not outcome.timings:
             return ""
@@ -137,8 +147,9 @@ class Guard:
 
     def _without_stall(self, outcome: Outcome) -> float:
         """Return the seconds of a step, or its predicted ones if the machine stalled in it."""
+        took_s = outcome.seconds - outcome.catch_up_s
         predicted_s = self._costs.outcome_s(outcome)
-        return outcome.seconds if outcome.seconds <= _STALL * predicted_s else predicted_s
+        return took_s if took_s <= _STALL * predicted_s else predicted_s
 
 
 def _size(batch: Batch) -> int:

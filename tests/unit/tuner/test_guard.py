@@ -101,6 +101,20 @@ def test_no_sequence_of_steps_loses_more_than_an_account_and_the_share(steps):
         assert lost <= INITIAL + STALL + LOSS_SHARE * total + 1e-6
 
 
+@given(pauses=st.integers(1, 40))
+def test_reading_what_was_written_in_a_pause_ends_no_trial_and_is_paid_before_the_next(
+    pauses: int,
+) -> None:
+    guard = make_guard()
+    lose(guard)
+    plain = pause_length(guard)
+    read = replace(LOSING, catch_up_s=pauses * PLAIN_S)
+    assert not guard.learn(read), "the trial goes on"
+    lose(guard)
+    longer = pause_length(guard)
+    assert longer == pytest.approx(plain + pauses / LOSS_SHARE, abs=1 / LOSS_SHARE)
+
+
 def test_gains_pay_for_no_more_than_a_full_account():
     guard = make_guard()
     for _ in range(1000):
