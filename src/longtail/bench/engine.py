@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any, final
 
 from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
@@ -32,8 +33,10 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.speculation.drafter import Drafter
 from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.records import Outcome
 from longtail.types import Completion
 
 PLAIN, TUNED = "plain", "tuned"
@@ -94,6 +97,10 @@ class Turn:
     """Tokens per verified draft; 0 without any."""
     texts: tuple[tuple[int, ...], ...] = ()
     """Tokens of each text; empty for other engines, whose noise is another."""
+    seconds_share: float = 0.0
+    """Predicted over measured seconds of the steps that verified drafts; 0 without any."""
+    nodes_share: float = 0.0
+    """Expected over accepted nodes of these steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +114,10 @@ class Row:
     accept_length: float
     differing_share: float | None
     """Share of the texts that are not those of plain decoding; None for another engine."""
+    seconds_share: float
+    """Median of the turns' predicted over measured seconds; 0 without drafts."""
+    nodes_share: float
+    """Median of the turns' expected over accepted nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,11 +136,31 @@ class Cell:
         return {**asdict(self), "rows": {each.name: asdict(each) for each in self.rows}}
 
 
+class WatchedTuner(BudgetTuner):
+    """A tuner whose predictions are compared with the steps, from which costs learned a little."""
+
+    def begin_turn(self) -> None:
+        """Forget all steps."""
+        self.seconds = self.nodes = (0.0, 0.0)
+        """Sums of what was predicted, and of what came."""
+
+    def learn(self, outcome: Outcome) -> None:
+        """Compare a step that verified drafts and read no prompts."""
+        if outcome.num_nodes and outcome.batch.num_tokens == outcome.batch.num_sampled:
+            known, came = self.seconds
+            took_s = outcome.seconds - outcome.catch_up_s
+            self.seconds = known + self._costs.outcome_s(outcome), came + took_s
+            known, came = self.nodes
+            self.nodes = known + outcome.num_expected, came + outcome.num_accepted
+        super().learn(outcome)
+
+
 class OwnEngine:
     """longtail's engine as one contestant."""
 
-    def __init__(self, subject: Subject, batch: int, speculation: Speculation | None) -> None:
+    def __init__(self, subject: Subject, batch: int, drafters: tuple[Drafter, ...] = ()) -> None:
         self._subject = subject
+        self._tuner = WatchedTuner()
         limits = EngineLimits(
             max_running=batch,
             max_step_tokens=max(512, batch * _STEP_TOKENS),
@@ -137,13 +168,17 @@ class OwnEngine:
         )
         target = subject.target
         self._engine = RolloutEngine(
-            target.model, target.tokenizer.decode, limits, speculation=speculation
+            target.model,
+            target.tokenizer.decode,
+            limits,
+            speculation=Speculation(drafters=drafters, tuner=self._tuner) if drafters else None,
         )
 
     def begin(self, first: int, num_texts: int) -> None:
         """Submit the texts of a turn, from number `first` on."""
         self._requests = self._subject.requests(num_texts, first=first)
         self._meter, self._done = RolloutMeter(), dict[str, Completion]()
+        self._tuner.begin_turn()
         self._seconds = self._cpu_seconds = 0.0
         for request in self._requests:
             self._engine.submit(request)
@@ -167,7 +202,13 @@ class OwnEngine:
             num_tokens=sum(map(len, texts)),
             accept_length=self._meter.report().accept_length,
             texts=texts,
+            seconds_share=_share(*self._tuner.seconds),
+            nodes_share=_share(*self._tuner.nodes),
         )
+
+
+def _share(predicted: float, came: float) -> float:
+    return predicted / came if came else 0.0
 
 
 def round_of(engines: Mapping[str, OwnEngine], first: int, num_texts: int) -> dict[str, Turn]:
@@ -198,8 +239,10 @@ class EngineBench:
     def measure(self, batch: int) -> Cell:
         """Run all contestants in turns at one batch size."""
         num_texts = max(self._options.texts, batch)
-        speculations = self._speculations()
-        own = {name: OwnEngine(self._subject, batch, each) for name, each in speculations.items()}
+        own = {
+            name: OwnEngine(self._subject, batch, self._drafters.open(some))
+            for name, some in self._sets().items()
+        }
         turns: dict[str, list[Turn]] = {name: [] for name in (*own, *self._peers)}
         for number in range(1 + self._options.repeats):  # the first round warms up
             first = self._options.warm + number * num_texts
@@ -218,16 +261,14 @@ class EngineBench:
                 turns[name].append(turn)
         return summarize(batch, turns)
 
-    def _speculations(self) -> dict[str, Speculation | None]:
-        """Return what longtail's contestants draft by."""
-        chosen, names, drafters = self._options.contestants, self._drafters.names, self._drafters
-        found: dict[str, Speculation | None] = {PLAIN: None}
-        sets: dict[str, Sequence[str]] = {
-            name: (name,) for name in names if "alone" in chosen and len(names) > 1
-        }
-        sets |= {TUNED: names} if TUNED in chosen and names else {}
-        for name, some in sets.items():
-            found[name] = Speculation(drafters=drafters.open(some), tuner=BudgetTuner())
+    def _sets(self) -> dict[str, Sequence[str]]:
+        """Return the drafters of each of longtail's contestants."""
+        chosen, names = self._options.contestants, self._drafters.names
+        found: dict[str, Sequence[str]] = {PLAIN: ()}
+        if "alone" in chosen and len(names) > 1:
+            found |= {name: (name,) for name in names}
+        if TUNED in chosen and names:
+            found[TUNED] = names
         return found
 
 
@@ -242,6 +283,8 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
             over_plain=ratios(speeds[name], speeds[PLAIN]),
             accept_length=own[-1].accept_length,
             differing_share=differing_share(plain, own) if own[-1].texts else None,
+            seconds_share=median(each.seconds_share for each in own),
+            nodes_share=median(each.nodes_share for each in own),
         )
         for name, own in turns.items()
     ]
@@ -316,11 +359,13 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
             row.over_plain,
             row.accept_length or None,
             None if row.differing_share is None else f"{row.differing_share:.1%}",
+            f"{row.seconds_share:.2f}, {row.nodes_share:.2f}" if row.nodes_share else None,
         )
         for cell in cells
         for row in cell.rows
     ]
-    headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ")
+    headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ",
+                "predicted s, nodes")  # fmt: skip
     return Table(title, by_position(*headings), rows)
 
 

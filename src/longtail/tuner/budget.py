@@ -133,7 +133,6 @@ class _Forecast:
     """Probability of the least likely of these nodes."""
 
 
-@final
 class BudgetTuner(Tuner):
     """Decides by the cost model and by calibrated probabilities."""
 

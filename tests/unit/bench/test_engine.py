@@ -77,7 +77,8 @@ def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
     assert [row.differing_share for row in cell.rows] == [0.0] * len(names)
     assert cell.num_texts == 8
     assert 8 <= cell.num_tokens <= 8 * 8
-    assert cell.rows[0].accept_length == 0
+    assert (cell.rows[0].accept_length, cell.rows[0].seconds_share) == (0, 0)
+    assert all(row.seconds_share > 0 for row in cell.rows if row.nodes_share)
 
 
 def test_engines_have_drafters_of_their_own_that_keep_the_first_texts(subject: Subject) -> None:
@@ -102,7 +103,7 @@ def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> 
 
 CONTESTANTS = {
     PLAIN: turns([2.0, 4.0, 2.0]),
-    "history": turns([1.0, 2.0, 1.0], accept_length=2.0),
+    "history": turns([1.0, 2.0, 1.0], accept_length=2.0, seconds_share=0.9, nodes_share=1.25),
     "fresh": turns([2.0, 4.0, 2.0], text=(1, 9), accept_length=3.0),
     TUNED: turns([0.5, 1.0, 1.0], accept_length=2.5),
     "vllm": [replace(each, texts=()) for each in turns([4.0, 4.0, 4.0])],
@@ -124,7 +125,7 @@ def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu(subject:
     cells = [summarize(4, CONTESTANTS), summarize(8, {**CONTESTANTS, PLAIN: shared})]
     lines = engine.table("title", cells).cells()
     assert [line[0] for line in lines] == [f"{n}, {name}" for n in (4, 8) for name in CONTESTANTS]
-    assert lines[1][1:] == ["12", "2.00 (2.00-2.00)", "2.00", "0.0%"]
+    assert lines[1][1:] == ["12", "2.00 (2.00-2.00)", "2.00", "0.0%", "0.90, 1.25"]
     gain, note = engine.sentences(cells)
     assert gain.startswith("With drafts, longtail generates 4.00x at 4, 4.00x at 8 running")
     assert note == "NOTE: other processes ran: a turn at 8 had 70% of its CPU."
