@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads that spin while they wait get ten times slower when another process needs their core;
     # sleeping threads lose a few percent. PyTorch reads this when it loads OpenMP.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Large tensors in huge pages: learning a 0.5B model in pages of 4 KiB takes 10 % longer.
+    # Large tensors in huge pages: learning allocates gigabytes, and every page costs a fault.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         with signals_as_ctrl_c():

@@ -15,8 +15,8 @@ Drafting is paused when it is empty, and resumes when it holds `_RESUME` plain s
 that loses half of each step is paused after 6 steps for 200, and past gains pay for `_MOST` steps.
 
 After a pause the drafters read what was written in it, which takes longer than a step. These
-seconds are no fault of the drafts that follow: they are a debt, which ends no trial, and which is
-paid before the next one.
+seconds are no fault of the drafts that follow: they are a debt, which is paid before the next
+trial, and which ends this one only if it exceeds `_MOST` plain steps.
 """
 
 from dataclasses import dataclass
@@ -127,7 +127,8 @@ class Guard:
         account.draft_s += took_s
         account.plain_s += plain_s
         account.num_drafted += 1
-        if account.is_paused or account.seconds > 0:
+        overdue_s = max(account.debt_s - _MOST * account.plain_step_s, 0.0)
+        if account.is_paused or account.seconds > overdue_s:
             return ""
         account.is_paused = True
         return (

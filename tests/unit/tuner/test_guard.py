@@ -101,7 +101,26 @@ def test_no_sequence_of_steps_loses_more_than_an_account_and_the_share(steps):
         assert lost <= INITIAL + STALL + LOSS_SHARE * total + 1e-6
 
 
-@given(pauses=st.integers(1, 40))
+@given(
+    st.lists(
+        st.tuples(st.floats(0.5, 0.99 * STALL), st.integers(0, 8), st.floats(0.0, 6.0)),
+        max_size=200,
+    )
+)
+def test_reading_after_pauses_loses_no_more_than_another_account(steps):
+    guard, lost, total = make_guard(), 0.0, 0.0
+    for took, accepted, read in steps:
+        if guard.allows(BATCH):
+            guard.learn(replace(step(took, accepted=accepted), catch_up_s=read * PLAIN_S))
+            lost += took + read - (1 + accepted / 4)
+            total += took
+        else:
+            guard.learn(PLAIN)
+            total += 1
+        assert lost <= INITIAL + MOST + STALL + 6.0 + LOSS_SHARE * total + 1e-6
+
+
+@given(pauses=st.integers(1, MOST))
 def test_reading_what_was_written_in_a_pause_ends_no_trial_and_is_paid_before_the_next(
     pauses: int,
 ) -> None:

@@ -256,36 +256,28 @@ static void lt_store_sums(const float *restrict sums, const uint16_t *restrict b
   }
 }
 
-/* Where a block prefetches W: `lines` from `at` on for each 32 inputs, and as many half a block later. */
-typedef struct {
-  const char *at;
-  int64_t lines;
-} lt_coming_tiles;
-
-/* One pass over a block reads it LT_SOON_BYTES after its prefetch. Several passes find it in the cache;
- * each prefetches a share of the next block, so that memory is read while products are computed. */
+/* What a pass over a block prefetches for each 32 inputs, and as much half a block later. One pass
+ * reads it LT_SOON_BYTES later. Several passes find their block in the cache; each prefetches a share
+ * of the next one, so that memory is read while products are computed. */
 #define LT_SOON_BYTES 4096
-static lt_coming_tiles lt_tiles_to_come(const uint16_t *w, int64_t inputs, int64_t passes,
-                                        int64_t pass) {
+static lt_coming lt_tiles_to_come(const uint16_t *w, int64_t inputs, int64_t passes, int64_t pass) {
   const char *block = (const char *)w;
   const int64_t lines = passes < 16 ? 16 / passes : pass < 16;
-  if (passes == 1) return (lt_coming_tiles){block + LT_SOON_BYTES, lines};
-  return (lt_coming_tiles){block + inputs * 64 + pass * lines * inputs * 2, lines};
+  const int64_t share = inputs * 64 + pass * lines * inputs * 2;
+  return (lt_coming){block + (passes == 1 ? LT_SOON_BYTES : share), 64 * lines};
 }
 
-#define LT_PREFETCH_TILES()                       \
-  for (int64_t i = 0; i < coming.lines; i++) {    \
-    __builtin_prefetch(next + 64 * i, 0, 2);      \
-    __builtin_prefetch(next + half + 64 * i, 0, 2); \
-  }                                               \
-  next += 64 * coming.lines
+#define LT_PREFETCH_TILES()                     \
+  LT_PREFETCH(next, 0, coming.ahead, 2);        \
+  LT_PREFETCH(next + half, 0, coming.ahead, 2); \
+  next += coming.ahead
 
 /* Up to 32 rows by 32 outputs. */
 static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t inputs,
-                     int two_row_tiles, lt_coming_tiles coming) {
+                     int two_row_tiles, lt_coming coming) {
   const uint16_t *w2 = w + inputs * 16;
   const int64_t stride = inputs * 2, half = inputs * 32;
-  const char *next = coming.at;
+  const char *next = coming.next;
   _tile_zero(0);
   _tile_zero(1);
   if (!two_row_tiles) {
