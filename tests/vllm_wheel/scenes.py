@@ -30,7 +30,7 @@ def main(job: dict[str, Any], *packages: str) -> None:
     plugin.register()
     scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "ridge": ridge,
-        "draft_model": draft_model, "cramped": cramped, "live": live,
+        "draft_model": draft_model, "cramped": cramped, "live": live, "learned": learned,
     }  # fmt: skip
     found = {}
     for name, scene in scenes.items():
@@ -50,7 +50,10 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
 
     from longtail.vllm.plugin import require
 
-    if drafter is not None:
+    settings: dict[str, Any] = {}
+    if drafter == "learned":
+        settings = {"drafter": "learned", "depth": DEPTH}
+    elif drafter is not None:
         method = {"eagle1": "eagle", "ridge": "eagle", "target": "draft_model"}.get(
             drafter, "eagle3"
         )
@@ -68,7 +71,7 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
         enforce_eager=True,
         disable_log_stats=False,
         seed=0,
-        additional_config={"longtail": {}},
+        additional_config={"longtail": settings},
         **options,
     )
     assert require(llm)[0]["runner"] == "v1"
@@ -173,6 +176,19 @@ def live(job: dict[str, Any]) -> Any:
         second = adopt_drafter(llm, job["run"])
         found["of_run"] = texts(job, llm)
         found["adopted"] = [[each.digest, each.version] for each in (first, second)]
+    return found
+
+
+def learned(job: dict[str, Any]) -> Any:
+    """A drafter that vLLM learns from nothing: cramped, with a prefix cache, and new weights."""
+    found: dict[str, Any] = {}
+    options = {"num_gpu_blocks_override": 12, "block_size": 32}
+    with engine(job, "learned", enable_prefix_caching=True, **options) as llm:
+        found["turns"] = [texts(job, llm, backwards=bool(turn % 2)) for turn in range(5)]
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": job["target"]})
+        llm.reset_prefix_cache()
+        found["renewed"] = texts(job, llm)
+        (found["saved"],) = llm.collective_rpc("longtail_save_drafter", args=(job["saved"],))
     return found
 
 

@@ -12,7 +12,7 @@ import torch
 
 from longtail.assembly.drafters import read_drafter
 from longtail.cluster.drafter.publisher import DrafterState
-from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer
@@ -56,7 +56,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     _write(root / "ridge", _ridge(prompts, asked).as_eagle(), target)
     paths["ridge"] = str(root / "ridge")
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
-    job = paths | {"prompts": prompts, "seeds": seeds}
+    job = paths | {"prompts": prompts, "seeds": seeds, "saved": str(root / "saved")}
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     own = complete(target, prompts, SamplingParams(max_tokens=48), None)[0]
@@ -132,6 +132,17 @@ def accept_length(earlier: dict[str, Any], later: dict[str, Any]) -> float:
 def test_vllm_reads_the_exported_ridge_drafter_rightly(played: dict[str, Any]) -> None:
     """A layout that is read wrongly, by a layer or a position, drafts almost nothing right."""
     assert accept_length({}, played["ridge"]) > 1.5
+
+
+def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
+    learned = played["learned"]
+    for turn in (*learned["turns"], learned["renewed"]):
+        assert turn["tokens"] == played["plain"]["tokens"]
+    assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
+    assert accept_length(learned["turns"][-2], learned["turns"][-1]) > 2.0
+    saved = load_unbound(Path(learned["saved"]))
+    assert isinstance(saved.layer, RidgeLayer)
+    assert saved.sums["counts"].sum() > 0
 
 
 def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:

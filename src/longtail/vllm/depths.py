@@ -4,14 +4,14 @@ vLLM has a table of depths by the number of running requests. Each choice of the
 some steps, since a step verifies what the step before it drafted.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
-from longtail.generator import StepReport, Switch
+from longtail.generator import Switch
 from longtail.speculation.drafter import Statistics
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
@@ -54,12 +54,27 @@ class VllmDrafter:
         return found | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """A step of vLLM.
+
+    Example: Taken(num_running=2, num_tokens=8, verified=[(3, 1), (3, 0)], seconds=0.02)
+    """
+
+    num_running: int
+    num_tokens: int
+    """Tokens that were computed, drafts among them."""
+    verified: Sequence[tuple[int, int]]
+    """Drafted and accepted tokens of each request with drafts."""
+    seconds: float
+
+
 @final
 class Depths:
     """The depth of drafts in vLLM's table, from its own steps."""
 
-    def __init__(self, drafter: VllmDrafter) -> None:
-        self._tuner = drafter.tuner
+    def __init__(self, drafter: VllmDrafter, most: int = MAX_DEPTH) -> None:
+        self._tuner, self._most = drafter.tuner, most
         self._is_on = not drafter.is_fresh
         self._plan = Plan(strategy=None)
         self._running = self._left = self._before = 0
@@ -80,36 +95,35 @@ class Depths:
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
-            self._plan = self._tuner.plan(_batch(running, running))
+            self._plan = self._tuner.plan(self._batch(running, running))
             strategy = self._plan.strategy
-            self.depth = 0 if strategy is None else min(strategy.depth, MAX_DEPTH)
+            self.depth = 0 if strategy is None else min(strategy.depth, self._most)
         if bool(self.depth) == bool(self._before):
             return None
         reason = self._plan.reason or f"{running} running, measured in vLLM's steps"
         return Switch(drafts=bool(self.depth), reason=reason)
 
-    def learn(self, report: StepReport) -> None:
+    def learn(self, step: Taken) -> None:
         """Learn from a step that verified and drafted at one depth."""
-        if not self._is_on or self.depth != self._before or not report.num_running:
+        if not self._is_on or self.depth != self._before or not step.num_running:
             return
-        num_nodes = sum(each.num_drafted for each in report.verified)
+        num_nodes = sum(drafted for drafted, _ in step.verified)
         outcome = Outcome(
-            batch=_batch(report.num_running, report.num_tokens - num_nodes),
+            batch=self._batch(step.num_running, step.num_tokens - num_nodes),
             plan=self._plan,
             timings=(),
-            num_drafts=len(report.verified),
+            num_drafts=len(step.verified),
             num_nodes=num_nodes,
-            num_accepted=sum(each.num_accepted for each in report.verified),
-            verify_s=report.step_s,
+            num_accepted=sum(accepted for _, accepted in step.verified),
+            verify_s=step.seconds,
         )
         self._tuner.learn(outcome)
 
-
-def _batch(running: int, num_tokens: int) -> Batch:
-    return Batch(
-        num_draftable=running,
-        num_sampled=running,
-        num_tokens=num_tokens,
-        num_pairs=0,
-        room=running * MAX_DEPTH,
-    )
+    def _batch(self, running: int, num_tokens: int) -> Batch:
+        return Batch(
+            num_draftable=running,
+            num_sampled=running,
+            num_tokens=num_tokens,
+            num_pairs=0,
+            room=running * self._most,
+        )

@@ -31,7 +31,7 @@ from longtail.generator import Emitted, Failed, StepReport, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
-from longtail.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
+from longtail.vllm.depths import MAX_DEPTH, Depths, Taken, VllmDrafter
 from longtail.vllm.guards import KEY, check
 from longtail.vllm.states import Scheduled, StateReader
 
@@ -140,7 +140,15 @@ class VllmGenerator(ActiveRequests):
             switch=switch,
         )
         if self._depths is not None:
-            self._depths.learn(report)
+            drafted = [(each.num_drafted, each.num_accepted) for each in report.verified]
+            self._depths.learn(
+                Taken(
+                    num_running=report.num_running,
+                    num_tokens=report.num_tokens,
+                    verified=drafted,
+                    seconds=report.step_s,
+                )
+            )
         return report
 
     def _append(self, output: Any, result: "_Results") -> None:

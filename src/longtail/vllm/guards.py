@@ -20,13 +20,16 @@ TESTED = " or ".join(each.rstrip(".") for each in TESTED_VERSIONS)
 _REMEDY = f"use vLLM {TESTED}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
 VARIABLE = "LONGTAIL_VLLM"
-"""Environment variable that switches the plugin on (coupled, match) or off (off)."""
+"""Environment variable that switches the plugin on (coupled, match, learned) or off (off)."""
 SPECULATION_VARIABLE = "LONGTAIL_VLLM_SPECULATIVE"
 """Environment variable with a speculative_config as JSON, for frameworks that pass none."""
 KEY = "longtail"
 """Name of the settings in vLLM's additional_config."""
 
 Drafts = Literal["coupled", "match"]
+LEARNED = "learned"
+"""The drafter that vLLM learns by itself."""
+_DEPTH, _MOST_DEPTH = 4, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,27 @@ class VllmSettings:
     """Noise of the drafts: that of the target (coupled), or drafts as vLLM makes them (match)."""
     block_rows: int | None = None
     """Rows per product in linear layers of a CPU engine; None leaves vLLM's products alone."""
+    drafter: str | None = None
+    """`learned`: vLLM learns a drafter of its own; None: the one of speculative_config."""
+    depth: int = _DEPTH
+    """Most tokens that the learned drafter drafts ahead."""
+    history: bool = True
+    """Whether it copies from the request's text and from those of the same prompt, too."""
+    begin: str | None = None
+    """Directory of a ridge drafter to begin with."""
+
+    def speculation(self, max_running: int) -> dict[str, Any]:
+        """Return the speculative_config of the learned drafter.
+
+        It stands in the place of vLLM's n-gram search, the drafter without a model and a cache.
+        """
+        return {
+            "method": "ngram",
+            "num_speculative_tokens": self.depth,
+            "num_speculative_tokens_per_batch_size": [(1, max_running, self.depth)],
+            "prompt_lookup_max": 4,
+            "prompt_lookup_min": 2,
+        }
 
 
 def parse_settings(value: object, name: str = f"additional_config.{KEY}") -> VllmSettings:
@@ -56,7 +80,28 @@ def parse_settings(value: object, name: str = f"additional_config.{KEY}") -> Vll
     rows = value.get("block_rows")
     if rows is not None and (type(rows) is not int or not 1 <= rows <= 4096):
         raise ConfigError(f"{name}.block_rows must be an integer from 1 to 4096, not {rows!r}")
-    return VllmSettings(drafts=cast(Drafts, drafts), block_rows=rows)
+    drafter, depth = value.get("drafter"), value.get("depth", _DEPTH)
+    if drafter not in (None, LEARNED):
+        raise ConfigError(
+            f"{name}.drafter must be {LEARNED}, not {drafter!r}; others are vLLM's "
+            "speculative_config"
+        )
+    if type(depth) is not int or not 1 <= depth <= _MOST_DEPTH:
+        raise ConfigError(f"{name}.depth must be an integer from 1 to {_MOST_DEPTH}, not {depth!r}")
+    history = value.get("history", True)
+    if type(history) is not bool:
+        raise ConfigError(f"{name}.history must be true or false, not {history!r}")
+    begin = value.get("begin")
+    if begin is not None and not isinstance(begin, str):
+        raise ConfigError(f"{name}.begin must be the directory of a drafter, not {begin!r}")
+    return VllmSettings(
+        drafts=cast(Drafts, drafts),
+        block_rows=rows,
+        drafter=drafter,
+        depth=depth,
+        history=history,
+        begin=begin,
+    )
 
 
 def requested(additional_config: object, environment: Mapping[str, str]) -> VllmSettings | None:
@@ -67,12 +112,14 @@ def requested(additional_config: object, environment: Mapping[str, str]) -> Vllm
     Example: requested({}, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings()
     """
     word = environment.get(VARIABLE, "").strip().lower()
-    if word not in ("", "off", *get_args(Drafts)):
-        raise ConfigError(f"{VARIABLE} must be coupled, match or off, not {word!r}")
+    if word not in ("", "off", LEARNED, *get_args(Drafts)):
+        raise ConfigError(f"{VARIABLE} must be learned, coupled, match or off, not {word!r}")
     if word == "off":
         return None
     if isinstance(additional_config, Mapping) and KEY in additional_config:
         return parse_settings(additional_config[KEY])
+    if word == LEARNED:
+        return VllmSettings(drafter=LEARNED)
     return VllmSettings(drafts=cast(Drafts, word)) if word else None
 
 

@@ -1,6 +1,7 @@
 """Entry point that vLLM calls in each of its processes, and what runs there when an engine asks.
 
     front end    EngineArgs.create_engine_config: settings are parsed, features refused, both early
+    engine core  Scheduler.__init__: the depth of a learned drafter is chosen there
     worker       WorkerBase.__init__: functions of the model runner are checked and replaced
 
 Imports of vLLM are inside functions: importing this module costs milliseconds, and an engine that
@@ -25,6 +26,9 @@ logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below 
 
 _FRONT_END = "vllm.engine.arg_utils"
 _WORKER = "vllm.v1.worker.worker_base"
+_CORE, _SCHEDULER = "vllm.v1.engine.core", "vllm.v1.core.sched.scheduler"
+_MOST_RUNNING = 8192
+"""End of the table of depths where the number of running requests is vLLM's choice."""
 _NOT_ACTIVE = (
     "the plugin longtail is not active in vLLM's workers; install longtail in vLLM's environment, "
     "name it in VLLM_PLUGINS if that is set, and have the engine ask for it: "
@@ -58,11 +62,14 @@ def register() -> None:
 
     Nothing of vLLM is imported for it: a front end whose engine asks hooks the worker later.
     """
-    asked = requested(None, os.environ) is not None
+    settings = requested(None, os.environ)
+    asked, learns = settings is not None, settings is not None and settings.drafter is not None
     if _FRONT_END in sys.modules:
         _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
     if asked or _WORKER in sys.modules:
         _hook_worker(asked)
+    if learns or _CORE in sys.modules:  # the core imports the scheduler after the plugins
+        _hook_scheduler(learns)
 
 
 def install(config: Any) -> Installed | None:
@@ -89,10 +96,13 @@ def install(config: Any) -> Installed | None:
 
 def _replace(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
-    from longtail.vllm import adopt, v1, v2  # they need torch
+    from longtail.vllm import adopt, learned_v1, learned_v2, learned_worker, v1, v2  # need torch
 
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)
+    if settings.drafter is not None:
+        learned = learned_v2 if runner == "v2" else learned_v1
+        functions += [*learned.patches(settings), *learned_worker.patches(runner)]
     patches = [*functions, *adopt.patches()]
     guards.replace(patches)
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
@@ -147,15 +157,24 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = requested(self.additional_config, os.environ) is not None
-        if asked and self.speculative_config is None:
+        asked = requested(self.additional_config, os.environ)
+        if asked is not None and self.speculative_config is None:
             self.speculative_config = guards.speculation(os.environ)
+        if asked is not None and asked.drafter is not None:
+            if self.speculative_config is not None:
+                raise ConfigError(
+                    f"longtail in vLLM: the drafter is {asked.drafter}, and there is a "
+                    f"speculative_config ({self.speculative_config}): remove one of the two"
+                )
+            self.speculative_config = asked.speculation(self.max_num_seqs or _MOST_RUNNING)
         config = stock(self, *args, **kwargs)
         settings = requested(config.additional_config, os.environ)
         if settings is None:
             return config
         guards.admit(config)
         _hook_worker(asked=True)
+        if settings.drafter is not None:
+            _hook_scheduler(asked=True)
         if isinstance(config.additional_config, dict):
             # A copy: the dictionary is the caller's, who may start another engine with it.
             config.additional_config = {**config.additional_config, KEY: asdict(settings)}
@@ -174,5 +193,24 @@ def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
         type(self).longtail_status = _status
         stock(self, *args, **kwargs)
         install(self.vllm_config)
+
+    return init
+
+
+def _hook_scheduler(asked: bool) -> None:
+    _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked)
+
+
+def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Construct the scheduler; it chooses the depth of a learned drafter."""
+        stock(self, *args, **kwargs)
+        settings = requested(self.vllm_config.additional_config, os.environ)
+        # vLLM has no table where engines that share a batch would disagree (data parallel).
+        if settings and settings.drafter and self.dynamic_sd_lookup is not None:
+            from longtail.vllm.pace import pace
+
+            pace(self)
 
     return init

@@ -1,13 +1,11 @@
 """The depth of drafts in vLLM follows a tuner, which learns from whole steps of one depth."""
 
-import math
-
-from longtail.generator import StepReport, Switch, Verified
+from longtail.generator import Switch
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from longtail.vllm.depths import MAX_DEPTH, Depths, VllmDrafter
+from longtail.vllm.depths import MAX_DEPTH, Depths, Taken, VllmDrafter
 
 
 class Recording(Tuner):
@@ -24,18 +22,15 @@ class Recording(Tuner):
         self.learned.append(outcome)
 
 
-def report(running: int, drafted: int = 0, accepted: int = 0, prompt: int = 0) -> StepReport:
-    verified = tuple(
-        Verified(
-            request_id=str(i), position=9, num_drafted=drafted, depth=drafted, num_accepted=accepted
-        )
-        for i in range(running)
-        if drafted
+def step(
+    running: int, drafted: int = 0, accepted: int = 0, prompt: int = 0, seconds: float = 0.5
+) -> Taken:
+    return Taken(
+        num_running=running,
+        num_tokens=running * (1 + drafted) + prompt,
+        verified=[(drafted, accepted)] * running if drafted else [],
+        seconds=seconds,
     )
-    return StepReport(
-        num_tokens=running * (1 + drafted) + prompt, num_running=running, step_s=0.5,
-        forward_s=math.nan, sample_s=math.nan, emitted=(), finished=(), verified=verified,
-    )  # fmt: skip
 
 
 def depths(tuner: Tuner, *, is_fresh: bool = False) -> Depths:
@@ -56,9 +51,9 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() ->
     chosen = depths(tuner)
     for _ in range(3):
         chosen.choose(2)
-        chosen.learn(report(2, drafted=2, accepted=1, prompt=6))
+        chosen.learn(step(2, drafted=2, accepted=1, prompt=6))
     chosen.choose(1)  # the drafts that this step verifies are those of depth 2
-    chosen.learn(report(1, drafted=2))
+    chosen.learn(step(1, drafted=2))
     assert len(tuner.learned) == 2
     (first, _), batch = tuner.learned, tuner.learned[0].batch
     assert (first.num_nodes, first.num_accepted, first.num_emitted, first.seconds) == (4, 2, 4, 0.5)
@@ -69,7 +64,7 @@ def test_a_fresh_drafter_drafts_from_its_first_weights_on() -> None:
     chosen = depths(FixedTuner(Strategy(depth=3)), is_fresh=True)
     for _ in range(20):
         assert chosen.choose(2) is None
-        chosen.learn(report(2))
+        chosen.learn(step(2))
     assert chosen.depth == 0
     chosen.begin()
     assert chosen.choose(2) == Switch(drafts=True, reason="2 running, measured in vLLM's steps")
@@ -92,13 +87,8 @@ def test_the_bandit_finds_plain_decoding_where_drafts_are_refused_and_depth_wher
         chosen, found, before = depths(BanditTuner(epsilon=0.0)), [], 0
         for _ in range(600):
             chosen.choose(30)
-            step = report(30, before, round(before * accepted))
             seconds = 1.0 + 0.1 * before  # a draft costs a tenth of a step
-            chosen.learn(StepReport(**{**fields(step), "step_s": seconds}))
+            chosen.learn(step(30, before, round(before * accepted), seconds=seconds))
             before = chosen.depth
             found.append(before)
         assert set(found[-50:]) == {best}
-
-
-def fields(step: StepReport) -> dict[str, object]:
-    return {name: getattr(step, name) for name in step.__slots__}

@@ -22,6 +22,7 @@ def test_an_engine_that_does_not_ask_has_no_settings():
 def test_either_way_of_asking_gives_the_same_settings():
     assert requested({"longtail": {}}, {}) == VllmSettings()
     assert requested({}, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings()
+    assert requested({}, {"LONGTAIL_VLLM": "learned"}) == VllmSettings(drafter="learned")
     assert requested(None, {"LONGTAIL_VLLM": " Match "}) == VllmSettings(drafts="match")
 
 
@@ -32,7 +33,9 @@ def test_additional_config_goes_before_the_variable_unless_that_says_off():
 
 
 def test_written_settings_are_read_back():
-    settings = VllmSettings(drafts="match", block_rows=32)
+    settings = VllmSettings(
+        drafts="match", block_rows=32, drafter="learned", depth=6, history=False, begin="d"
+    )
     assert parse_settings(asdict(settings)) == settings
 
 
@@ -45,6 +48,10 @@ def test_written_settings_are_read_back():
         ({"drafts": ["coupled"]}, "longtail.drafts must be coupled or match"),
         ({"block_rows": 0}, "longtail.block_rows must be an integer from 1 to 4096, not 0"),
         ({"block_rows": True}, "longtail.block_rows must be an integer"),
+        ({"drafter": "eagle"}, "longtail.drafter must be learned, not 'eagle'"),
+        ({"depth": 17}, "longtail.depth must be an integer from 1 to 16, not 17"),
+        ({"history": 1}, "longtail.history must be true or false, not 1"),
+        ({"begin": 1}, "longtail.begin must be the directory of a drafter, not 1"),
     ],
 )
 def test_an_impossible_setting_is_named(value, said):
@@ -53,7 +60,7 @@ def test_an_impossible_setting_is_named(value, said):
 
 
 def test_a_mistyped_variable_is_refused():
-    with pytest.raises(ConfigError, match="LONGTAIL_VLLM must be coupled, match or off"):
+    with pytest.raises(ConfigError, match="LONGTAIL_VLLM must be learned, coupled, match or off"):
         requested({}, {"LONGTAIL_VLLM": "on"})
 
 

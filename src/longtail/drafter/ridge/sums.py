@@ -49,7 +49,7 @@ class LagSums:
     """The sums of some texts."""
 
     products: Float[Tensor, "lags signal signal"]
-    """Z[0], Z[1], ... in float64; one lag more than slots."""
+    """Z[0], Z[1], ...; one lag more than slots. In float64 where they are added exactly."""
     steps: Float[Tensor, "signal"]
     """Step of each entry of the signal."""
     counts: Float[Tensor, "vocab"]
@@ -124,11 +124,11 @@ class LagSums:
         sums, h = self.products, len(self.steps) // 2
         count, step = max(self.num_tokens, 1.0), self.steps.float()[:, None]
         states, embeddings = slice(None, h), slice(h, None)
-        kept, moves = sums[0, states, states], sums[0, embeddings, embeddings]
+        kept, moves = sums[0, states, states].double(), sums[0, embeddings, embeddings].double()
         scale, move_by = _scale(kept, count), _scale(moves, count)
         by = torch.cat((scale, move_by))
-        gram = torch.cat((kept, sums[1, states, embeddings].T))
-        gram = torch.cat((gram, _later(sums, 1, embeddings)), 1) * by[:, None] * by
+        gram = torch.cat((kept, sums[1, states, embeddings].T.double()))
+        gram = torch.cat((gram, _later(sums, 1, embeddings).double()), 1) * by[:, None] * by
         own = moves * move_by[:, None] * move_by
         for each in (gram, own):
             each.diagonal().add_(RIDGE)

@@ -1,0 +1,317 @@
+"""The ridge drafter that vLLM learns while it generates, for both model runners.
+
+    observe    states and tokens of a step's rows --> buffer --> sums (`drafter.ridge.sums`)
+    solve      sums --> weights, when the rows have doubled
+    propose    state and token of each request's end --> a chain of drafts
+
+It needs three parts of the target: its input embedding, its final states and its head. A row is
+paired with another of the same request by its position, within one buffer; so no row is ever paired
+with a stale state, whatever becomes of requests and their places in the batch. Nothing here waits
+for the device except a solve. With tensor parallelism every rank takes the same decisions, from
+numbers that the host knows.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from longtail.drafter.ridge.sums import LagSums
+from longtail.drafter.weights import DRAFT_IDS
+from longtail.errors import ConfigError
+
+logger = logging.getLogger("vllm.plugins.longtail")
+
+FIRST_SOLVE = 256
+"""Tokens before the first solve; each further one waits for twice as many."""
+_ALL_TOKENS = 16_384
+"""Tokens after a change of the policy that are all learned from; later one in `_SHARE`."""
+_SHARE = 4
+_MOST_TOKENS = 131_072
+"""Tokens from which earlier ones count half, as sums in float32 lose the last of more."""
+_BUFFER = 1024
+_FADE = 0.25
+"""Weight of earlier rows after a change of the policy."""
+_SPAN = 1 << 32
+"""Distance between the keys of two requests; their positions are less."""
+
+Draw = Callable[[int, Float[Tensor, "requests draft"], Int[Tensor, "draft"]], Tensor]
+"""Returns a token for each request, given the slot (from 0), the logits and their tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Parts of the target that a block reads."""
+
+    embed: Callable[[Int[Tensor, "tokens"]], Float[Tensor, "tokens hidden"]]
+    head: Any
+    """vLLM's `ParallelLMHead`, or the embedding that it is tied to."""
+    scale: float
+    soft_cap: float | None
+    hidden_size: int
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(model: Any, config: Any) -> "Parts":
+        """Find the parts of vLLM's model; ConfigError names what is missing."""
+        text = model.get_language_model() if hasattr(model, "get_language_model") else model
+        head: Any = getattr(text, "lm_head", None)
+        processor: Any = getattr(text, "logits_processor", None)
+        weight: Any = getattr(head, "weight", None)
+        embed: Any = getattr(text, "embed_input_ids", None)
+        for is_missing, part in (
+            (embed is None, "no embed_input_ids"),
+            (processor is None or head is None, "no head of its own"),
+            (weight is None or not weight.is_floating_point(), "a head with quantised weights"),
+        ):
+            if is_missing:
+                raise ConfigError(
+                    f"longtail in vLLM: {type(text).__name__} has {part}, which a learned drafter "
+                    "reads; give a trained drafter as speculative_config"
+                )
+        return Parts(
+            embed=embed,
+            head=head,
+            scale=float(processor.scale),
+            soft_cap=processor.soft_cap,
+            hidden_size=int(weight.shape[1]),
+            vocab_size=int(processor.org_vocab_size),
+            device=weight.device,
+            dtype=config.model_config.dtype,
+        )
+
+    def rows(self, ids: Int[Tensor, "draft"]) -> tuple[Tensor, Tensor | None]:
+        """Return the head's rows of these tokens, and their biases; with all ranks together."""
+        weight, bias = self.head.weight, getattr(self.head, "bias", None)
+        shard = getattr(self.head, "shard_indices", None)
+        if shard is None or getattr(self.head, "tp_size", 1) == 1:
+            return weight[ids].to(self.dtype), None if bias is None else bias[ids]
+        from vllm.distributed import tensor_model_parallel_all_reduce
+
+        first, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        is_mine = (ids >= first) & (ids < end)
+        places = (ids - first).clamp(0, end - first - 1)
+        found = weight[places].to(self.dtype) * is_mine[:, None]
+        biases = None if bias is None else tensor_model_parallel_all_reduce(bias[places] * is_mine)
+        return tensor_model_parallel_all_reduce(found), biases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The last rows of each request in a step, one more than a chain has tokens, newest first."""
+
+    states: Float[Tensor, "requests rows hidden"]
+    tokens: Int[Tensor, "requests rows"]
+    positions: Int[Tensor, "requests rows"]
+    counts: Bool[Tensor, "requests rows"]
+    """Whether the row's token was generated and its state stands."""
+    requests: Int[Tensor, "requests"]
+    """A number for each request that no other one ever has."""
+
+
+@final
+class Block:
+    """Learns and drafts; `depth` tokens at most."""
+
+    def __init__(self, parts: Parts, depth: int) -> None:
+        self.parts, self.depth = parts, depth
+        steps = torch.ones(2 * parts.hidden_size, device=parts.device)
+        try:
+            self.sums = LagSums.zeros(steps, depth, parts.vocab_size)
+        except torch.OutOfMemoryError as error:
+            size = 4 * len(steps) ** 2 * (depth + 1) / 1e9
+            raise ConfigError(
+                f"longtail in vLLM: the sums of a learned drafter with depth {depth} take "
+                f"{size:.1f} GB, which are not free; set additional_config.longtail.depth lower"
+            ) from error
+        make = torch.empty
+        self._states = make(_BUFFER, parts.hidden_size, device=parts.device, dtype=parts.dtype)
+        self._tokens = make(_BUFFER, device=parts.device, dtype=torch.int64)
+        self._keys = torch.full((_BUFFER,), -1, device=parts.device)
+        self._num_held = self.num_solved = 0
+        self._begin()
+        self._streams: Tensor | None = None
+        self._transitions: list[Tensor] = []
+        self._ids = torch.empty(0, device=parts.device, dtype=torch.int64)
+        self._head: tuple[Tensor, Tensor | None] = (torch.empty(0), None)
+
+    def _begin(self) -> None:
+        """Count the tokens of a policy, from none on; each request of a step has one at least."""
+        self._num_seen = self._flushed = self._resumes = 0
+        self._next_solve = FIRST_SOLVE
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the sums."""
+        return self.sums.products.nbytes
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether there are weights to draft with."""
+        return self._streams is not None
+
+    @torch.inference_mode()
+    def observe(self, rows: Rows) -> None:
+        """Keep a step's rows; once there are enough of them, add them and solve."""
+        self._num_seen += len(rows.tokens)
+        if self._num_seen < self._resumes:
+            return
+        states, tokens = rows.states.flatten(0, 1), rows.tokens.flatten()
+        keys = (rows.requests[:, None] * _SPAN + rows.positions).where(rows.counts, -1).flatten()
+        if not keys.is_cuda:  # on a GPU it would wait for the device
+            kept = keys.ge(0).nonzero()[:, 0]
+            states, tokens, keys = states[kept], tokens[kept], keys[kept]
+        count = len(keys)
+        for begin in range(0, count, _BUFFER):
+            part = min(count - begin, _BUFFER)
+            if self._num_held + part > _BUFFER:
+                self._flush()
+            here, there = slice(self._num_held, self._num_held + part), slice(begin, begin + part)
+            self._states[here] = states[there]
+            self._tokens[here] = tokens[there]
+            self._keys[here] = keys[there]
+            self._num_held += part
+        if self._num_seen >= self._next_solve and self._num_held:
+            self._flush()
+            self.solve()
+            self._next_solve = 2 * self._num_seen
+
+    @torch.inference_mode()
+    def _flush(self) -> None:
+        """Add the buffer's rows to the sums."""
+        held, self._num_held = self._num_held, 0
+        if self._num_seen > _ALL_TOKENS:
+            self._resumes = self._num_seen + (_SHARE - 1) * (self._num_seen - self._flushed)
+        self._flushed = max(self._num_seen, self._resumes)
+        keys, order = self._keys[:held].sort(stable=True)
+        tokens = self._tokens[:held][order]
+        # A row may come twice, as after a preemption; the first of equal keys counts.
+        counts = keys >= 0
+        counts[1:] &= keys[1:] != keys[:-1]
+        self.sums.counts.index_add_(0, tokens, counts.to(self.sums.counts.dtype))
+        signal = torch.cat((self._states[:held][order], self.parts.embed(tokens)), 1)
+        signal = signal * counts[:, None]
+        for lag, products in enumerate(self.sums.products):
+            wanted = keys - lag
+            places = torch.searchsorted(keys, wanted).clamp(max=held - 1)
+            pairs = counts & (keys[places] == wanted)
+            _add_product(products, signal[places] * pairs[:, None], signal)
+
+    def solve(self) -> None:
+        """Take the weights that follow from the sums; keep the old ones if none do."""
+        began = time.perf_counter()
+        try:
+            found = self.sums.weights(())
+        except RuntimeError as error:  # LinAlgError is one
+            logger.warning("longtail: the learned drafter keeps its weights: %s", error)
+            return
+        if not all(bool(each.isfinite().all()) for each in found.values()):
+            logger.warning("longtail: the learned drafter keeps its weights: new ones overflow")
+            return
+        self.take(found)
+        self.num_solved += 1
+        logger.info(
+            "longtail: the drafter has learned from %d tokens (%d distinct), solved in %.2f s",
+            int(self.sums.num_tokens), len(self._ids), time.perf_counter() - began,
+        )  # fmt: skip
+        if self.sums.num_tokens >= _MOST_TOKENS:
+            self._fade(0.5)
+
+    @torch.inference_mode()
+    def take(self, weights: Mapping[str, Tensor]) -> None:
+        """Draft with the parameters of a `RidgeLayer` and a draft vocabulary."""
+        device, dtype = self.parts.device, self.parts.dtype
+        streams = [weights[f"streams.{slot}.weight"] for slot in range(self.depth)]
+        self._streams = torch.cat(streams).to(device, dtype)
+        self._transitions = [
+            weights[f"transitions.{slot}.weight"].to(device, dtype)
+            for slot in range(self.depth - 1)
+        ]
+        self._ids = weights[DRAFT_IDS].to(self.parts.device)
+        self._head = self.parts.rows(self._ids)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return what `take` takes."""
+        assert self._streams is not None, "see is_ready"
+        streams = self._streams.chunk(self.depth)
+        return {
+            **{f"streams.{slot}.weight": each for slot, each in enumerate(streams)},
+            **{f"transitions.{slot}.weight": each for slot, each in enumerate(self._transitions)},
+            DRAFT_IDS: self._ids,
+        }
+
+    def resume(self, sums: Mapping[str, Tensor]) -> None:
+        """Go on with saved sums, whatever their steps; without any, learn anew."""
+        if {"products", "steps", "counts"} <= sums.keys():
+            by = sums["steps"].to(self.sums.products)
+            for own, saved in zip(self.sums.products, sums["products"], strict=False):
+                own.copy_(saved.to(own) * by[:, None] * by)
+            self.sums.counts.copy_(sums["counts"])
+
+    def forget(self) -> None:
+        """Begin anew, as after its memory was given up."""
+        for each in (self.sums.products, self.sums.counts):
+            each.zero_()
+        self.sums.steps.fill_(1.0)
+        self._num_held, self._streams = 0, None
+        self._begin()
+
+    def renew(self) -> None:
+        """Follow a new policy: earlier rows count less, those in the buffer not at all."""
+        self._num_held = 0
+        self._begin()
+        self._fade(_FADE)
+        if self.is_ready:
+            self._head = self.parts.rows(self._ids)
+
+    def _fade(self, factor: float) -> None:
+        self.sums.products.mul_(factor)
+        self.sums.counts.mul_(factor)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        states: Float[Tensor, "requests hidden"],
+        roots: Int[Tensor, "requests"],
+        depth: int,
+        draw: Draw,
+    ) -> Int[Tensor, "requests depth"]:
+        """Draft chains: `states` are those before the roots."""
+        assert self._streams is not None, "see is_ready"
+        inputs = torch.cat((states.to(self.parts.dtype), self._embedded(roots)), 1)
+        width = self.parts.hidden_size
+        streams = inputs @ self._streams[: depth * width].T
+        drafts = list[Tensor]()
+        for slot in range(depth):
+            state = streams[:, slot * width : (slot + 1) * width]
+            if slot:
+                state = state + self._embedded(drafts[-1]) @ self._transitions[slot - 1].T
+            drafts.append(draw(slot, self._logits(state), self._ids))
+        return torch.stack(drafts, 1)
+
+    def _embedded(self, tokens: Int[Tensor, "requests"]) -> Float[Tensor, "requests hidden"]:
+        return self.parts.embed(tokens).to(self.parts.dtype)
+
+    def _logits(self, states: Float[Tensor, "requests hidden"]) -> Float[Tensor, "requests draft"]:
+        weight, bias = self._head
+        logits = nn.functional.linear(states, weight, bias)
+        if self.parts.soft_cap is not None:
+            logits = torch.tanh(logits / self.parts.soft_cap) * self.parts.soft_cap
+        return logits * self.parts.scale
+
+
+def _add_product(
+    total: Float[Tensor, "m n"], left: Float[Tensor, "rows m"], right: Float[Tensor, "rows n"]
+) -> None:
+    """Add left' right in float32: products of bfloat16 are exact in it."""
+    if left.is_cuda and left.dtype == torch.bfloat16:
+        total += torch.mm(left.T, right, out_dtype=torch.float32)
+    else:
+        total.addmm_(left.T.float(), right.float())

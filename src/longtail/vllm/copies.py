@@ -1,0 +1,143 @@
+"""Drafts copied from the request's own text and from completions of the same prompt, on the device.
+
+    a request ends in ..       x b c
+    texts of its prompt        .. a b c d e ..,  .. x b c f g ..     running or finished
+    the longest known end      x b c, three tokens: f g is copied
+
+Texts of one prompt share the hash of their prompt, so the completions of a group find each other.
+All of it is a handful of tensor operations; the host only gives each request a place.
+"""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+LONGEST = 8
+"""Most tokens of an end that are compared."""
+_TEXTS = 8
+"""Most texts of a prompt that are searched, the newest first."""
+_MOST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Continuations of the longest known end of each request."""
+
+    tokens: Int[Tensor, "requests depth"]
+    matched: Int[Tensor, "requests"]
+    """Tokens of the end that were found, up to `LONGEST`; 0: nothing was."""
+    counts: Bool[Tensor, "requests depth"]
+    """Whether there is a token."""
+
+
+@final
+class Texts:
+    """Texts in progress and the newest finished ones, each in a place of a table."""
+
+    def __init__(self, max_running: int, max_len: int, device: torch.device) -> None:
+        size = max(max_running + _TEXTS, min(8 * max_running, _MOST_BYTES // (4 * max_len)))
+        self._tokens = torch.zeros(size + 1, max_len, device=device, dtype=torch.int32)
+        """The last text takes what is written for no request."""
+        self._lengths = torch.zeros(size + 1, device=device, dtype=torch.int64)
+        self._prompts = torch.full((size + 1,), -1, device=device)
+        """Hash of each text's prompt."""
+        weights = torch.randint(1 << 40, (max_len,), generator=torch.Generator().manual_seed(0))
+        self._weights = weights.to(device)
+        """Weights of a prompt's tokens in its hash; the sum may overflow."""
+        self._begun = torch.zeros(size + 1, device=device, dtype=torch.int64)
+        self._num_begun = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all texts."""
+        self._lengths.zero_()
+        self._prompts.fill_(-1)
+        self._free = list(range(len(self._tokens) - 1))
+        self._places: dict[str, int] = {}
+        self._numbers: dict[str, int] = {}
+        self._longest = 0
+
+    def keep(self, running: Container[str]) -> None:
+        """Free the places of all requests that are not in `running`; their texts stay."""
+        for name in [each for each in self._places if each not in running]:
+            self._free.append(self._places.pop(name))
+            del self._numbers[name]
+
+    def is_known(self, name: str) -> bool:
+        """Return whether a request has a place."""
+        return name in self._places
+
+    def begin(self, name: str, tokens: Int[Tensor, "tokens"], prompt_len: int) -> None:
+        """Give a request the place of the text that ended first."""
+        place = self._places[name] = self._free.pop(0)
+        self._num_begun += 1
+        self._numbers[name] = self._num_begun
+        self._tokens[place, : len(tokens)] = tokens
+        self._lengths[place] = len(tokens)
+        self._prompts[place] = ((tokens[:prompt_len] + 1) * self._weights[:prompt_len]).sum()
+        self._begun[place] = self._num_begun
+        self._longest = max(self._longest, len(tokens))
+
+    def given(self, names: Sequence[str], prompt_lens: Sequence[int]) -> Int[Tensor, "3 requests"]:
+        """Return, for each request, a number that no other one ever has, its place, its prompt."""
+        rows = [self._numbers[each] for each in names], [self._places[each] for each in names]
+        return torch.tensor([*rows, list(prompt_lens)], device=self._tokens.device)
+
+    def write(
+        self,
+        places: Int[Tensor, "requests"],
+        positions: Int[Tensor, "requests tokens"],
+        tokens: Int[Tensor, "requests tokens"],
+        counts: Bool[Tensor, "requests tokens"],
+    ) -> None:
+        """Write new tokens; those that do not count go to no text."""
+        last = len(self._tokens) - 1
+        rows = torch.where(counts, places[:, None], last)
+        self._tokens[rows, positions] = tokens.to(torch.int32)
+        ends = torch.where(counts, positions + 1, 0).amax(1)
+        self._lengths[places] = torch.maximum(self._lengths[places], ends)
+        self._longest = min(self._longest + tokens.shape[1], self._tokens.shape[1])
+
+    def find(self, places: Int[Tensor, "requests"], depth: int) -> Found:
+        """Return what follows the longest known end of each request."""
+        prompts = self._prompts[places]
+        is_same = self._prompts[None, :-1] == prompts[:, None]
+        age = torch.where(is_same, self._begun[:-1], -1)
+        age.scatter_(1, places[:, None], self._num_begun + 1)  # its own text goes first
+        newest = age.topk(min(_TEXTS, age.shape[1]), 1)
+        width = self._longest
+        texts = self._tokens[newest.indices, :width]
+        lengths = torch.where(newest.values >= 0, self._lengths[newest.indices], 0)
+        own = self._lengths[places]
+        at = torch.arange(width, device=places.device)
+        matches = at < lengths[..., None] - 1
+        score = torch.zeros_like(matches, dtype=torch.int32)
+        for back in range(min(LONGEST, width)):
+            token = self._tokens[places, (own - 1 - back).clamp(min=0)]
+            before = torch.nn.functional.pad(texts, (back, 0), value=-1)[..., :width]
+            matches &= before == token[:, None, None]
+            score += matches
+        # Of equal matches the newest text's last one is copied.
+        rank = torch.arange(texts.shape[1], 0, -1, device=places.device)[:, None]
+        order = (score.long() * (len(rank) + 1) + rank) * width + at
+        best = order.flatten(1).argmax(1)
+        text, place = best // width, best % width
+        chosen = newest.indices.gather(1, text[:, None])[:, 0]
+        following = place[:, None] + 1 + torch.arange(depth, device=places.device)
+        matched = score.flatten(1).gather(1, best[:, None])[:, 0].long()
+        counts = (following < self._lengths[chosen][:, None]) & (matched > 0)[:, None]
+        tokens = self._tokens[chosen[:, None], following.clamp(max=self._tokens.shape[1] - 1)]
+        return Found(tokens=tokens.long(), matched=matched, counts=counts)
+
+    def after(
+        self, places: Int[Tensor, "requests"], positions: Int[Tensor, "requests"], depth: int
+    ) -> tuple[Int[Tensor, "requests depth"], Bool[Tensor, "requests depth"]]:
+        """Return the tokens that were written after these positions, and whether they were."""
+        at = positions[:, None] + 1 + torch.arange(depth, device=places.device)
+        counts = at < self._lengths[places][:, None]
+        at = at.clamp(max=self._tokens.shape[1] - 1)
+        return self._tokens[places[:, None], at].long(), counts

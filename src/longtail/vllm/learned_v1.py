@@ -1,0 +1,123 @@
+"""The learned drafter in vLLM's V1 model runner, in the place of its n-gram search."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.learned import Learned, Step
+from longtail.vllm.learned_worker import open_learned
+from longtail.vllm.v1 import draw_drafts
+
+
+def patches(settings: VllmSettings) -> list[Patch]:
+    """Return the replacements; ConfigError if a function is not a known one."""
+    runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
+    propose = check(
+        runner,
+        "propose_draft_token_ids",
+        "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
+        "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata "
+        "slot_mappings",
+    )
+    module = module_of("vllm.v1.spec_decode.ngram_proposer")
+    check(module, "NgramProposer", "vllm_config")
+
+    class Chosen(LearnedProposer):
+        def __init__(self, vllm_config: Any) -> None:
+            super().__init__(vllm_config, settings)
+
+    return [
+        Patch(owner=module, name="NgramProposer", replacement=Chosen),
+        Patch(owner=runner, name="propose_draft_token_ids", replacement=_proposing(propose)),
+    ]
+
+
+def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def propose_draft_token_ids(
+        self: Any,
+        scheduler_output: Any,
+        sampled_token_ids: Any,
+        sampling_metadata: Any,
+        hidden_states: Tensor,
+        *rest: Any,
+    ) -> Any:
+        """Draft, with the states at hand."""
+        self._draft_probs = self._draft_prob_req_ids = None
+        drafter: LearnedProposer = self.drafter
+        return drafter.drafts(
+            self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states
+        )
+
+    return propose_draft_token_ids
+
+
+class LearnedProposer:
+    """Made by the runner as its drafter."""
+
+    def __init__(self, vllm_config: Any, settings: VllmSettings) -> None:
+        self._config, self._settings = vllm_config, settings
+        self.learned: Learned | None = None
+
+    def load_model(self, model: Any) -> None:
+        """Read the target's parts; vLLM calls it once the target is loaded."""
+        self.learned = open_learned(model, self._config, self._settings)
+
+    def drafts(
+        self,
+        runner: Any,
+        scheduler_output: Any,
+        sampled: list[list[int]],
+        sampling_metadata: Any,
+        states: Tensor,
+    ) -> list[list[int]]:
+        """Learn from a step and return the drafts of each request."""
+        assert self.learned is not None, "vLLM loads the model first"
+        step = self._read(runner, scheduler_output, sampled, states)
+        positions = step.positions[step.last].long() + 2
+        keys = getattr(self, "longtail_keys", None)
+        temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature
+
+        def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
+            if keys is None or temperature is None:
+                return ids[logits.argmax(-1)]
+            return draw_drafts(logits, temperature[: len(logits)], keys, positions + slot, ids)
+
+        roots = torch.tensor([each[-1] if each else 0 for each in sampled], device=states.device)
+        has_root = torch.tensor([bool(each) for each in sampled], device=states.device)
+        depth = scheduler_output.num_spec_tokens_to_schedule
+        chains = self.learned.step(step, roots, has_root, depth, draw)
+        counts = chains.counts.cumprod(1).sum(1).tolist()
+        return [row[:count] for row, count in zip(chains.tokens.tolist(), counts, strict=True)]
+
+    def _read(
+        self, runner: Any, scheduler_output: Any, sampled: list[list[int]], states: Tensor
+    ) -> Step:
+        """Return a step as the runner has it; requests that are new get a place."""
+        assert self.learned is not None, "see drafts"
+        texts, batch = self.learned.texts, runner.input_batch
+        names = batch.req_ids[: len(sampled)]
+        prompt_lens = batch.num_prompt_tokens[: len(names)].tolist()
+        texts.keep(runner.requests)
+        for index, name in enumerate(names):
+            if not texts.is_known(name):
+                text = batch.token_ids_cpu_tensor[index, : batch.num_tokens_no_spec[index]]
+                texts.begin(name, text.to(states.device), prompt_lens[index])
+        bounds = torch.from_numpy(runner.query_start_loc.np[: len(names) + 1]).long()
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        rejected = [
+            len(drafts.get(name, ())) + 1 - len(new) if new else 0
+            for name, new in zip(names, sampled, strict=True)
+        ]
+        return Step(
+            states=states,
+            tokens=runner.input_ids.gpu,
+            positions=runner.positions,
+            starts=bounds[:-1].to(states.device),
+            last=(bounds[1:] - 1 - torch.tensor(rejected)).to(states.device),
+            given=texts.given(names, prompt_lens),
+        )

@@ -1,0 +1,166 @@
+"""The learned drafter in vLLM's Model Runner V2: a speculator without a model and a cache.
+
+vLLM's configuration names its n-gram search, the other drafter that has neither; `init_speculator`
+makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 and 0.33.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.learned import Learned, Step
+from longtail.vllm.learned_worker import open_learned
+
+_GPU = "vllm.v1.worker.gpu"
+
+
+def patches(settings: VllmSettings) -> list[Patch]:
+    """Return the replacements; ConfigError if a function is not a known one."""
+    runner = module_of(f"{_GPU}.model_runner")
+    base = class_of(f"{_GPU}.spec_decode.speculator", "BaseSpeculator")
+    check(
+        base,
+        "propose",
+        "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states "
+        "num_sampled num_rejected last_sampled next_prefill_tokens temperature seeds",
+        then="dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs is_profile "
+        "num_speculative_tokens",
+    )
+    check(runner, "init_speculator", "vllm_config device req_states")
+    load = check(runner.GPUModelRunner, "load_model", "self", then="load_dummy_weights model")
+    sample = check(
+        module_of(f"{_GPU}.sample.gumbel"),
+        "gumbel_sample",
+        "logits expanded_idx_mapping temperature seed pos apply_temperature",
+        then="is_drafting logits_cache logits_cache_col logits_cache_source use_fp64 "
+        "output_processed_logits output_processed_logits_col",
+    )
+    made = type("LearnedSpeculator", (LearnedSpeculator, base), {})
+
+    def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+        """Make the learned drafter (vLLM calls it)."""
+        return made(vllm_config, device, req_states, settings, sample)
+
+    return [
+        Patch(owner=runner, name="init_speculator", replacement=init_speculator),
+        Patch(owner=runner.GPUModelRunner, name="load_model", replacement=_loading(load)),
+    ]
+
+
+def _loading(stock: Callable[..., None]) -> Callable[..., None]:
+    @wraps(stock)
+    def load_model(self: Any, *args: Any, **options: Any) -> None:
+        """Load the target and read its parts."""
+        stock(self, *args, **options)
+        if isinstance(self.speculator, LearnedSpeculator):
+            self.speculator.load_model(self.model)
+
+    return load_model
+
+
+class LearnedSpeculator:
+    """Made by the runner as its speculator."""
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        device: torch.device,
+        req_states: Any,
+        settings: VllmSettings,
+        sample: Callable[..., Tensor],
+    ) -> None:
+        self._config, self._settings, self._requests = vllm_config, settings, req_states
+        self._sample, self._full = sample, torch.empty(0)
+        self.num_speculative_steps: int = vllm_config.speculative_config.num_speculative_tokens
+        running = vllm_config.scheduler_config.max_num_seqs
+        shape = running, self.num_speculative_steps
+        self._drafts = torch.zeros(shape, device=device, dtype=torch.int64)
+        self.learned: Learned | None = None
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing: it has no model to capture."""
+
+    def capture(self) -> None:
+        """Do nothing."""
+
+    def load_model(self, model: Any) -> None:
+        """Read the target's parts."""
+        self.learned = open_learned(model, self._config, self._settings)
+        size = len(self._drafts), self.learned.block.parts.vocab_size
+        self._full = torch.empty(size, device=self._drafts.device)
+        """Logits of all tokens, since noise is keyed by a token's place among them."""
+
+    @torch.inference_mode()
+    def propose(  # noqa: PLR0913  (vLLM's signature)
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> Tensor:
+        """Learn from a step and return drafts; where there are none, the newest token stands in."""
+        drafts = self._drafts[: input_batch.num_reqs]
+        if dummy_run or self.learned is None:
+            return drafts
+        depth = self.num_speculative_steps
+        if num_speculative_tokens is not None:
+            depth = num_speculative_tokens
+        step = self._read(input_batch, last_hidden_states, num_rejected)
+        index = input_batch.idx_mapping.long()
+        at = step.positions[step.last].long() + 1
+
+        def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
+            full = self._full[: len(logits)].fill_(-torch.inf)
+            full[:, ids] = logits.to(full.dtype)
+            # The noise of a token is keyed by the position before it.
+            return self._sample(
+                full, index, temperature, seeds, at + slot, apply_temperature=True,
+                is_drafting=False,
+            )  # fmt: skip
+
+        roots = last_sampled.view(-1)[index]
+        chains = self.learned.step(step, roots, num_sampled > 0, depth, draw)
+        drafts.copy_(roots[:, None].expand_as(drafts))
+        drafts[:, :depth] = torch.where(chains.counts, chains.tokens, drafts[:, :depth])
+        return drafts
+
+    def _read(self, batch: Any, states: Tensor, num_rejected: Tensor) -> Step:
+        """Return a step as the runner has it; requests that are new get a place."""
+        assert self.learned is not None, "see propose"
+        texts, requests = self.learned.texts, self._requests
+        names, places = batch.req_ids[: batch.num_reqs], batch.idx_mapping_np[: batch.num_reqs]
+        texts.keep(requests.req_id_to_index)
+        prompt_lens = requests.prompt_len.np[places].tolist()
+        for name, place, prompt_len in zip(names, places, prompt_lens, strict=True):
+            if not texts.is_known(name):
+                length = int(requests.prefill_len.np[place])
+                texts.begin(name, requests.all_token_ids.gpu[place, :length], prompt_len)
+        bounds = batch.query_start_loc[: batch.num_reqs + 1].long()
+        return Step(
+            states=states,
+            tokens=batch.input_ids,
+            positions=batch.positions,
+            starts=bounds[:-1],
+            last=bounds[1:] - 1 - num_rejected.long(),
+            given=texts.given(names, prompt_lens),
+        )

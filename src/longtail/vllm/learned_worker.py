@@ -1,0 +1,195 @@
+"""The learned drafter in a worker: its start, new weights of the target, sleep, saving.
+
+reload_weights, finish_weight_update, longtail_load_policy      earlier texts count less
+sleep(2), wake_up                                               its memory was given up: anew
+collective_rpc("longtail_save_drafter", args=(DIRECTORY,))      a drafter directory
+"""
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longtail.drafter.formats.checkpoint import (
+    LoadedDrafter,
+    TargetIdentity,
+    TrainingRecord,
+    load_unbound,
+    tokenizer_digest,
+)
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.model import load_config
+from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.vllm.block import Block, Parts
+from longtail.vllm.copies import Texts
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of
+from longtail.vllm.learned import Learned
+
+logger = logging.getLogger("vllm.plugins.longtail")
+
+METHOD = "longtail_save_drafter"
+_DEEP = 2
+"""Level of sleep at which vLLM gives up its weights, and what lies beside them."""
+
+
+def patches(runner: str) -> list[Patch]:
+    """Return the replacements in a worker of the model runner v1 or v2."""
+    worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
+    holder = class_of("vllm.v1.worker.gpu_worker", "Worker")
+    module = "vllm.v1.worker.gpu.model_runner" if runner == "v2" else (
+        "vllm.v1.worker.gpu_model_runner"
+    )  # fmt: skip
+    owner = class_of(module, "GPUModelRunner")
+    reload = "self weights_iterator weights_path is_checkpoint_format"
+    found = [
+        Patch(
+            owner=owner, name="reload_weights",
+            replacement=_renewing(check(owner, "reload_weights", reload), lambda runner: runner),
+        ),
+        Patch(
+            owner=holder, name="finish_weight_update",
+            replacement=_renewing(
+                check(holder, "finish_weight_update", "self"), lambda worker: worker.model_runner
+            ),
+        ),
+        Patch(owner=worker, name=METHOD, replacement=save_drafter),
+    ]  # fmt: skip
+    sleep, wake = check(holder, "sleep", "self level"), check(holder, "wake_up", "self tags")
+    found.append(Patch(owner=holder, name="sleep", replacement=_sleeping(sleep)))
+    found.append(Patch(owner=holder, name="wake_up", replacement=_waking(wake)))
+    return found
+
+
+def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
+    """Return the drafter of a model that vLLM has loaded; ConfigError if it can have none."""
+    parts = Parts.of(model, config)
+    running, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
+    block = Block(parts, config.speculative_config.num_speculative_tokens)
+    if settings.begin is not None:
+        begin_from(block, Path(settings.begin))
+    logger.info(
+        "longtail: vLLM learns its own drafter, chains of up to %d, sums of %d MB",
+        block.depth, block.sums.products.nbytes >> 20,
+    )  # fmt: skip
+    return Learned(block, Texts(running, length, parts.device), copies=settings.history)
+
+
+def learned_of(runner: Any) -> Learned | None:
+    """Return the learned drafter of either model runner; None in other ranks and engines."""
+    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    return getattr(holder, "learned", None)
+
+
+def _renewing(stock: Callable[..., Any], runner_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def act(self: Any, *args: Any, **options: Any) -> Any:
+        """Take new weights of the target; a learned drafter follows."""
+        result = stock(self, *args, **options)
+        if (learned := learned_of(runner_of(self))) is not None:
+            learned.policy_changed()
+        return result
+
+    return act
+
+
+def _sleeping(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def sleep(self: Any, level: int = 1) -> Any:
+        """Sleep; note how deeply."""
+        self.longtail_slept_deeply = level >= _DEEP
+        return stock(self, level)
+
+    return sleep
+
+
+def _waking(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
+        """Wake up; a drafter whose memory was given up begins anew."""
+        result = stock(self, tags)
+        has_weights = tags is None or "weights" in tags
+        if has_weights and getattr(self, "longtail_slept_deeply", False):
+            self.longtail_slept_deeply = False
+            if (learned := learned_of(self.model_runner)) is not None:
+                learned.forget()
+        return result
+
+    return wake_up
+
+
+def save_drafter(worker: Any, directory: str) -> str | None:
+    """Write the learned drafter and its sums; return the directory, None in ranks without one.
+
+    Raises ConfigError if there is nothing to save, or the model is of no family of longtail's.
+    """
+    learned = learned_of(worker.model_runner)
+    if learned is None or getattr(worker, "rank", 0) % worker.parallel_config.tensor_parallel_size:
+        return None
+    block = learned.block
+    if not block.is_ready:
+        raise ConfigError(f"{METHOD}: nothing has been learned yet; generate some texts first")
+    model = worker.vllm_config.model_config.model
+    try:
+        target, tokenizer = load_config(_files(model)), load_tokenizer(_files(model))
+    except UnsupportedModelError as error:
+        raise ConfigError(
+            f"{METHOD}: a drafter directory describes a model of longtail's decoder: {error}"
+        ) from error
+    tensors = block.tensors()
+    ids = tensors.pop(DRAFT_IDS).cpu()
+    layer = RidgeLayer(RidgeConfig(target=target, slots=block.depth, draft_vocab_size=len(ids)))
+    load_parameters(layer, {name: each.float().cpu() for name, each in tensors.items()})
+    LoadedDrafter(
+        layer=layer,
+        draft_ids=ids,
+        trained_on=TargetIdentity(name=model, tokenizer=tokenizer_digest(tokenizer), weights=""),
+        training=TrainingRecord(
+            steps=block.num_solved, tokens=int(block.sums.num_tokens), unroll_steps=0
+        ),
+        sums=block.sums.tensors(),
+    ).save(Path(directory))
+    return directory
+
+
+def begin_from(block: Block, directory: Path) -> None:
+    """Begin with a saved ridge drafter; ConfigError if it is of another model or kind."""
+    loaded = load_unbound(directory)
+    layer = loaded.layer
+    if not isinstance(layer, RidgeLayer):
+        raise ConfigError(
+            f"drafter {directory}: it is {layer.config.recipe}, and a learned drafter is ridge; "
+            "give it as speculative_config"
+        )
+    target, parts = layer.config.target, block.parts
+    for name, found, own in (
+        ("hidden_size", target.hidden_size, parts.hidden_size),
+        ("vocab_size", target.vocab_size, parts.vocab_size),
+    ):
+        if found != own:
+            raise ConfigError(
+                f"drafter {directory}: it was trained on {loaded.trained_on.name}, whose {name} is "
+                f"{found}; this model's is {own}"
+            )
+    if layer.config.slots < block.depth:
+        raise ConfigError(
+            f"drafter {directory}: it drafts {layer.config.slots} tokens; set "
+            f"additional_config.longtail.depth to that, not {block.depth}"
+        )
+    ids = loaded.draft_ids
+    weights = {name: each.detach() for name, each in layer.named_parameters()}
+    block.take(weights | {DRAFT_IDS: torch.arange(target.vocab_size) if ids is None else ids})
+    block.resume(loaded.sums)
+
+
+def _files(model: str) -> Path:
+    """Return the directory of a model that vLLM runs by its path or its hub id."""
+    if (path := Path(model)).is_dir():
+        return path
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, local_files_only=True))

@@ -1,0 +1,77 @@
+"""Copies are what follows the longest known end, as a search in plain Python finds it."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longtail.vllm.copies import LONGEST, Texts
+
+DEPTH, LENGTH = 3, 24
+TEXT = st.lists(st.integers(0, 2), min_size=2, max_size=16)
+
+
+def longest(end: list[int], texts: list[list[int]]) -> int:
+    """Return how many tokens of an end are found before another token, up to the most compared."""
+    best = 0
+    for each in texts:
+        for place in range(len(each) - 1):
+            most = min(LONGEST, place + 1, len(end))
+            matches = (end[-n:] == each[place + 1 - n : place + 1] for n in range(1, most + 1))
+            best = max([best, *(n for n, ok in enumerate(matches, 1) if ok)])
+    return best
+
+
+@settings(deadline=None)
+@given(
+    prompts=st.lists(TEXT, min_size=2, max_size=2), written=st.lists(TEXT, min_size=4, max_size=4)
+)
+def test_the_longest_end_in_texts_of_the_same_prompt_is_continued(
+    prompts: list[list[int]], written: list[list[int]]
+) -> None:
+    table = Texts(4, LENGTH * 2, torch.device("cpu"))
+    texts = [prompts[i % 2] + each for i, each in enumerate(written)]
+    for i, each in enumerate(texts):
+        prompt = prompts[i % 2]
+        table.begin(str(i), torch.tensor(prompt), len(prompt))
+        new = torch.tensor([each[len(prompt) :]])
+        at = len(prompt) + torch.arange(new.shape[1])[None]
+        place = table.given([str(i)], [len(prompt)])[1]
+        table.write(place, at, new, torch.ones_like(new, dtype=torch.bool))
+    same = [[j for j in range(4) if prompts[j % 2] == prompts[i % 2]] for i in range(4)]
+    found = table.find(table.given(list("0123"), [0] * 4)[1], DEPTH)
+    for i, end in enumerate(texts):
+        own = [texts[j] for j in same[i]]
+        assert int(found.matched[i]) == longest(end, own)
+        copied = found.tokens[i][found.counts[i]].tolist()
+        if found.matched[i]:
+            known = end[-int(found.matched[i]) :] + copied
+            assert copied
+            assert any(_contains(each, known) for each in own)
+
+
+def _contains(text: list[int], part: list[int]) -> bool:
+    return any(text[i : i + len(part)] == part for i in range(len(text) - len(part) + 1))
+
+
+def test_finished_texts_are_found_until_their_place_is_taken() -> None:
+    table = Texts(2, 1 << 24, torch.device("cpu"))
+    prompt = torch.tensor([5, 6])
+    for number in range(30):
+        table.begin(f"old{number}", torch.tensor([5, 6, 7, 8, 9]), 2)
+        table.keep([])
+    table.begin("new", torch.tensor([5, 6, 7]), 2)
+    found = table.find(table.given(["new"], [2])[1], DEPTH)
+    assert found.tokens[0][found.counts[0]].tolist() == [8, 9]
+    assert len(prompt) == 2
+
+
+def test_what_does_not_count_is_written_to_no_text() -> None:
+    table = Texts(2, LENGTH, torch.device("cpu"))
+    table.begin("a", torch.tensor([1, 2, 3]), 3)
+    place = table.given(["a"], [3])[1]
+    table.write(
+        place, torch.tensor([[3, 4]]), torch.tensor([[8, 9]]), torch.tensor([[True, False]])
+    )
+    tokens, counts = table.after(place, torch.tensor([2]), 2)
+    assert tokens[0, 0] == 8
+    assert counts[0].tolist() == [True, False]

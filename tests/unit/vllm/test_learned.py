@@ -1,0 +1,224 @@
+"""Both model runners give one drafter the same steps, and it learns to draft what is written.
+
+A machine writes texts as vLLM does: ragged steps, prompts in parts, refused drafts, requests that
+are preempted, end, and leave their places to others.
+"""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from longtail.sampling import gumbel_noise
+from longtail.vllm.guards import VllmSettings
+from longtail.vllm.learned_v1 import LearnedProposer
+from longtail.vllm.learned_v2 import LearnedSpeculator
+from longtail.vllm.learned_worker import open_learned
+from unit.vllm.test_block import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
+
+LENGTH, CHUNK = 96, 5
+BEFORE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(dtype=torch.float32, max_model_len=LENGTH),
+    scheduler_config=SimpleNamespace(max_num_seqs=4),
+    speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
+)
+
+
+def state(text: list[int], at: int) -> torch.Tensor:
+    """The target's state at a token, which tells the next one."""
+    return 2 * EMBEDDING[text[at]] + BEFORE[text[max(at - 1, 0)]]
+
+
+def next_token(text: list[int], at: int, key: int) -> int:
+    """The target's own draw after a token."""
+    logits = HEAD(state(text, at)).detach()
+    return int((logits + gumbel_noise(torch.tensor([key]), torch.tensor([at + 1]), VOCAB)).argmax())
+
+
+@dataclass
+class Request:
+    key: int
+    text: list[int]
+    prompt_len: int
+    computed: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Given:
+    """A step as the machine took it."""
+
+    requests: list[Request]
+    names: list[str]
+    rows: list[list[int]]
+    """Tokens of each request's rows."""
+    starts: list[int]
+    """Position of each request's first row."""
+    states: torch.Tensor
+    sampled: list[list[int]]
+
+
+def take(names: list[str], requests: list[Request]) -> Given:
+    """Compute a step, draw, verify, and append to the texts."""
+    rows, starts, states, sampled = [], [], [], []
+    for each in requests:
+        is_prompt = each.computed < len(each.text) - 1
+        fed = each.text[each.computed :][:CHUNK] if is_prompt else [each.text[-1], *each.drafts]
+        whole = each.text[: each.computed] + fed
+        starts.append(each.computed)
+        rows.append(fed)
+        places = range(each.computed, len(whole))
+        states += [state(whole, at) for at in places]
+        new = []
+        if len(whole) >= len(each.text):
+            for at in range(len(each.text) - 1, len(whole)):
+                new.append(next_token(whole, at, each.key))
+                if at + 1 < len(whole) and whole[at + 1] != new[-1]:
+                    break
+        each.text += new
+        each.computed = len(each.text) - 1 if new else len(whole)
+        sampled.append(new)
+    return Given(requests, names, rows, starts, torch.stack(states), sampled)
+
+
+class Runner(SimpleNamespace):
+    """What V1's runner and scheduler say of a step."""
+
+
+def v1_drafts(proposer: Any, step: Given) -> list[list[int]]:
+    lengths = [len(each.text) for each in step.requests]
+    texts = torch.zeros(len(step.names), LENGTH, dtype=torch.int32)
+    for row, each in zip(texts, step.requests, strict=True):
+        row[: len(each.text)] = torch.tensor(each.text)
+    proposer.longtail_keys = torch.tensor([each.key for each in step.requests])
+    bounds = np.cumsum([0, *map(len, step.rows)]).astype(np.int32)
+    runner = Runner(
+        requests=set(step.names),
+        input_batch=Runner(
+            req_ids=step.names,
+            num_prompt_tokens=np.array([each.prompt_len for each in step.requests]),
+            token_ids_cpu_tensor=texts,
+            num_tokens_no_spec=np.array(lengths),
+        ),
+        query_start_loc=Runner(np=bounds),
+        positions=positions(step),
+        input_ids=Runner(gpu=flat(step)),
+    )
+    output = Runner(
+        scheduled_spec_decode_tokens={
+            name: row[1:]
+            for name, row, new in zip(step.names, step.rows, step.sampled, strict=True)
+            if new and len(row) > 1 and row[1:] != [] and name not in fresh(step)
+        },
+        num_spec_tokens_to_schedule=DEPTH,
+    )
+    sampling = Runner(all_greedy=False, temperature=torch.ones(len(step.names)))
+    return proposer.drafts(runner, output, step.sampled, sampling, step.states)
+
+
+def fresh(step: Given) -> set[str]:
+    """Names of requests whose rows are of a prompt, or of a text that is read again."""
+    drafted = zip(step.names, step.requests, step.rows, step.starts, step.sampled, strict=True)
+    return {
+        name
+        for name, each, row, start, new in drafted
+        if start + len(row) <= len(each.text) - len(new)
+    }
+
+
+def flat(step: Given) -> torch.Tensor:
+    return torch.tensor([token for row in step.rows for token in row], dtype=torch.int32)
+
+
+def positions(step: Given) -> torch.Tensor:
+    pairs = zip(step.starts, step.rows, strict=True)
+    return torch.cat([torch.arange(start, start + len(row)) for start, row in pairs])
+
+
+def v2_drafts(speculator: Any, step: Given, places: dict[str, int]) -> torch.Tensor:
+    """Draft for the same step; a request's place is another one than in the batch."""
+    requests = speculator._requests
+    requests.req_id_to_index = dict(places)
+    index = torch.tensor([places[name] for name in step.names])
+    last, seeds = torch.zeros(4, 1, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    for place, each in zip(index.tolist(), step.requests, strict=True):
+        requests.prompt_len.np[place] = each.prompt_len
+        requests.prefill_len.np[place] = len(each.text)
+        requests.all_token_ids.gpu[place, : len(each.text)] = torch.tensor(each.text)
+        last[place], seeds[place] = each.text[-1], each.key
+    old = fresh(step)
+    rejected = [
+        len(row) - len(new) if new and name not in old else 0
+        for name, row, new in zip(step.names, step.rows, step.sampled, strict=True)
+    ]
+    batch = SimpleNamespace(
+        num_reqs=len(step.names), req_ids=step.names, idx_mapping=index,
+        idx_mapping_np=index.numpy(), input_ids=flat(step), positions=positions(step),
+        query_start_loc=torch.tensor(np.cumsum([0, *map(len, step.rows)])),
+    )  # fmt: skip
+    return speculator.propose(
+        batch, None, None, step.states, None, torch.tensor([len(each) for each in step.sampled]),
+        torch.tensor(rejected), last, last, torch.ones(4), seeds,
+        num_speculative_tokens=DEPTH,
+    )  # fmt: skip
+
+
+def sample(logits: Any, index: Any, temperature: Any, seeds: Any, at: Any, **_: Any) -> Any:
+    """vLLM's gumbel_sample, with longtail's noise under vLLM's position."""
+    return (logits + gumbel_noise(seeds[index], at + 1, VOCAB)).argmax(-1)
+
+
+@pytest.mark.parametrize("history", [False, True])
+def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None:
+    chosen = VllmSettings(drafter="learned", depth=DEPTH, history=history)
+    v1 = LearnedProposer(CONFIG, chosen)
+    v1.load_model(model())
+    table = SimpleNamespace(
+        req_id_to_index={},
+        prompt_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)),
+        prefill_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)),
+        all_token_ids=SimpleNamespace(gpu=torch.zeros(4, LENGTH, dtype=torch.int32)),
+    )
+    v2 = LearnedSpeculator(CONFIG, torch.device("cpu"), table, chosen, sample)
+    v2.load_model(model())
+    running, places, free, begun = dict[str, Request](), dict[str, int](), [2, 0, 3, 1], 0
+    accepted, drafted = [], []
+    generator = np.random.default_rng(0)
+    for number in range(260):
+        while len(running) < 3:
+            prompt = list(map(int, generator.integers(VOCAB, size=3 + 4 * (begun % 3 // 2))))
+            running[f"r{begun}"] = Request(key=begun, text=prompt, prompt_len=len(prompt))
+            places[f"r{begun}"] = free.pop(0)
+            begun += 1
+        if number % 40 == 39:  # a preempted request is read again
+            running[next(iter(running))].computed = 0
+            running[next(iter(running))].drafts = []
+        names = list(running)[:: -1 if number % 2 else 1]
+        step = take(names, [running[name] for name in names])
+        had = [each.drafts for each in step.requests]
+        for new, drafts in zip(step.sampled, had, strict=True):
+            accepted.append(max(len(new) - 1, 0) if drafts else 0)
+            drafted.append(bool(drafts))
+        ours, theirs = v1_drafts(v1, step), v2_drafts(v2, step, places)
+        for name, own, other in zip(names, ours, theirs.tolist(), strict=True):
+            assert other[: len(own)] == own
+            running[name].drafts = (
+                own if running[name].computed == len(running[name].text) - 1 else []
+            )
+            if len(running[name].text) > LENGTH - 2 * DEPTH - 2:
+                del running[name]
+                free.append(places.pop(name))
+    assert torch.allclose(v1.learned.block.sums.products, v2.learned.block.sums.products, atol=1e-2)
+    assert sum(accepted[-180:]) / sum(drafted[-180:]) > 0.5
+
+
+def test_a_drafter_of_another_model_is_refused_as_a_beginning(tmp_path: Any) -> None:
+    from longtail.errors import ConfigError
+
+    wanted = VllmSettings(drafter="learned", begin=str(tmp_path / "absent"))
+    with pytest.raises(ConfigError, match="is not a directory"):
+        open_learned(model(), CONFIG, wanted)
