@@ -25,6 +25,7 @@ from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.sources.hub import resolve
 from longtail.vllm.block import Block, Parts
 from longtail.vllm.copies import Texts
 from longtail.vllm.guards import Patch, VllmSettings, check, class_of
@@ -135,7 +136,8 @@ def save_drafter(worker: Any, directory: str) -> str | None:
         raise ConfigError(f"{METHOD}: nothing has been learned yet; generate some texts first")
     model = worker.vllm_config.model_config.model
     try:
-        target, tokenizer = load_config(_files(model)), load_tokenizer(_files(model))
+        files = resolve(model, METHOD, logger.info)
+        target, tokenizer = load_config(files), load_tokenizer(files)
     except UnsupportedModelError as error:
         raise ConfigError(
             f"{METHOD}: a drafter directory describes a model of longtail's decoder: {error}"
@@ -184,12 +186,3 @@ def begin_from(block: Block, directory: Path) -> None:
     weights = {name: each.detach() for name, each in layer.named_parameters()}
     block.take(weights | {DRAFT_IDS: torch.arange(target.vocab_size) if ids is None else ids})
     block.resume(loaded.sums)
-
-
-def _files(model: str) -> Path:
-    """Return the directory of a model that vLLM runs by its path or its hub id."""
-    if (path := Path(model)).is_dir():
-        return path
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, local_files_only=True))
