@@ -11,6 +11,7 @@ to 6 and 10 hold for each.
 import abc
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import Tensor
 
@@ -150,6 +151,10 @@ class Generator(abc.ABC):
     @abc.abstractmethod
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights from the next step on; `tensors` as in `DrafterWeights`."""
+
+    @abc.abstractmethod
+    def save_drafter(self, path: Path) -> None:
+        """Write the drafter that it learns by itself; nothing if there is none."""
 
     @abc.abstractmethod
     def sleep(self, *, fully: bool = False) -> None:

@@ -140,6 +140,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "vllm.v1.worker.cpu_model_runner": {"CPUModelRunner": CPUModelRunner},
         "vllm.v1.spec_decode.llm_base_proposer": {"SpecDecodeBaseProposer": SpecDecodeBaseProposer},
         "vllm.platforms": {"current_platform": platform},
+        "vllm.triton_utils.dispatcher": {"_rebind_kernels": lambda overrides: None, "vars": vars},
         f"{_MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": Experts},
     }
     for each in (sampler, rejection, *(module(name, **items) for name, items in made.items())):

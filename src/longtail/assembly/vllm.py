@@ -2,10 +2,10 @@
 
     none                     plain decoding
     history, phrases         vLLM's own search for earlier tokens (ngram)
-    fresh                    a ridge drafter that learns from vLLM's states, as EAGLE-1
-    a drafter's directory    EAGLE, trained by idle workers with the learner's weights, or ridge
+    fresh, or ridge          a drafter that vLLM learns by itself, with copies (`vllm.learned`)
+    a directory of EAGLE     trained by idle workers with the learner's weights
 
-vLLM drafts with one of them. The learner's model is the drafter's target: it has the weights that
+vLLM drafts with one of them. The learner's model is EAGLE's target: it has the weights that
 generate, in the learner's precision, and no second copy is held.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -21,19 +22,17 @@ from longtail.assembly.device import run_device
 from longtail.assembly.drafters import (
     AUTO,
     FRESH,
-    HISTORY,
     NONE,
     WEIGHTLESS,
     LearnedDrafter,
     ModelFiles,
-    Target,
     open_trainable,
     target_of,
 )
 from longtail.config.rl import RunConfig
-from longtail.drafter.architecture import ARCHITECTURES
-from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
+from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, UnsupportedModelError
@@ -41,6 +40,7 @@ from longtail.generator import Generator
 from longtail.model.hf.model import load_config
 from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
+from longtail.run.drafter_store import INITIAL
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
 from longtail.system.machine import vllm_version
@@ -49,10 +49,12 @@ from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import KEY, TESTED, TESTED_VERSIONS
+from longtail.vllm.guards import KEY, LEARNED, TESTED, TESTED_VERSIONS
 
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
+_DEPTH = 4
+"""Most tokens of a chain of the drafter that vLLM learns."""
 
 
 def uses_vllm(config: RunConfig, directory: Path) -> bool:
@@ -113,17 +115,21 @@ def open_vllm(
     """
     target = target_of(files, policy) if isinstance(policy, Transformer) else None
     name = _one_of(names, config, has_drafters=target is not None)
-    learned = None
-    if target is not None and name is not None:
-        learned = _learned(open_trainable([name], target, log), target, config)
+    loaded = None
+    if target is not None and name is not None and name != FRESH:
+        loaded = open_trainable([name], target, log)
     if len(names) > 1 and config.speculation.drafter != AUTO:
         log(f"vLLM drafts with one drafter, which is {name}")
-    settings = {"drafts": "coupled" if config.speculation.coupled else "match"}
+    settings: dict[str, Any] = {"drafts": "coupled" if config.speculation.coupled else "match"}
+    drafter, learned = None, None
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
-        drafter = None
-        if learned is not None:
-            made = _drafter(learned, config, Path(place) / "drafter")
-            drafter = replace(made, is_fresh=name == FRESH)
+        path = Path(place) / "drafter"
+        is_ridge = loaded is not None and isinstance(loaded.layer, RidgeLayer)
+        if name == FRESH or is_ridge:
+            settings |= _learning(config, loaded, path)
+        elif loaded is not None and target is not None:
+            learned = LearnedDrafter(loaded=loaded, target=target)
+            drafter = _drafter(learned, config, path)
         elif name is not None:
             drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
         generator = VllmGenerator(
@@ -137,17 +143,23 @@ def open_vllm(
     return generator, learned
 
 
-def _learned(
-    loaded: LoadedDrafter | None, target: Target, config: RunConfig
-) -> LearnedDrafter | None:
-    """Return a drafter with weights, and what it learns from."""
+def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> dict[str, Any]:
+    """Return the settings of the drafter that vLLM learns; it goes on with the run's own."""
+    own = config.speculation
+    if own.tuner == "off":
+        return {}
+    if own.tuner != "budget":
+        raise ConfigError(
+            f"speculation.tuner = {own.tuner!r}: vLLM's scheduler chooses the depth of the drafter "
+            "that it learns; set it to 'budget', or give a directory of an EAGLE drafter"
+        )
+    if is_drafter(saved := Path(config.run.dir) / "drafter" / INITIAL):
+        return {"drafter": LEARNED, "begin": str(saved)}
     if loaded is None:
-        return None
-    texts = None
-    make = ARCHITECTURES[loaded.layer.config.recipe].statistics
-    if make is not None and config.spot.train != "never" and run_device(config).type == "cpu":
-        texts = make(loaded.layer, target.model)
-    return LearnedDrafter(loaded=loaded, target=target, texts=texts)
+        return {"drafter": LEARNED}
+    loaded.save(place)
+    slots = cast(RidgeLayer, loaded.layer).config.slots
+    return {"drafter": LEARNED, "begin": str(place), "depth": min(slots, _DEPTH)}
 
 
 def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDrafter:
@@ -168,7 +180,6 @@ def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDraf
         tuner=_tuner(config),
         directory=path,
         tensors=by_vllms_names,
-        texts=learned.texts,
     )
 
 
@@ -179,14 +190,13 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
     """
     given = config.speculation.drafter
     name = names[0] if names else None
-    is_new = name == FRESH and run_device(config).type == "cuda"  # vLLM's V2 runner keeps no states
-    if given == AUTO and name is not None and (is_new or not has_drafters):
-        return HISTORY
-    if name is None or name in WEIGHTLESS or has_drafters:
+    if given == AUTO and name is not None and not has_drafters:
+        return FRESH
+    if name is None or name in (*WEIGHTLESS, FRESH) or has_drafters:
         return name
     raise ConfigError(
         f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "
-        "decoder (learner.model = 'own'); set it to 'history' or 'none'"
+        "decoder (learner.model = 'own'); set it to 'fresh', 'history' or 'none'"
     )
 
 

@@ -289,7 +289,7 @@ class WorkerGroup:
             self._supervisor.run_on(others, tasks.RESTORE, copied)
 
     def save_drafter(self, path: Path) -> None:
-        """Write the configured drafter as a drafter directory."""
+        """Write the configured drafter, or one that worker 0's generator learns by itself."""
         self._supervisor.run_on((0,), tasks.SAVE_DRAFTER, path)
 
     def drafter_state(self) -> DrafterState | None:

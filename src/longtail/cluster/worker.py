@@ -224,8 +224,10 @@ class Worker:
             return sums.weights(self._components.tokenizer.eos_ids, part, num_parts)
 
     def save_drafter(self, path: Path) -> None:
-        """Write the configured drafter, if it has weights."""
-        if self._components.drafter is not None:
+        """Write the configured drafter, or one that the generator learns by itself."""
+        if self._components.drafting is None:
+            self._components.generator.save_drafter(path)
+        elif self._components.drafter is not None:
             self._components.drafter.save(path)
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:

@@ -1,6 +1,7 @@
 """A request in progress, the only mutable record that the scheduler moves; limits of an engine."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from longtail.errors import RequestError
 from longtail.generator import Generator
@@ -111,6 +112,9 @@ class ActiveRequests(Generator):
     def is_unfinished(self, request_id: str) -> bool:
         """Return whether the request waits or runs."""
         return request_id in self._active
+
+    def save_drafter(self, path: Path) -> None:
+        """Do nothing: its drafters learn from what the loop reads."""
 
     def _checked(self, request: Request, begun: Completion | None) -> ActiveRequest:
         """Return a request as it begins or continues here. Raises RequestError as `submit`."""

@@ -57,6 +57,8 @@ class StateSaver:
             return
         if (drafter := self._workers.drafter_state()) is not None:
             self._drafters.save(state.step, drafter)  # a checkpoint is there with its drafter
+        else:
+            self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
         learner = self._workers.learner_state()
         document = {
             "cursor": dict(state.cursor),

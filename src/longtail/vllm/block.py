@@ -74,7 +74,7 @@ class Parts:
             if is_missing:
                 raise ConfigError(
                     f"longtail in vLLM: {type(text).__name__} has {part}, which a learned drafter "
-                    "reads; give a trained drafter as speculative_config"
+                    "reads; use another drafter"
                 )
         return Parts(
             embed=embed,

@@ -12,7 +12,6 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.generator import Switch
-from longtail.speculation.drafter import Statistics
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
 
@@ -37,10 +36,6 @@ class VllmDrafter:
     """Files in the layout of `longtail drafter export`; None for ngram."""
     tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """Returns published weights by vLLM's names."""
-    texts: Statistics | None = None
-    """Reads the target's states at all that is written, if the weights follow from them."""
-    is_fresh: bool = False
-    """Whether nothing is drafted before the first `load_drafter`."""
 
     def config(self, max_running: int) -> dict[str, Any]:
         """Return vLLM's `speculative_config`, with a table for every number of requests."""
@@ -75,7 +70,6 @@ class Depths:
 
     def __init__(self, drafter: VllmDrafter, most: int = MAX_DEPTH) -> None:
         self._tuner, self._most = drafter.tuner, most
-        self._is_on = not drafter.is_fresh
         self._plan = Plan(strategy=None)
         self._running = self._left = self._before = 0
         self.depth = 0
@@ -83,15 +77,13 @@ class Depths:
         self._tuner.begin(None, 1)
 
     def begin(self) -> None:
-        """Draft from now on, with a drafter that has changed."""
-        self._is_on, self._left = True, 0
+        """Draft with a drafter that has changed."""
+        self._left = 0
         self._tuner.reset_estimates()
 
     def choose(self, running: int) -> Switch | None:
         """Choose the depth of the next step; return the change between drafting and not."""
         self._before = self.depth
-        if not self._is_on:
-            return None
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
@@ -105,7 +97,7 @@ class Depths:
 
     def learn(self, step: Taken) -> None:
         """Learn from a step that verified and drafted at one depth."""
-        if not self._is_on or self.depth != self._before or not step.num_running:
+        if self.depth != self._before or not step.num_running:
             return
         num_nodes = sum(drafted for drafted, _ in step.verified)
         outcome = Outcome(

@@ -27,13 +27,13 @@ from longtail.engine.batch import append_tokens, complete
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
 from longtail.errors import ConfigError, NonFiniteError, RequestError
-from longtail.generator import Emitted, Failed, StepReport, Verified
+from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
 from longtail.vllm.depths import MAX_DEPTH, Depths, Taken, VllmDrafter
 from longtail.vllm.guards import KEY, check
-from longtail.vllm.states import Scheduled, StateReader
+from longtail.vllm.learned_worker import SAVE_IF_LEARNED
 
 _GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
@@ -79,11 +79,10 @@ class VllmGenerator(ActiveRequests):
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._depths = None if drafter is None else Depths(drafter)
         self._drafter = drafter
-        self._scheduled = Scheduled()
+        self._scheduled = _Scheduled()
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
-        texts = None if drafter is None else drafter.texts
-        self._states = None if texts is None else StateReader(self._engine, texts)
+        self._learns = (options or {}).get("additional_config", {}).get(KEY, {}).get("drafter")
         self._watch_scheduler()
 
     def check(self, request: Request) -> None:
@@ -111,18 +110,19 @@ class VllmGenerator(ActiveRequests):
     def step(self) -> StepReport:
         """Take one step of vLLM's scheduler."""
         began, switch = time.perf_counter(), None
+        before = self._depth
         if self._depths is not None:
             switch = self._depths.choose(min(len(self._active), self._limits.max_running))
             table = self._scheduler.dynamic_sd_lookup
             table[:] = [self._depths.depth] * len(table)
         tuner_s = time.perf_counter() - began
-        names, texts, result = self._names.copy(), self._active.copy(), _Results()
+        result = _Results()
         for output in self._engine.step():
             if output.request_id in self._active:  # else it has ended here already
                 self._append(output, result)
-        if self._states is not None:
-            accepted = {each.request_id: each.num_accepted for each in result.verified}
-            self._states.read(self._scheduled, accepted, texts, names)
+        if self._learns and bool(before) != bool(self._depth):
+            reason = f"{len(self._scheduled.counts)} running, measured in vLLM's steps"
+            switch = Switch(drafts=bool(self._depth), reason=reason)
         report = StepReport(
             num_tokens=sum(self._scheduled.counts.values()),
             num_running=len(self._scheduled.counts),
@@ -136,7 +136,7 @@ class VllmGenerator(ActiveRequests):
             failed=tuple(result.failed),
             verified=tuple(result.verified),
             tuner_s=tuner_s,
-            speculates=self._depths is not None,
+            speculates=self._depths is not None or bool(self._learns),
             switch=switch,
         )
         if self._depths is not None:
@@ -213,6 +213,17 @@ class VllmGenerator(ActiveRequests):
         """End vLLM's executor."""
         self._engine.engine_core.shutdown()
 
+    def save_drafter(self, path: Path) -> None:
+        """Write the drafter that vLLM has learned, if there is one by now."""
+        if self._learns:
+            self._engine.collective_rpc(SAVE_IF_LEARNED, args=(str(path),))
+
+    @property
+    def _depth(self) -> int:
+        """Depth of the drafts to come; 0 without a drafter."""
+        table = self._scheduler.dynamic_sd_lookup
+        return table[0] if table else 0
+
     @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
@@ -223,10 +234,34 @@ class VllmGenerator(ActiveRequests):
         stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
 
         def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            self._scheduled = Scheduled.of(scheduler_output, self._names)
+            self._scheduled = _Scheduled.of(scheduler_output, self._names)
             return stock(scheduler_output, model_runner_output)
 
         scheduler.update_from_output = update_from_output
+
+
+@dataclass(slots=True)
+class _Scheduled:
+    """Tokens that a step computes, by our request ids."""
+
+    counts: dict[str, int] = field(default_factory=dict)
+    """Number of flat tokens of each request."""
+    drafts: dict[str, int] = field(default_factory=dict)
+    """Number of verified tokens of each request that has some."""
+
+    @staticmethod
+    def of(output: Any, names: Mapping[str, str]) -> "_Scheduled":
+        """Read a scheduler's output; `names` are our ids by vLLM's."""
+        drafts = output.scheduled_spec_decode_tokens
+        return _Scheduled(
+            counts=_named(output.num_scheduled_tokens, names),
+            drafts=_named({name: len(each) for name, each in drafts.items() if each}, names),
+        )
+
+
+def _named(numbers: Mapping[str, int], names: Mapping[str, str]) -> dict[str, int]:
+    """Return numbers by our ids; an aborted request has vLLM's."""
+    return {names.get(name, name): number for name, number in numbers.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,8 +347,6 @@ def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
         logprobs=0,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        # The states of what is begun are computed again, since a text's statistics need them all.
-        **({"skip_reading_prefix_cache": True} if num_begun else {}),
     )
 
 

@@ -52,6 +52,10 @@ class VllmSettings:
     begin: str | None = None
     """Directory of a ridge drafter to begin with."""
 
+    def of_process(self) -> "VllmSettings":
+        """Return those that all engines of a process share: theirs are the functions of vLLM."""
+        return VllmSettings(drafts=self.drafts, block_rows=self.block_rows)
+
     def speculation(self, max_running: int) -> dict[str, Any]:
         """Return the speculative_config of the learned drafter.
 

@@ -1,5 +1,6 @@
 """The learned drafter in vLLM's V1 model runner, in the place of its n-gram search."""
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -7,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v1 import draw_drafts
 
 
-def patches(settings: VllmSettings) -> list[Patch]:
+def patches() -> list[Patch]:
     """Return the replacements; ConfigError if a function is not a known one."""
     runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     propose = check(
@@ -24,11 +25,16 @@ def patches(settings: VllmSettings) -> list[Patch]:
         "slot_mappings",
     )
     module = module_of("vllm.v1.spec_decode.ngram_proposer")
-    check(module, "NgramProposer", "vllm_config")
+    search: Any = check(module, "NgramProposer", "vllm_config")
 
-    class Chosen(LearnedProposer):
-        def __init__(self, vllm_config: Any) -> None:
-            super().__init__(vllm_config, settings)
+    class Chosen(search):  # type: ignore[misc]
+        """A learned drafter for an engine that asks for one, else vLLM's search."""
+
+        def __new__(cls, vllm_config: Any) -> Any:
+            settings = requested(vllm_config.additional_config, os.environ)
+            if settings is not None and settings.drafter is not None:
+                return LearnedProposer(vllm_config, settings)
+            return super().__new__(cls)
 
     return [
         Patch(owner=module, name="NgramProposer", replacement=Chosen),
@@ -46,12 +52,12 @@ def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
         hidden_states: Tensor,
         *rest: Any,
     ) -> Any:
-        """Draft, with the states at hand."""
+        """Draft, with the states at hand; other drafters draft as vLLM has it."""
+        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states
+        if not isinstance(self.drafter, LearnedProposer):
+            return stock(self, *given, *rest)
         self._draft_probs = self._draft_prob_req_ids = None
-        drafter: LearnedProposer = self.drafter
-        return drafter.drafts(
-            self, scheduler_output, sampled_token_ids, sampling_metadata, hidden_states
-        )
+        return self.drafter.drafts(self, *given)
 
     return propose_draft_token_ids
 

@@ -4,6 +4,7 @@ vLLM's configuration names its n-gram search, the other drafter that has neither
 makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 and 0.33.
 """
 
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -11,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 
 _GPU = "vllm.v1.worker.gpu"
 
 
-def patches(settings: VllmSettings) -> list[Patch]:
+def patches() -> list[Patch]:
     """Return the replacements; ConfigError if a function is not a known one."""
     runner = module_of(f"{_GPU}.model_runner")
     base = class_of(f"{_GPU}.spec_decode.speculator", "BaseSpeculator")
@@ -30,7 +31,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
         then="dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs is_profile "
         "num_speculative_tokens",
     )
-    check(runner, "init_speculator", "vllm_config device req_states")
+    make = check(runner, "init_speculator", "vllm_config device req_states")
     load = check(runner.GPUModelRunner, "load_model", "self", then="load_dummy_weights model")
     sample = check(
         module_of(f"{_GPU}.sample.gumbel"),
@@ -42,7 +43,10 @@ def patches(settings: VllmSettings) -> list[Patch]:
     made = type("LearnedSpeculator", (LearnedSpeculator, base), {})
 
     def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
-        """Make the learned drafter (vLLM calls it)."""
+        """Make the learned drafter for an engine that asks for it (vLLM calls it)."""
+        settings = requested(vllm_config.additional_config, os.environ)
+        if settings is None or settings.drafter is None:
+            return make(vllm_config, device, req_states)
         return made(vllm_config, device, req_states, settings, sample)
 
     return [

@@ -33,7 +33,7 @@ from longtail.vllm.learned import Learned
 
 logger = logging.getLogger("vllm.plugins.longtail")
 
-METHOD = "longtail_save_drafter"
+METHOD, SAVE_IF_LEARNED = "longtail_save_drafter", "longtail_save_if_learned"
 _DEEP = 2
 """Level of sleep at which vLLM gives up its weights, and what lies beside them."""
 
@@ -59,6 +59,7 @@ def patches(runner: str) -> list[Patch]:
             ),
         ),
         Patch(owner=worker, name=METHOD, replacement=save_drafter),
+        Patch(owner=worker, name=SAVE_IF_LEARNED, replacement=save_if_learned),
     ]  # fmt: skip
     sleep, wake = check(holder, "sleep", "self level"), check(holder, "wake_up", "self tags")
     found.append(Patch(owner=holder, name="sleep", replacement=_sleeping(sleep)))
@@ -121,6 +122,16 @@ def _waking(stock: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return wake_up
+
+
+def save_if_learned(worker: Any, directory: str) -> None:
+    """Write the learned drafter once it has learned something, of a model that longtail knows."""
+    learned = learned_of(worker.model_runner)
+    if learned is not None and learned.block.is_ready:
+        try:
+            save_drafter(worker, directory)
+        except ConfigError as error:
+            logger.warning("longtail: %s", error)
 
 
 def save_drafter(worker: Any, directory: str) -> str | None:

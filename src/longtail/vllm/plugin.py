@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -55,6 +55,7 @@ class _Process:
 
     installed: Installed | None = None
     workers: int = 0
+    learns: bool = False
 
 
 def register() -> None:
@@ -80,7 +81,7 @@ def install(config: Any) -> Installed | None:
     """
     settings = requested(getattr(config, "additional_config", None), os.environ)
     present = _Process.installed
-    if _Process.workers and settings != (present and present.settings):
+    if _Process.workers and (settings and settings.of_process()) != (present and present.settings):
         runs = f"with longtail's {present.settings}" if present else "without longtail"
         asks = f"{settings}" if settings else "none of it"
         raise ConfigError(
@@ -89,26 +90,36 @@ def install(config: Any) -> Installed | None:
         )
     if settings is not None:
         guards.admit(config)
-        _Process.installed = present or _replace(settings, config)
+        _Process.installed = present or _replace(settings.of_process(), config)
+        if settings.drafter is not None and not _Process.learns:
+            _Process.installed = _with_learned(_Process.installed)
+            _Process.learns = True
     _Process.workers += 1
     return _Process.installed
 
 
 def _replace(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
-    from longtail.vllm import adopt, learned_v1, learned_v2, learned_worker, v1, v2  # need torch
+    from longtail.vllm import adopt, v1, v2  # they need torch
 
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
     functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)
-    if settings.drafter is not None:
-        learned = learned_v2 if runner == "v2" else learned_v1
-        functions += [*learned.patches(settings), *learned_worker.patches(runner)]
     patches = [*functions, *adopt.patches()]
     guards.replace(patches)
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
     return Installed(
         runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
     )
+
+
+def _with_learned(present: Installed) -> Installed:
+    """Replace the functions that a learned drafter needs; other engines keep their drafters."""
+    from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
+
+    learned = learned_v2 if present.runner == "v2" else learned_v1
+    patches = [*learned.patches(), *learned_worker.patches(present.runner)]
+    guards.replace(patches)
+    return replace(present, replaced=(*present.replaced, *map(str, patches)))
 
 
 def require(engine: Any) -> list[dict[str, Any]]:

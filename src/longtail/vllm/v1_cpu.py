@@ -1,10 +1,11 @@
-"""Four defects of vLLM on CPUs, and linear layers in blocks of equal height.
+"""Five defects of vLLM on CPUs, and linear layers in blocks of equal height.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
 _setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
+vars, in the dispatcher  an engine does not start where numba is imported, as its n-gram search does
 
 vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
 pass does. Where each linear layer multiplies blocks of a fixed number of rows, a row depends on no
@@ -12,7 +13,7 @@ neighbour in bfloat16 either. This costs time: short blocks are filled up with z
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -38,7 +39,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
 
 
 def defects() -> list[Patch]:
-    """Return replacements of three functions; `repack_heads` mends the fourth defect."""
+    """Return replacements of four functions; `repack_heads` mends the fifth defect."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     expanded = "x cu_num_tokens num_tokens replace_from replace_to"
     check(rejection, "expand_batch_to_tokens", expanded)
@@ -64,7 +65,19 @@ def defects() -> list[Patch]:
 
     new = (expand_batch_to_tokens, apply_sampling_constraints)
     found = [Patch(owner=rejection, name=each.__name__, replacement=each) for each in new]
-    return [*found, Patch(owner=experts, name="_setup_kernel", replacement=_setup_kernel)]
+    dispatcher = module_of("vllm.triton_utils.dispatcher")
+    check(dispatcher, "_rebind_kernels", "overrides")
+    return [
+        *found,
+        Patch(owner=experts, name="_setup_kernel", replacement=_setup_kernel),
+        Patch(owner=dispatcher, name="vars", replacement=_attributes),
+    ]
+
+
+def _attributes(value: Any) -> Mapping[str, Any]:
+    """Return an object's attributes; none of one that has something else in their place."""
+    found = value.__dict__
+    return found if isinstance(found, Mapping) else {}
 
 
 def expand_batch_to_tokens(

@@ -75,8 +75,8 @@ def test_what_vllm_cannot_do_is_refused_by_name(words: tuple[str, ...], field: s
 def test_vllm_has_one_drafter_the_first_that_it_can_run() -> None:
     auto, named = asked(), asked("--speculation.drafter=runs/a")
     assert vllm._one_of(["fresh", "history"], auto, has_drafters=True) == "fresh"
-    assert vllm._one_of(["fresh", "history"], auto, has_drafters=False) == "history"
+    assert vllm._one_of(["fresh", "history"], auto, has_drafters=False) == "fresh"
     assert vllm._one_of(["runs/a"], named, has_drafters=True) == "runs/a"
     assert vllm._one_of([], asked("--speculation.drafter=none"), has_drafters=False) is None
-    with pytest.raises(ConfigError, match="set it to 'history' or 'none'"):
+    with pytest.raises(ConfigError, match="set it to 'fresh', 'history' or 'none'"):
         vllm._one_of(["runs/a"], named, has_drafters=False)

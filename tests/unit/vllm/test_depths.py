@@ -33,8 +33,8 @@ def step(
     )
 
 
-def depths(tuner: Tuner, *, is_fresh: bool = False) -> Depths:
-    return Depths(VllmDrafter(method="eagle", tuner=tuner, is_fresh=is_fresh))
+def depths(tuner: Tuner) -> Depths:
+    return Depths(VllmDrafter(method="eagle", tuner=tuner))
 
 
 def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
@@ -60,15 +60,10 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() ->
     assert (batch.num_sampled, batch.num_tokens) == (2, 8)  # six of a prompt
 
 
-def test_a_fresh_drafter_drafts_from_its_first_weights_on() -> None:
-    chosen = depths(FixedTuner(Strategy(depth=3)), is_fresh=True)
-    for _ in range(20):
-        assert chosen.choose(2) is None
-        chosen.learn(step(2))
-    assert chosen.depth == 0
-    chosen.begin()
+def test_a_change_between_plain_decoding_and_drafts_is_told_with_its_reason() -> None:
+    chosen = depths(FixedTuner(Strategy(depth=3)))
     assert chosen.choose(2) == Switch(drafts=True, reason="2 running, measured in vLLM's steps")
-    assert chosen.depth == 3
+    assert chosen.choose(2) is None
 
 
 def test_plain_decoding_and_the_deepest_table_are_bounds() -> None:

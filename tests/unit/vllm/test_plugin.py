@@ -37,6 +37,7 @@ def process(monkeypatch):
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     monkeypatch.setattr(plugin._Process, "installed", None)
     monkeypatch.setattr(plugin._Process, "workers", 0)
+    monkeypatch.setattr(plugin._Process, "learns", False)
     monkeypatch.setattr(adopt, "patches", list)  # it has tests of its own
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
     for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):

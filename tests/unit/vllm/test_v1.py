@@ -233,3 +233,13 @@ def test_experts_are_packed_again_with_new_weights(vllm):
     for count in (1, 2, 3):
         experts._setup_kernel(layer, torch.ones(1), torch.ones(1))
         assert layer.num_packed == count
+
+
+def test_attributes_of_a_library_that_poses_as_an_object_are_none() -> None:
+    """Numba's wrappers have a function in the place of their dictionary."""
+
+    class Wrapper:
+        __dict__ = len  # type: ignore[assignment]
+
+    assert v1_cpu._attributes(Wrapper()) == {}
+    assert v1_cpu._attributes(SimpleNamespace(kernel=1)) == {"kernel": 1}
