@@ -31,6 +31,7 @@ def main(job: dict[str, Any], *packages: str) -> None:
     scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
         "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "ridge": ridge,
         "draft_model": draft_model, "cramped": cramped, "live": live, "learned": learned,
+        "v2": v2,
     }  # fmt: skip
     found = {}
     for name, scene in scenes.items():
@@ -190,6 +191,13 @@ def learned(job: dict[str, Any]) -> Any:
         found["renewed"] = texts(job, llm)
         (found["saved"],) = llm.collective_rpc("longtail_save_drafter", args=(job["saved"],))
     return found
+
+
+def v2(_job: dict[str, Any]) -> Any:
+    """Check the functions of Model Runner V2, which this wheel has and cannot run."""
+    from longtail.vllm import learned_v2, learned_worker
+
+    return [str(each) for each in (*learned_v2.patches(), *learned_worker.patches("v2"))]
 
 
 def refused(act: Callable[[], object]) -> str:

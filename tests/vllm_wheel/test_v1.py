@@ -145,6 +145,10 @@ def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
     assert saved.sums["counts"].sum() > 0
 
 
+def test_the_functions_of_v2_are_known_ones(played: dict[str, Any]) -> None:
+    assert "vllm.v1.worker.gpu.model_runner.init_speculator" in played["v2"]
+
+
 def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:
     live = played["live"]
     for turn in ("before", "after", "still", "of_run"):

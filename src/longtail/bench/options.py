@@ -133,16 +133,12 @@ class TrlBenchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmBenchOptions:
-    """A model with prompts, and a drafter that vLLM uses."""
+    """A run, whose model, prompts and drafter vLLM uses."""
 
     python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
-    drafter: Annotated[str, Option("drafter with weights, as speculation.drafter of train", "NAME")]
-    model: _Model = "smollm2"
-    prompts: _Prompts = "running_sums"
-    n: Annotated[int, Option("number of prompts", low=1)] = 16
-    max_tokens: Annotated[int, Option("tokens of the longest completion", low=2)] = 256
+    run: _Run = "smollm2"
+    texts: Annotated[int, Option("texts of a turn, new ones in each", low=1)] = 16
     depth: Annotated[int, Option("depth of the draft chains", low=1, high=16)] = 4
-    temperature: Annotated[float, Option("sampling temperature", low=0)] = 1.0
     dtype: Annotated[Literal["float32", "bfloat16"], Option("dtype of vLLM")] = "float32"
     block_rows: Annotated[
         int, Option("rows per product of engines with the plugin; 0: all", low=0)
@@ -150,6 +146,7 @@ class VllmBenchOptions:
     max_running: Annotated[int, Option("requests running at a time", low=1)] = 8
     repeats: _Repeats = 3
     json: Json = False
+    overrides: _Overrides = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,15 @@
-"""`longtail bench vllm`: one drafter in vLLM under several rules of drafting.
+"""`longtail bench vllm`: the drafter that vLLM learns, and a run's own under several rules.
 
     plain          longtail's keyed noise, no drafts
     loop           the same, with longtail's generator around it, as `longtail train` has it
+    learned        a drafter that vLLM learns from nothing, from the warm-up on
     coupled        drafts with the noise of the target, verified by equality
     greedy         vLLM's default: most likely drafts, its own sampler
     probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
 
-Each rule is a vLLM in the interpreter of its environment; all write the same prompts with the same
-seeds in turns. Coupled drafts change no text.
+The last three need a run whose drafter is a directory. Each rule is a vLLM in the interpreter of
+its environment; all write the same prompts with the same seeds in turns, groups in the order of the
+run. Learned and coupled drafts change no text.
 """
 
 import tempfile
@@ -27,7 +29,8 @@ from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
 from longtail.bench.options import VllmBenchOptions
-from longtail.config.rl import load
+from longtail.config import files
+from longtail.config.rl import RunConfig, load
 from longtail.drafter.formats.layouts import rounded, write_layout
 from longtail.errors import ConfigError
 from longtail.system.device import DTYPES, set_threads
@@ -35,13 +38,17 @@ from longtail.system.device import DTYPES, set_threads
 RULES: Mapping[str, str] = {
     "plain": "plain, keyed noise",
     "loop": "plain, by longtail's generator",
+    "learned": "learned by vLLM, coupled",
     "coupled": "coupled, by equality",
     "greedy": "vLLM's default, greedy drafts",
     "probabilistic": "vLLM, sampled drafts",
 }
 """Words of the card for each rule."""
-DRAFTING = tuple(RULES)[2:]
 COMPARED = tuple(RULES)[1:]
+DRAFTING, WITHOUT = tuple(RULES)[2:], tuple(RULES)[:3]
+"""Rules that draft, and those that need no drafter of the run."""
+EXACT = ("loop", "learned", "coupled")
+"""Rules that change no text."""
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
 _PACKAGES = Path(longtail.__file__).parent.parent
@@ -55,44 +62,39 @@ def run(options: VllmBenchOptions) -> int:
     cpus = pin(1)
     set_threads(1)
     log = progress("vllm")
-    subject = opened(options, log)
-    engine, turns = measure(subject, options, log)
+    config = load(
+        files.locate(options.run), (f"--rollout.dtype={options.dtype}", *options.overrides)
+    )
+    subject = open_subject(config, (1 + options.repeats) * options.texts, log)
+    engine, turns = measure(subject, own_drafter(config), options, log)
     result = {"bench": "vllm", "engine": engine, **_shown(options), **figures(turns)}
     title = (
-        f"{engine}, {options.model} in {options.dtype}, chains of {options.depth}, temperature "
-        f"{options.temperature:g}, {options.n} prompts, {options.max_running} running, one thread "
-        f"({pinned(cpus)})"
+        f"{engine}, run {options.run} in {options.dtype}, chains of {options.depth}, temperature "
+        f"{subject.sampling.temperature:g}, {options.texts} texts a turn, {options.max_running} "
+        f"running, one thread ({pinned(cpus)})"
     )
     print_card([table(title, turns)], result, json_only=options.json)
-    kept = (result["differing_share"][rule] for rule in ("coupled", "loop"))
+    kept = (result["differing_share"][rule] for rule in EXACT if rule in turns)
     return 0 if all(is_kept(share, options) for share in kept) else 1
 
 
-def opened(options: VllmBenchOptions, log: Log) -> Subject:
-    """Return the model with its prompts, each completed once."""
-    words = (
-        f"--model.path={options.model}",
-        f"--data.source={options.prompts}",
-        "--data.heldout_size=0",
-        "--data.drop_long_prompts=true",
-        "--rollout.group_size=1",
-        "--learner.loss=reinforce_pp",  # the only one without groups
-        f"--rollout.max_tokens={options.max_tokens}",
-        f"--rollout.temperature={options.temperature}",
-        "--rollout.dtype=float32",
-    )
-    return open_subject(load(None, words), options.n, log)
+def own_drafter(config: RunConfig) -> str | None:
+    """Return the run's drafter if it is a directory."""
+    name = config.speculation.drafter
+    return name if Path(name).is_dir() else None
 
 
 def measure(
-    subject: Subject, options: VllmBenchOptions, log: Log
+    subject: Subject, drafter: str | None, options: VllmBenchOptions, log: Log
 ) -> tuple[str, dict[str, list[Reply]]]:
     """Start one vLLM for each rule and have them write in turns; return its name and the turns."""
-    turns: dict[str, list[Reply]] = {rule: [] for rule in RULES}
+    turns: dict[str, list[Reply]] = {rule: [] for rule in RULES if drafter or rule in WITHOUT}
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        spec = _export(subject, options, Path(place) / "drafter", log)
+        spec = _spec(subject, options)
+        if drafter is not None:
+            spec |= _export(drafter, subject, options, Path(place) / "drafter", log)
         engines = {}
-        for rule in RULES:
+        for rule in turns:
             log(f"starting vLLM: {rule}")
             peer = PeerProcess(
                 options.python, ENGINE_WORKER, "vllm", {**spec, "rule": rule}, flag="--python"
@@ -101,25 +103,30 @@ def measure(
         for number in range(-1, options.repeats):  # the first round warms up
             for rule, engine in engines.items():
                 log(f"round {number + 1} of {options.repeats}: {rule}")
-                reply = engine.ask(_turn(subject, options, max(number, 0)))
+                reply = engine.ask(_turn(subject, options, number + 1))
                 if number >= 0:
                     turns[rule].append(reply)
     return engines["plain"].description, turns
 
 
-def _export(subject: Subject, options: VllmBenchOptions, place: Path, log: Log) -> dict[str, Any]:
-    """Write the drafter as vLLM reads it; return the job of the engines."""
+def _export(
+    drafter: str, subject: Subject, options: VllmBenchOptions, place: Path, log: Log
+) -> dict[str, Any]:
+    """Write the drafter as vLLM reads it; return its part of the job of the engines."""
     target = subject.target
-    loaded = read_drafter(options.drafter, target, log, torch.float32, field="--drafter")
+    loaded = read_drafter(drafter, target, log, torch.float32)
     if loaded is None:
-        raise ConfigError(f"--drafter = {options.drafter!r}: it has no weights to export")
+        raise ConfigError(f"speculation.drafter = {drafter!r}: it has no weights to export")
     loaded = loaded.as_eagle()
     write_layout(place, rounded(loaded, DTYPES[options.dtype]), target.model)
+    return {"drafter": str(place), "method": _METHODS[loaded.eagle.config.recipe]}
+
+
+def _spec(subject: Subject, options: VllmBenchOptions) -> dict[str, Any]:
+    """Return the job of the engines."""
     return {
         "kind": "vllm",
-        "model_dir": str(target.directory),
-        "drafter": str(place),
-        "method": _METHODS[loaded.eagle.config.recipe],
+        "model_dir": str(subject.target.directory),
         "depth": options.depth,
         "dtype": options.dtype,
         "block_rows": options.block_rows,
@@ -132,13 +139,13 @@ def _export(subject: Subject, options: VllmBenchOptions, place: Path, log: Log) 
 
 def _turn(subject: Subject, options: VllmBenchOptions, number: int) -> dict[str, Any]:
     """Return the job of one turn; its seeds are noise keys."""
-    requests = subject.requests(options.n, number)
+    requests = subject.requests(options.texts, number, first=number * options.texts)
     return {
         "prompts": [list(each.prompt_tokens) for each in requests],
         "seeds": [each.noise_key for each in requests],
-        "lengths": [options.max_tokens] * len(requests),
+        "lengths": [subject.sampling.max_tokens] * len(requests),
         "running": options.max_running,
-        "temperature": options.temperature,
+        "temperature": subject.sampling.temperature,
         "stop_token_ids": list(subject.sampling.stop_token_ids),
     }
 
@@ -171,10 +178,11 @@ def speeds(turns: Sequence[Reply]) -> list[float]:
 def figures(turns: Mapping[str, Sequence[Reply]]) -> dict[str, Any]:
     """Return the figures of all rules for JSON."""
     plain = turns["plain"]
-    over = {rule: ratios(speeds(turns[rule]), speeds(plain)).numbers() for rule in COMPARED}
+    compared = [rule for rule in COMPARED if rule in turns]
+    over = {rule: ratios(speeds(turns[rule]), speeds(plain)).numbers() for rule in compared}
     return {
-        "accept_length": {rule: accept_length(turns[rule]) for rule in DRAFTING},
-        "differing_share": {rule: differing_share(turns[rule], plain) for rule in COMPARED},
+        "accept_length": {rule: accept_length(turns[rule]) for rule in DRAFTING if rule in turns},
+        "differing_share": {rule: differing_share(turns[rule], plain) for rule in compared},
         "throughput_ratio": over,
         "tokens_per_s": {rule: Spread.of(speeds(own)).numbers() for rule, own in turns.items()},
     }
@@ -192,6 +200,7 @@ def table(title: str, turns: Mapping[str, Sequence[Reply]]) -> Table:
             f"{differing_share(turns[rule], plain):.0%}" if rule in COMPARED else None,
         )
         for rule, words in RULES.items()
+        if rule in turns
     ]
     headings = ("rule", "accept length", "tok/s", "tok/s over plain", "texts not plain's")
     return Table(title, by_position(*headings), rows)

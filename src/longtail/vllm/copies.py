@@ -85,7 +85,9 @@ class Texts:
     def given(self, names: Sequence[str], prompt_lens: Sequence[int]) -> Int[Tensor, "3 requests"]:
         """Return, for each request, a number that no other one ever has, its place, its prompt."""
         rows = [self._numbers[each] for each in names], [self._places[each] for each in names]
-        return torch.tensor([*rows, list(prompt_lens)], device=self._tokens.device)
+        # From pinned memory a copy to a GPU does not wait for the work before it.
+        given = torch.tensor([*rows, list(prompt_lens)], pin_memory=self._tokens.is_cuda)
+        return given.to(self._tokens.device, non_blocking=True)
 
     def write(
         self,

@@ -32,7 +32,9 @@ def patches() -> list[Patch]:
         "num_speculative_tokens",
     )
     make = check(runner, "init_speculator", "vllm_config device req_states")
-    load = check(runner.GPUModelRunner, "load_model", "self", then="load_dummy_weights model")
+    load = check(
+        runner.GPUModelRunner, "load_model", "self", then="load_dummy_weights args model kwargs"
+    )
     sample = check(
         module_of(f"{_GPU}.sample.gumbel"),
         "gumbel_sample",

@@ -80,3 +80,20 @@ def test_vllm_has_one_drafter_the_first_that_it_can_run() -> None:
     assert vllm._one_of([], asked("--speculation.drafter=none"), has_drafters=False) is None
     with pytest.raises(ConfigError, match="set it to 'fresh', 'history' or 'none'"):
         vllm._one_of(["runs/a"], named, has_drafters=False)
+
+
+def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(
+    tmp_path: Path,
+) -> None:
+    new = asked(f"--run.dir={tmp_path}")
+    assert vllm._learning(new, None, tmp_path / "unused") == {"drafter": "learned"}
+    saved = tmp_path / "drafter" / "initial"
+    saved.mkdir(parents=True)
+    (saved / "drafter.json").write_text("{}")
+    found = vllm._learning(new, None, tmp_path / "unused")
+    assert found == {"drafter": "learned", "begin": str(saved)}
+    off = asked(f"--run.dir={tmp_path}", "--speculation.tuner=off")
+    assert vllm._learning(off, None, tmp_path / "unused") == {}
+    fixed = asked(f"--run.dir={tmp_path}", "--speculation.tuner=fixed")
+    with pytest.raises(ConfigError, match=r"speculation\.tuner = 'fixed'"):
+        vllm._learning(fixed, None, tmp_path / "unused")

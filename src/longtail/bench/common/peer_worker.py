@@ -16,6 +16,7 @@ end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and answers
 
     plain          longtail's keyed noise, no drafts
     loop           the same, with longtail's generator around it, as `longtail train` has it
+    learned        a drafter that vLLM learns by itself
     coupled        drafts with the noise of the target, verified by equality
     greedy         vLLM's default: most likely drafts, its own sampler
     probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
@@ -164,12 +165,14 @@ def drafting(spec: dict[str, Any]) -> dict[str, Any]:
     plugin.register()
     rule = spec["rule"]
     options: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": False}
-    if rule in ("plain", "coupled"):
-        rows = spec["block_rows"] or None
-        options["additional_config"] = {"longtail": {"block_rows": rows}}
+    if rule in ("plain", "learned", "coupled"):
+        own: dict[str, Any] = {"block_rows": spec["block_rows"] or None}
+        if rule == "learned":
+            own |= {"drafter": "learned", "depth": spec["depth"]}
+        options["additional_config"] = {"longtail": own}
     elif v1_cpu.is_cpu():
         guards.replace(v1_cpu.defects())
-    if rule != "plain":
+    if rule not in ("plain", "learned"):
         options["speculative_config"] = {
             "method": spec["method"],
             "model": spec["drafter"],
