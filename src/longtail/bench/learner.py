@@ -214,7 +214,8 @@ def run(options: LearnerBenchOptions) -> int:
     products = Products(model, packed)
     same = {"autocast": _autocasts(), "loss": "grpo"}  # what the other trainers compute
     section = config.learner.model_copy(update=same)
-    learners = {name: Learner(each, section) for name, each in policies(model, directory).items()}
+    chosen = policies(model, directory, options.contestants)
+    learners = {name: Learner(each, section) for name, each in chosen.items()}
     ours: dict[str, list[LearnerReport]] = {name: [] for name in learners}
     functions: dict[str, Callable[[], float | None]] = {
         name: partial(_own_step, each, packed, ours[name]) for name, each in learners.items()
@@ -238,22 +239,24 @@ def run(options: LearnerBenchOptions) -> int:
     sentences = [
         f"A step takes {result['over_products']['median']:.2f} times as long as its products "
         f"alone ({result['products_gflops']:,.0f} GFLOP/s).",
-        f"Weights, gradients and moments take {state['longtail']:,.0f} MB, with adapters "
-        f"{state['adapters']:,.0f} MB.",
+        "Weights, gradients and moments take "
+        + ", ".join(f"{size:,.0f} MB ({name})" for name, size in state.items())
+        + ".",
     ]
     table = _table(config, packed, measured)
     print_card([table], result, sentences=sentences, json_only=options.json)
     return 0
 
 
-def policies(model: PolicyTransformer, directory: Path) -> dict[str, Policy]:
+def policies(model: PolicyTransformer, directory: Path, names: Sequence[str]) -> dict[str, Policy]:
     """Return a model as longtail's learner trains it: by our decoder, and by transformers' code."""
-    modelled, adapted = (read_pretrained(directory, torch.float32) for _ in range(2))
-    return {
-        "longtail": model,
-        "modelled": CausalModel(modelled),
-        "adapters": AdaptedModel(adapted, LoraSection(), seed=0),
-    }
+    found: dict[str, Policy] = {"longtail": model}
+    if "modelled" in names:
+        found["modelled"] = CausalModel(read_pretrained(directory, torch.float32))
+    if "adapters" in names:
+        read = read_pretrained(directory, torch.float32)
+        found["adapters"] = AdaptedModel(read, LoraSection(), seed=0)
+    return found
 
 
 def _own_step(learner: Learner, packed: TrainBatch, reports: list[LearnerReport]) -> None:
@@ -267,7 +270,9 @@ def _peer_turns(
     by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
     lengths = [len(batch.texts[i]) for i in by_length]
     padded = batch.turn(by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch))
-    turns = {"transformers": (options.peer_python or sys.executable, padded)}
+    turns = {}
+    if "transformers" in options.contestants:
+        turns["transformers"] = (options.peer_python or sys.executable, padded)
     if options.peer_python is not None:
         whole = range(len(batch.texts))
         micro_batches = [whole[i : i + _GROUP] for i in whole[::_GROUP]]
@@ -345,10 +350,10 @@ def _result(
         "over_products": ratios(seconds["longtail"], seconds["products"]).numbers(),
         "products_share": over["products"],
         "products_gflops": products.flops / Spread.of(seconds["products"]).median / 1e9,
-        "transformers_ratio": over["transformers"],
+        "transformers_ratio": over.get("transformers"),
         "trl_ratio": over.get("trl"),
-        "modelled_ratio": over["modelled"],
-        "adapters_over_modelled": ratios(seconds["adapters"], seconds["modelled"]).numbers(),
+        "modelled_ratio": over.get("modelled"),
+        "adapters_ratio": over.get("adapters"),
         "grad_norm": {name: own[0].grad_norm for name, own in measured.reports.items()} | norms,
         "peers": measured.descriptions,
     }

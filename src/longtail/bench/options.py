@@ -13,6 +13,7 @@ from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
 CONTESTANTS = ("plain", "alone", "tuned")
+TRAINERS = ("modelled", "adapters", "transformers")
 ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
 
 _Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
@@ -88,6 +89,10 @@ class LearnerBenchOptions:
     """A run, whose model and learner are measured, its texts, and the trainers compared."""
 
     run: _Run = "smollm2"
+    contestants: Annotated[
+        tuple[str, ...],
+        Option("beside longtail and its products; each holds a model", choices=TRAINERS),
+    ] = TRAINERS
     mean_tokens: Annotated[int, Option("mean tokens of a completion", low=2)] = 116
     prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
     repeats: _Repeats = 3

@@ -33,6 +33,25 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     assert result["state_mb"]["adapters"] < result["state_mb"]["modelled"]
 
 
+@pytest.mark.slow
+def test_trainers_that_would_not_fit_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tiny_model("llama"), tmp_path)
+    words = ("--rollout.prompts_per_step=2", "--rollout.group_size=4")
+    options = LearnerBenchOptions(
+        contestants=("adapters",),
+        mean_tokens=10,
+        prompt_tokens=4,
+        repeats=1,
+        overrides=(f"--model.path={tmp_path}", *words),
+    )
+    assert learner.run(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["seconds"]) == {"longtail", "adapters", "products"}
+    assert result["transformers_ratio"] is None
+
+
 def test_the_products_of_a_step_are_counted() -> None:
     options = LearnerBenchOptions(mean_tokens=10, prompt_tokens=4)
     model = tiny_model("llama")
