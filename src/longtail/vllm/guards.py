@@ -210,6 +210,26 @@ def replace(patches: Iterable[Patch]) -> None:
         setattr(patch.owner, patch.name, patch.replacement)
 
 
+def admit_learned(config: Any) -> None:
+    """Raise ConfigError, naming the field, for a vllm_config with which none can be learned."""
+    model, parallel = config.model_config, config.parallel_config
+    if getattr(model, "runner_type", "generate") != "generate":
+        problem = f"this model does not generate (runner {model.runner_type}); remove drafter"
+    elif parallel.pipeline_parallel_size > 1:
+        problem = (
+            f"pipeline_parallel_size = {parallel.pipeline_parallel_size}: the last stage has no "
+            "embedding, which a learned drafter reads; use tensor_parallel_size"
+        )
+    elif getattr(config, "lora_config", None) is not None:
+        problem = (
+            "enable_lora: states of several adapters make no one drafter; merge the adapter, or "
+            "give a trained drafter as speculative_config"
+        )
+    else:
+        return
+    raise ConfigError(f"longtail in vLLM, a learned drafter: {problem}")
+
+
 def admit(config: Any) -> None:
     """Raise ConfigError for a vllm_config whose features cannot be coupled, naming the field.
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError
@@ -185,6 +186,8 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         guards.admit(config)
         _hook_worker(asked=True)
         if settings.drafter is not None:
+            guards.admit_learned(config)
+            _require_drafter(settings)
             _hook_scheduler(asked=True)
         if isinstance(config.additional_config, dict):
             # A copy: the dictionary is the caller's, who may start another engine with it.
@@ -192,6 +195,14 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         return config
 
     return create_engine_config
+
+
+def _require_drafter(settings: VllmSettings) -> None:
+    """Raise ConfigError, before the model is loaded, if there is no drafter to begin with."""
+    if settings.begin is not None:
+        from longtail.drafter.formats.checkpoint import target_name  # needs torch
+
+        target_name(Path(settings.begin))
 
 
 def _hook_worker(asked: bool) -> None:

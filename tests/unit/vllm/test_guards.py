@@ -6,7 +6,7 @@ import pytest
 
 from longtail.errors import ConfigError
 from longtail.vllm import v2
-from longtail.vllm.guards import VllmSettings, admit, check, module_of
+from longtail.vllm.guards import VllmSettings, admit, admit_learned, check, module_of
 from support.vllm_releases import PARAMETERS, function, module, release
 
 
@@ -84,3 +84,24 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     monkeypatch.setattr(modules[place], name, newer)
     with pytest.raises(ConfigError, match=f"{name} .* has a new parameter novelty"):
         v2.patches(VllmSettings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"runner_type": "pooling"}, "does not generate"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: the last stage has no"),
+        ({"lora_config": object()}, "enable_lora"),
+    ],
+)
+def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):
+    def asked(runner_type="generate", pipeline_parallel_size=1, lora_config=None):
+        return SimpleNamespace(
+            model_config=SimpleNamespace(runner_type=runner_type),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size),
+            lora_config=lora_config,
+        )
+
+    admit_learned(asked())
+    with pytest.raises(ConfigError, match=said):
+        admit_learned(asked(**changes))

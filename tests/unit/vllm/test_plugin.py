@@ -157,3 +157,30 @@ def test_an_unknown_vllm_is_refused_only_if_the_environment_asks(monkeypatch):
     monkeypatch.setenv("LONGTAIL_VLLM", "coupled")
     with pytest.raises(ConfigError, match=r"this vLLM has no WorkerBase\.__init__"):
         plugin.register()
+
+
+def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(process, monkeypatch):
+    monkeypatch.setattr(plugin, "_hook_scheduler", lambda asked: None)
+    asked = {"longtail": {"drafter": "learned", "depth": 3}}
+    args = process.EngineArgs(asked, {"method": "eagle3"})
+    with pytest.raises(ConfigError, match="remove one of the two"):
+        args.create_engine_config()
+    absent = {"longtail": {"drafter": "learned", "begin": "absent"}}
+    for given, said in ((asked, None), (absent, "drafter absent is not a directory")):
+        args = process.EngineArgs(given, None, num_speculative_tokens=3)
+        args.max_num_seqs = 8
+        stock = type(args).create_engine_config.longtail_stock
+
+        def configured(self, stock=stock):
+            config = stock(self)
+            config.model_config = SimpleNamespace(runner_type="generate")
+            config.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
+            return config
+
+        around = plugin._around_create_engine_config(configured)
+        if said is None:
+            assert around(args).additional_config["longtail"]["depth"] == 3
+            assert args.speculative_config["num_speculative_tokens"] == 3
+        else:
+            with pytest.raises(ConfigError, match=said):
+                around(args)
