@@ -186,6 +186,7 @@ def learned(job: dict[str, Any]) -> Any:
     options = {"num_gpu_blocks_override": 12, "block_size": 32}
     with engine(job, "learned", enable_prefix_caching=True, **options) as llm:
         found["turns"] = [texts(job, llm, backwards=bool(turn % 2)) for turn in range(5)]
+        (found["status"],) = llm.collective_rpc("longtail_status")
         llm.collective_rpc("reload_weights", kwargs={"weights_path": job["target"]})
         llm.reset_prefix_cache()
         found["renewed"] = texts(job, llm)

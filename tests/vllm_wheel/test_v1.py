@@ -140,6 +140,9 @@ def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
         assert turn["tokens"] == played["plain"]["tokens"]
     assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
     assert accept_length(learned["turns"][-2], learned["turns"][-1]) > 2.0
+    status = learned["status"]["learned"]
+    assert status["tokens"] > 1000
+    assert status["accept_length"] > 1.2
     saved = load_unbound(Path(learned["saved"]))
     assert isinstance(saved.layer, RidgeLayer)
     assert saved.sums["counts"].sum() > 0

@@ -96,6 +96,14 @@ class Learned:
         self._drafted = _Rates.of([0.4] * depth, device)
         self._last: _Last | None = None
 
+    def status(self) -> dict[str, float]:
+        """Return tokens and solves so far, and the accept length that the block promises."""
+        return {
+            "tokens": self.block.sums.num_tokens,
+            "solves": self.block.num_solved,
+            "accept_length": 1 + float(self._drafted.values().cumprod(0).sum()),
+        }
+
     def policy_changed(self) -> None:
         """Follow new weights of the target."""
         self.block.renew()

@@ -137,9 +137,20 @@ def require(engine: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _status(_worker: Any) -> dict[str, Any] | None:
-    """Return what is installed in a worker's process, in plain values; None if nothing is."""
-    return None if _Process.installed is None else asdict(_Process.installed)
+def _status(worker: Any) -> dict[str, Any] | None:
+    """Return what is installed in a worker's process, in plain values; None if nothing is.
+
+    With what a learned drafter has learned, if the worker has one.
+    """
+    if _Process.installed is None:
+        return None
+    found = asdict(_Process.installed)
+    if _Process.learns:
+        from longtail.vllm.learned_worker import learned_of  # needs torch
+
+        if (learned := learned_of(worker.model_runner)) is not None:
+            found["learned"] = learned.status()
+    return found
 
 
 def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked: bool) -> None:
