@@ -148,11 +148,6 @@ class Block:
         self._next_solve = FIRST_SOLVE
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the sums."""
-        return self.sums.products.nbytes
-
-    @property
     def is_ready(self) -> bool:
         """Whether there are weights to draft with."""
         return self._streams is not None
