@@ -59,7 +59,8 @@ class Texts:
         self._free = list(range(len(self._tokens) - 1))
         self._places: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
-        self._longest = 0
+        self._most = [0] * len(self._free)
+        """Most tokens that each text can have, as far as the host knows."""
 
     def keep(self, running: Container[str]) -> None:
         """Free the places of all requests that are not in `running`; their texts stay."""
@@ -80,13 +81,21 @@ class Texts:
         self._lengths[place] = len(tokens)
         self._prompts[place] = ((tokens[:prompt_len] + 1) * self._weights[:prompt_len]).sum()
         self._begun[place] = self._num_begun
-        self._longest = max(self._longest, len(tokens))
+        self._most[place] = len(tokens)
 
-    def given(self, names: Sequence[str], prompt_lens: Sequence[int]) -> Int[Tensor, "3 requests"]:
-        """Return, for each request, a number that no other one ever has, its place, its prompt."""
-        rows = [self._numbers[each] for each in names], [self._places[each] for each in names]
+    def given(
+        self, names: Sequence[str], prompt_lens: Sequence[int], lengths: Sequence[int]
+    ) -> Int[Tensor, "3 requests"]:
+        """Return, for each request, a number that no other one ever has, its place, its prompt.
+
+        No text has more tokens by now than `lengths`.
+        """
+        places = [self._places[each] for each in names]
+        for place, length in zip(places, lengths, strict=True):
+            self._most[place] = min(length, self._tokens.shape[1])
+        rows = [[self._numbers[each] for each in names], places, list(prompt_lens)]
         # From pinned memory a copy to a GPU does not wait for the work before it.
-        given = torch.tensor([*rows, list(prompt_lens)], pin_memory=self._tokens.is_cuda)
+        given = torch.tensor(rows, pin_memory=self._tokens.is_cuda)
         return given.to(self._tokens.device, non_blocking=True)
 
     def write(
@@ -102,7 +111,6 @@ class Texts:
         self._tokens[rows, positions] = tokens.to(torch.int32)
         ends = torch.where(counts, positions + 1, 0).amax(1)
         self._lengths[places] = torch.maximum(self._lengths[places], ends)
-        self._longest = min(self._longest + tokens.shape[1], self._tokens.shape[1])
 
     def find(self, places: Int[Tensor, "requests"], depth: int) -> Found:
         """Return what follows the longest known end of each request."""
@@ -111,7 +119,7 @@ class Texts:
         age = torch.where(is_same, self._begun[:-1], -1)
         age.scatter_(1, places[:, None], self._num_begun + 1)  # its own text goes first
         newest = age.topk(min(_TEXTS, age.shape[1]), 1)
-        width = self._longest
+        width = max(self._most)
         texts = self._tokens[newest.indices, :width]
         lengths = torch.where(newest.values >= 0, self._lengths[newest.indices], 0)
         own = self._lengths[places]

@@ -108,10 +108,11 @@ class LearnedProposer:
         texts, batch = self.learned.texts, runner.input_batch
         names = batch.req_ids[: len(sampled)]
         prompt_lens = batch.num_prompt_tokens[: len(names)].tolist()
+        lengths = batch.num_tokens_no_spec[: len(names)].tolist()
         texts.keep(runner.requests)
         for index, name in enumerate(names):
             if not texts.is_known(name):
-                text = batch.token_ids_cpu_tensor[index, : batch.num_tokens_no_spec[index]]
+                text = batch.token_ids_cpu_tensor[index, : lengths[index]]
                 texts.begin(name, text.to(states.device), prompt_lens[index])
         bounds = torch.from_numpy(runner.query_start_loc.np[: len(names) + 1]).long()
         drafts = scheduler_output.scheduled_spec_decode_tokens
@@ -125,5 +126,5 @@ class LearnedProposer:
             positions=runner.positions,
             starts=bounds[:-1].to(states.device),
             last=(bounds[1:] - 1 - torch.tensor(rejected)).to(states.device),
-            given=texts.given(names, prompt_lens),
+            given=texts.given(names, prompt_lens, lengths),
         )

@@ -161,6 +161,8 @@ class LearnedSpeculator:
             if not texts.is_known(name):
                 length = int(requests.prefill_len.np[place])
                 texts.begin(name, requests.all_token_ids.gpu[place, :length], prompt_len)
+        # With the tokens of this step, refused ones among them, and the newest.
+        lengths = (batch.seq_lens_cpu_upper_bound[: batch.num_reqs] + 1).tolist()
         bounds = batch.query_start_loc[: batch.num_reqs + 1].long()
         return Step(
             states=states,
@@ -168,5 +170,5 @@ class LearnedSpeculator:
             positions=batch.positions,
             starts=bounds[:-1],
             last=bounds[1:] - 1 - num_rejected.long(),
-            given=texts.given(names, prompt_lens),
+            given=texts.given(names, prompt_lens, lengths),
         )

@@ -35,10 +35,10 @@ def test_the_longest_end_in_texts_of_the_same_prompt_is_continued(
         table.begin(str(i), torch.tensor(prompt), len(prompt))
         new = torch.tensor([each[len(prompt) :]])
         at = len(prompt) + torch.arange(new.shape[1])[None]
-        place = table.given([str(i)], [len(prompt)])[1]
+        place = table.given([str(i)], [len(prompt)], [len(each)])[1]
         table.write(place, at, new, torch.ones_like(new, dtype=torch.bool))
     same = [[j for j in range(4) if prompts[j % 2] == prompts[i % 2]] for i in range(4)]
-    found = table.find(table.given(list("0123"), [0] * 4)[1], DEPTH)
+    found = table.find(table.given(list("0123"), [0] * 4, list(map(len, texts)))[1], DEPTH)
     for i, end in enumerate(texts):
         own = [texts[j] for j in same[i]]
         assert int(found.matched[i]) == longest(end, own)
@@ -60,7 +60,7 @@ def test_finished_texts_are_found_until_their_place_is_taken() -> None:
         table.begin(f"old{number}", torch.tensor([5, 6, 7, 8, 9]), 2)
         table.keep([])
     table.begin("new", torch.tensor([5, 6, 7]), 2)
-    found = table.find(table.given(["new"], [2])[1], DEPTH)
+    found = table.find(table.given(["new"], [2], [3])[1], DEPTH)
     assert found.tokens[0][found.counts[0]].tolist() == [8, 9]
     assert len(prompt) == 2
 
@@ -68,7 +68,7 @@ def test_finished_texts_are_found_until_their_place_is_taken() -> None:
 def test_what_does_not_count_is_written_to_no_text() -> None:
     table = Texts(2, LENGTH, torch.device("cpu"))
     table.begin("a", torch.tensor([1, 2, 3]), 3)
-    place = table.given(["a"], [3])[1]
+    place = table.given(["a"], [3], [4])[1]
     table.write(
         place, torch.tensor([[3, 4]]), torch.tensor([[8, 9]]), torch.tensor([[True, False]])
     )

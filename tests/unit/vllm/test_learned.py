@@ -159,6 +159,9 @@ def v2_drafts(speculator: Any, step: Given, places: dict[str, int]) -> torch.Ten
         num_reqs=len(step.names), req_ids=step.names, idx_mapping=index,
         idx_mapping_np=index.numpy(), input_ids=flat(step), positions=positions(step),
         query_start_loc=torch.tensor(np.cumsum([0, *map(len, step.rows)])),
+        seq_lens_cpu_upper_bound=torch.tensor(
+            [start + len(row) for start, row in zip(step.starts, step.rows, strict=True)]
+        ),
     )  # fmt: skip
     return speculator.propose(
         batch, None, None, step.states, None, torch.tensor([len(each) for each in step.sampled]),
