@@ -136,7 +136,7 @@ def test_the_python_of_the_readme_runs(
     run_block(trained, tmp_path, filled_in)
     run_block(served, tmp_path, filled_in)
     (settings,) = engines
-    assert settings["additional_config"] == {"longtail": {}}
+    assert settings["additional_config"] == {"longtail": {"drafter": "learned"}}
     prompt = torch.tensor([[1, 2, 3]])
     model.generation_config.max_new_tokens = 8
     run_block(generated, tmp_path, {"model": model, "inputs": {"input_ids": prompt}})

@@ -129,6 +129,18 @@ def accept_length(earlier: dict[str, Any], later: dict[str, Any]) -> float:
     return 1 + accepted / drafts
 
 
+def accepted_share(earlier: dict[str, Any], later: dict[str, Any]) -> float:
+    """Accepted share of the drafted tokens, whatever depths the seconds of steps led to."""
+    drafted, accepted = (
+        later["metrics"][name] - earlier["metrics"][name]
+        for name in (
+            "vllm:spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens",
+        )
+    )
+    return accepted / drafted
+
+
 def test_vllm_reads_the_exported_ridge_drafter_rightly(played: dict[str, Any]) -> None:
     """A layout that is read wrongly, by a layer or a position, drafts almost nothing right."""
     assert accept_length({}, played["ridge"]) > 1.5
@@ -139,7 +151,7 @@ def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
     for turn in (*learned["turns"], learned["renewed"]):
         assert turn["tokens"] == played["plain"]["tokens"]
     assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
-    assert accept_length(learned["turns"][-2], learned["turns"][-1]) > 2.0
+    assert accepted_share(learned["turns"][-2], learned["turns"][-1]) > 0.5
     status = learned["status"]["learned"]
     assert status["tokens"] > 1000
     assert status["accept_length"] > 1.2
