@@ -30,8 +30,7 @@ from support import toy
 LIMITS = EngineLimits(max_running=4, max_step_tokens=48, max_len=112)
 NUM_REQUESTS = 12
 DRAFTERS = (str(toy.DRAFTERS["eagle1"]), str(toy.DRAFTERS["eagle3"]), "history")
-"""Drafters that draft from the first step on. After `history`, whose numba its start cannot bear,
-vLLM 0.32 starts no further engine in a process."""
+"""Drafters that draft from the first step on."""
 _KINDS: Sequence[dict[str, object]] = (
     {"temperature": 1.0},
     {"temperature": 0.7, "top_p": 0.9},

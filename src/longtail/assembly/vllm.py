@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import util
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from longtail.assembly.drafters import (
     target_of,
 )
 from longtail.config.rl import RunConfig
-from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter
+from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
@@ -49,12 +49,10 @@ from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import KEY, LEARNED, TESTED, TESTED_VERSIONS
+from longtail.vllm.guards import KEY, LEARNED, TESTED, TESTED_VERSIONS, VllmSettings
 
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
-_DEPTH = 4
-"""Most tokens of a chain of the drafter that vLLM learns."""
 
 
 def uses_vllm(config: RunConfig, directory: Path) -> bool:
@@ -154,12 +152,13 @@ def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> d
             "that it learns; set it to 'budget', or give a directory of an EAGLE drafter"
         )
     if is_drafter(saved := Path(config.run.dir) / "drafter" / INITIAL):
-        return {"drafter": LEARNED, "begin": str(saved)}
-    if loaded is None:
+        loaded, place = load_unbound(saved), saved
+    elif loaded is not None:
+        loaded.save(place)
+    if loaded is None or not isinstance(loaded.layer, RidgeLayer):
         return {"drafter": LEARNED}
-    loaded.save(place)
-    slots = cast(RidgeLayer, loaded.layer).config.slots
-    return {"drafter": LEARNED, "begin": str(place), "depth": min(slots, _DEPTH)}
+    depth = min(loaded.layer.config.slots, VllmSettings().depth)
+    return {"drafter": LEARNED, "begin": str(place), "depth": depth}
 
 
 def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDrafter:

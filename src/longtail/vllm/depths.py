@@ -68,8 +68,8 @@ class Taken:
 class Depths:
     """The depth of drafts in vLLM's table, from its own steps."""
 
-    def __init__(self, drafter: VllmDrafter, most: int = MAX_DEPTH) -> None:
-        self._tuner, self._most = drafter.tuner, most
+    def __init__(self, tuner: Tuner, most: int = MAX_DEPTH) -> None:
+        self._tuner, self._most = tuner, most
         self._plan = Plan(strategy=None)
         self._running = self._left = self._before = 0
         self.depth = 0

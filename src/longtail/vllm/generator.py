@@ -77,7 +77,7 @@ class VllmGenerator(ActiveRequests):
         self._engine = _start(directory, limits, dtype, drafter, options or {})
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._depths = None if drafter is None else Depths(drafter)
+        self._depths = None if drafter is None else Depths(drafter.tuner)
         self._drafter = drafter
         self._scheduled = _Scheduled()
         self._names: dict[str, str] = {}

@@ -9,7 +9,7 @@ from functools import wraps
 from typing import Any
 
 from longtail.tuner.depth import DepthTuner
-from longtail.vllm.depths import Depths, Taken, VllmDrafter
+from longtail.vllm.depths import Depths, Taken
 from longtail.vllm.guards import check
 
 
@@ -17,8 +17,7 @@ def pace(scheduler: Any) -> None:
     """Choose the depth before each step of a scheduler, and learn from it afterwards."""
     schedule = check(scheduler, "schedule", "", then="throttle_prefills")
     update = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
-    most = scheduler.num_spec_tokens
-    depths = Depths(VllmDrafter(method="ngram", tuner=DepthTuner()), most)
+    depths = Depths(DepthTuner(), scheduler.num_spec_tokens)
     began: dict[int, float] = {}
     ended = 0.0
 

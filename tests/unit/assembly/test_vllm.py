@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from longtail.assembly import vllm
+from longtail.assembly.drafters import fresh
 from longtail.assembly.vllm import uses_vllm
 from longtail.config.rl import load
 from longtail.errors import ConfigError
-from support import toy
+from support import contract, toy
 
 
 @pytest.fixture
@@ -88,10 +89,10 @@ def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(
     new = asked(f"--run.dir={tmp_path}")
     assert vllm._learning(new, None, tmp_path / "unused") == {"drafter": "learned"}
     saved = tmp_path / "drafter" / "initial"
-    saved.mkdir(parents=True)
-    (saved / "drafter.json").write_text("{}")
+    target = contract.toy_target()
+    fresh(target.name, target.model, target.tokenizer).save(saved)
     found = vllm._learning(new, None, tmp_path / "unused")
-    assert found == {"drafter": "learned", "begin": str(saved)}
+    assert found == {"drafter": "learned", "begin": str(saved), "depth": 4}
     off = asked(f"--run.dir={tmp_path}", "--speculation.tuner=off")
     assert vllm._learning(off, None, tmp_path / "unused") == {}
     fixed = asked(f"--run.dir={tmp_path}", "--speculation.tuner=fixed")

@@ -5,7 +5,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from longtail.vllm.depths import MAX_DEPTH, Depths, Taken, VllmDrafter
+from longtail.vllm.depths import MAX_DEPTH, Depths, Taken
 
 
 class Recording(Tuner):
@@ -33,12 +33,8 @@ def step(
     )
 
 
-def depths(tuner: Tuner) -> Depths:
-    return Depths(VllmDrafter(method="eagle", tuner=tuner))
-
-
 def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
-    chosen = depths(Recording(2, 3, 4))
+    chosen = Depths(Recording(2, 3, 4))
     found = []
     for running in (4,) * 6 + (5, 6, 3):  # 4 to 7 have as many binary digits
         chosen.choose(running)
@@ -48,7 +44,7 @@ def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
 
 def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() -> None:
     tuner = Recording(2, 3)
-    chosen = depths(tuner)
+    chosen = Depths(tuner)
     for _ in range(3):
         chosen.choose(2)
         chosen.learn(step(2, drafted=2, accepted=1, prompt=6))
@@ -61,16 +57,16 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() ->
 
 
 def test_a_change_between_plain_decoding_and_drafts_is_told_with_its_reason() -> None:
-    chosen = depths(FixedTuner(Strategy(depth=3)))
+    chosen = Depths(FixedTuner(Strategy(depth=3)))
     assert chosen.choose(2) == Switch(drafts=True, reason="2 running, measured in vLLM's steps")
     assert chosen.choose(2) is None
 
 
 def test_plain_decoding_and_the_deepest_table_are_bounds() -> None:
-    off = depths(OffTuner())
+    off = Depths(OffTuner())
     assert off.choose(3) is None
     assert off.depth == 0
-    deep = depths(FixedTuner(Strategy(depth=20)))
+    deep = Depths(FixedTuner(Strategy(depth=20)))
     deep.choose(1)
     assert deep.depth == MAX_DEPTH
 
@@ -79,7 +75,7 @@ def test_the_bandit_finds_plain_decoding_where_drafts_are_refused_and_depth_wher
     None
 ):
     for accepted, best in ((0.0, 0), (1.0, 4)):
-        chosen, found, before = depths(BanditTuner(epsilon=0.0)), [], 0
+        chosen, found, before = Depths(BanditTuner(epsilon=0.0)), [], 0
         for _ in range(600):
             chosen.choose(30)
             seconds = 1.0 + 0.1 * before  # a draft costs a tenth of a step
