@@ -14,7 +14,7 @@ import torch
 from longtail.assembly.drafters import FRESH, LearnedDrafter, Target
 from longtail.assembly.worker import open_own
 from longtail.config.rl import RunConfig
-from longtail.drafter.weights import DRAFT_IDS
+from longtail.drafter.weights import DRAFT_IDS, copy_parameters
 from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
 from longtail.generator import Generator, StepReport
@@ -252,33 +252,46 @@ def law_7_a_drafter_is_adopted_in_mid_text(opening: Open) -> None:
         plain = texts(generator.generate(requests()))
     reports: list[StepReport] = []
     with opening(FRESH) as (generator, learned):
-        if learned is None:  # it learns by itself
-            first = generator.generate(requests(), reports.append)
-            second = generator.generate(requests(), reports.append)
-            assert texts(first) == texts(second) == plain
-            assert any(each.num_accepted for report in reports for each in report.verified)
-            return
-        assert learned.texts is not None
-        learned.texts.take()
+        if learned is not None and learned.texts is not None:
+            learned.texts.take()
         first = generator.generate(requests(), reports.append)
-        assert not any(report.verified for report in reports)
-        sums = learned.texts.take()
-        written = sum(max(len(each.tokens) - 1, 0) for each in first)
-        assert sums.num_tokens == written  # type: ignore[attr-defined]
-        drafter: Mapping[str, torch.Tensor] = sums.weights(learned.target.tokenizer.eos_ids)
-        assert DRAFT_IDS in drafter
-        for request in requests():
-            generator.submit(request)
-        done: dict[str, Completion] = {}
-        while generator.num_unfinished:
-            if len(reports) % 20 == 5:
-                generator.load_drafter(drafter)
-            report = generator.step()
-            reports.append(report)
-            done |= {each.request_id: each for each in report.finished}
+        if learned is None:  # it learns by itself
+            assert texts(generator.generate(requests(), reports.append)) == plain == texts(first)
+            assert any(each.num_accepted for report in reports for each in report.verified)
+        else:
+            assert learned.texts is not None
+            assert not any(report.verified for report in reports)
+            sums = learned.texts.take()
+            written = sum(max(len(each.tokens) - 1, 0) for each in first)
+            assert sums.num_tokens == written  # type: ignore[attr-defined]
+            drafter: Mapping[str, torch.Tensor] = sums.weights(learned.target.tokenizer.eos_ids)
+            assert DRAFT_IDS in drafter
+            adopted = _adopting(generator, drafter, reports)
+            assert adopted == plain == texts(first)
+    if learned is None:
+        with opening(DRAFTERS[0]) as (generator, learned):
+            assert learned is not None
+            layer, ids = learned.loaded.layer, learned.loaded.draft_ids
+            reports.clear()
+            assert _adopting(generator, copy_parameters(layer, ids), reports) == plain
     verified = [each for report in reports for each in report.verified]
-    assert texts([done[each.request_id] for each in requests()]) == plain == texts(first)
     assert sum(each.num_accepted for each in verified) > len(verified) / 4
+
+
+def _adopting(
+    generator: Generator, drafter: Mapping[str, torch.Tensor], reports: list[StepReport]
+) -> list[tuple[object, ...]]:
+    """Return the texts of a generator that takes a drafter's weights every 20 steps."""
+    for request in requests():
+        generator.submit(request)
+    done: dict[str, Completion] = {}
+    while generator.num_unfinished:
+        if len(reports) % 20 == 5:
+            generator.load_drafter(drafter)
+        report = generator.step()
+        reports.append(report)
+        done |= {each.request_id: each for each in report.finished}
+    return texts([done[each.request_id] for each in requests()])
 
 
 def a_request_that_cannot_be_served_is_refused(opening: Open) -> None:
