@@ -37,7 +37,7 @@ from longtail.system.device import to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 PromptInput = str | Sequence[Mapping[str, Any]]
-"""Plain text, used as it is, or chat messages, to which the model's chat template is applied."""
+"""Plain text, behind the tokenizer's BOS if it has one, or chat messages, to which the model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
 
@@ -82,8 +82,9 @@ class Engine:
 
         Raises RequestError if they do not fit, and DataError for chat messages without a template.
         """
-        text = prompt if isinstance(prompt, str) else self.tokenizer.render(prompt)
-        tokens = self.tokenizer.encode(text)
+        is_plain = isinstance(prompt, str)
+        text = prompt if is_plain else self.tokenizer.render(prompt)
+        tokens = self.tokenizer.encode(text, add_special_tokens=is_plain)
         if max_tokens > (room := self.max_positions - len(tokens)):
             raise RequestError(
                 f"max_tokens = {max_tokens}: after a prompt of {len(tokens)} tokens the model has "

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from longtail.model.hf.model import PolicyTransformer
@@ -89,8 +89,13 @@ def byte_level_backend() -> Backend:
     return backend
 
 
-def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
-    """Return a tokenizer of printable ASCII after <pad> <eos> <unk> <user> <assistant>."""
+def tiny_tokenizer(
+    chat_template: str | None = CHAT_TEMPLATE, *, adds_special: bool = False
+) -> Tokenizer:
+    """Return a tokenizer of printable ASCII after <pad> <eos> <unk> <user> <assistant>.
+
+    `adds_special`: of its own it puts <pad>, which is then its BOS, before a text and <eos> behind.
+    """
     from transformers import PreTrainedTokenizerFast  # here, because it takes seconds
 
     symbols = (*SPECIAL, *string.printable)
@@ -99,8 +104,13 @@ def tiny_tokenizer(chat_template: str | None = CHAT_TEMPLATE) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     backend.add_special_tokens(list(SPECIAL))
+    begin = {"bos_token": "<pad>"} if adds_special else {}
+    if adds_special:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<pad> $A <eos>", special_tokens=[("<pad>", 0), ("<eos>", 1)]
+        )
     inner = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", **begin
     )
     inner.chat_template = chat_template
-    return Tokenizer(inner, (vocabulary["<eos>"],))
+    return Tokenizer(inner, (vocabulary["<eos>"],), None, inner.bos_token_id)

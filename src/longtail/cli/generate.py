@@ -3,7 +3,6 @@
 Completions go to standard output, speed and acceptance to standard error.
 """
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from longtail.engine.text import Piece
 from longtail.errors import ConfigError, RequestError
 from longtail.generator import StepReport
 from longtail.system.device import set_threads
+from longtail.system.files import json_line
 from longtail.types import Completion, SamplingParams
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"
@@ -105,7 +105,7 @@ def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
             "finish_reason": completion.finish_reason.value,
         }
         text = f"--- {index + 1} of {len(completions)}\n{completion.text}"
-        print(json.dumps(row, ensure_ascii=False) if as_json else text)
+        print(json_line(row) if as_json else text)
 
 
 def _summarize(completions: Sequence[Completion], seconds: float, accepted: AcceptLength) -> None:

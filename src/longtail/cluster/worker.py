@@ -203,7 +203,7 @@ class Worker:
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
         tokenizer = self._components.tokenizer
-        self._components.policy.save(path, tokenizer.eos_ids)
+        self._components.policy.save(path, tokenizer.eos_ids, tokenizer.bos_id)
         tokenizer.save(path)
 
     # ---- tasks of the drafter

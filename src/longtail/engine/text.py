@@ -66,17 +66,10 @@ class Detokenizer:
     def feed(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the text that they complete, possibly empty."""
         self._tokens += tokens
-        return self._new_text(unfinished=False)
-
-    def flush(self) -> str:
-        """Return the held-back text after the last token."""
-        return self._new_text(unfinished=True)
-
-    def _new_text(self, *, unfinished: bool) -> str:
         start, read = self._ends[0], self._ends[-1]
         before = self._decode(self._tokens[start:read])
         now = self._decode(self._tokens[start:])
-        if len(now) <= len(before) or (now.endswith("\ufffd") and not unfinished):
+        if len(now) <= len(before) or now.endswith("\ufffd"):
             return ""
         self._ends.append(len(self._tokens))
         while len(self._ends) > 2 and self._ends[1] <= read - _CONTEXT:

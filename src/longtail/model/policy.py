@@ -65,7 +65,7 @@ class Policy(nn.Module, Scorer):
         """Return the policy before it learns, frozen."""
 
     @abc.abstractmethod
-    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write what `read` needs, in Hugging Face's files. Raises CheckpointError."""
 
     @abc.abstractmethod

@@ -147,7 +147,8 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
             f"data.source = {config.data.source!r}, row {index}: {column} is {text!r:.80}, "
             "expected text"
         )
-    return Example(tokens=(*tokenizer.encode(text), tokenizer.eos_ids[0]), prompt_len=1)
+    tokens = tokenizer.encode(text, add_special_tokens=True)
+    return Example(tokens=(*tokens, tokenizer.eos_ids[0]), prompt_len=1)
 
 
 def prompt_rows(config: DrafterTrainConfig) -> list[Row]:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     load_parameters(policy.trainable(), policy.read(latest.policy))
     tokenizer = load_tokenizer(latest.policy)
     out.mkdir(parents=True)
-    policy.save_merged(out, tokenizer.eos_ids)
+    policy.save_merged(out, tokenizer.eos_ids, tokenizer.bos_id)
     tokenizer.save(out)
     print(f"the model of step {latest.step} is in {out}")
     return 0

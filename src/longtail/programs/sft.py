@@ -83,7 +83,7 @@ class Components(steps.Components):
         """Write a checkpoint."""
 
         def save_policy(path: Path) -> None:
-            self.model.save(path, self.tokenizer.eos_ids)
+            self.model.save(path, self.tokenizer.eos_ids, self.tokenizer.bos_id)
             self.tokenizer.save(path)
 
         state = {"cursor": self.batches.state()}

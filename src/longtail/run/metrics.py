@@ -8,7 +8,6 @@ Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 import contextlib
 import errno
 import hashlib
-import json
 import math
 import os
 import re
@@ -21,6 +20,7 @@ from typing import Any, final
 import numpy as np
 
 from longtail.errors import CheckpointError
+from longtail.system.files import json_line
 from longtail.system.machine import import_extra
 
 Number = int | float
@@ -114,8 +114,7 @@ class JsonLines:
         Raises CheckpointError if the write fails.
         """
         plain = {"step": step, **_finite(metrics)}
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
-        line = text.encode(errors="backslashreplace") + b"\n"  # a lone surrogate is escaped
+        line = json_line(plain).encode(errors="backslashreplace") + b"\n"  # a lone surrogate is escaped
         with self._named_errors():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -19,8 +19,9 @@ from pydantic import (
     model_validator,
 )
 
-from longtail.engine.text import Decode, Detokenizer, Reader
+from longtail.engine.text import Reader
 from longtail.generator import Emitted, Verified
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.service import Event
 from longtail.types import Completion
 
@@ -116,6 +117,8 @@ class CompletionRequest(_CommonFields):
         list[Annotated[str, _NOT_EMPTY] | Annotated[list[int], _NOT_EMPTY]],
         BeforeValidator(_prompts),
     ]
+    add_special_tokens: bool = True
+    """Whether a text begins with the tokenizer's BOS, as in vLLM; lists of ids stay as they are."""
     max_tokens: Annotated[int, Field(ge=1)] = 16
     logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     """0 asks for the logprobs of the sampled tokens; those of others are not available."""
@@ -138,13 +141,16 @@ Body = CompletionRequest | ChatRequest
 def problem(error: ValidationError) -> tuple[str | None, str]:
     """Return the first wrong field of a body, and its value and what it must be."""
     first = error.errors(include_url=False)[0]
-    field = ".".join(str(part) for part in first["loc"])
+    # The kinds of a union are parts of pydantic's location: prompt.0.list[int].1, messages.0.role
+    own = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
+    unknown = first["type"] == "extra_forbidden"
+    field = ".".join(map(str, first["loc"] if unknown else own))
     message = first["msg"].removeprefix("Value error, ")
     if not field:
         return None, f"the body must be a JSON object: {message}"
     if first["type"] == "missing":
         return field, f"{field} is missing"
-    if first["type"] == "extra_forbidden":
+    if unknown:
         neutral = _NEUTRAL.get(str(first["loc"][-1]))
         message = "no such field, or not supported; leave it out"
         message += "" if neutral is None else f", or give {neutral!r}"
@@ -155,12 +161,14 @@ def problem(error: ValidationError) -> tuple[str | None, str]:
 class _Choice:
     """One completion: what is generated and not sent yet."""
 
-    def __init__(self, body: Body, index: int, prompt: Sequence[int], decode: Decode) -> None:
+    def __init__(
+        self, body: Body, index: int, prompt: Sequence[int], tokenizer: Tokenizer
+    ) -> None:
         self._body, self._index, self._prompt = body, index, prompt
-        self._reader, self._detokenizer = Reader(decode, body.stop), Detokenizer(decode)
+        self._tokenizer, self._reader = tokenizer, Reader(tokenizer.decode, body.stop)
         self._has_logprobs = body.logprobs is not None and body.logprobs is not False  # 0 is true
         self._text, self._ids = "", list[int]()
-        self._names, self._logprobs = list[str](), list[float]()
+        self._logprobs = list[tuple[str, list[int], float]]()
         self._is_first, self._reason = True, ""
 
     def add(self, events: Sequence[Event]) -> bool:
@@ -173,13 +181,22 @@ class _Choice:
         if done is not None:
             self._text += self._reader.finish(done.text)
         if self._has_logprobs:
-            self._logprobs += [each.logprob for each in emitted]
-            names = [self._detokenizer.feed([token]) for token in ids]
-            names[-1] += "" if done is None else self._detokenizer.flush()
-            by_id = self._body.return_tokens_as_token_ids
-            self._names += [f"token_id:{token}" for token in ids] if by_id else names
+            self._logprobs += [(*self._named(each.token), each.logprob) for each in emitted]
         self._reason = "" if done is None else done.finish_reason.value
         return bool(self._text or done)
+
+    def _named(self, token: int) -> tuple[str, list[int]]:
+        """Return a token's text and bytes; parts of a character are written as OpenAI does.
+
+        Example: of the first of two tokens of "é": ("\\xc3", [195])
+        """
+        whole = self._tokenizer.token_bytes(token)
+        try:
+            text = whole.decode()
+        except UnicodeDecodeError:
+            text = "".join(f"\\x{byte:02x}" for byte in whole)
+        by_id = self._body.return_tokens_as_token_ids or not text
+        return f"token_id:{token}" if by_id else text, list(whole)
 
     def take(self) -> dict[str, Any]:
         """Return the body of what was not sent yet."""
@@ -194,17 +211,18 @@ class _Choice:
             body["message"] = {"role": "assistant", "content": self._text, "refusal": None}
         if self._has_logprobs and is_chat:
             rows: list[Any] = [
-                {"token": name, "logprob": logprob, "bytes": None, "top_logprobs": []}
-                for name, logprob in zip(self._names, self._logprobs, strict=True)
+                {"token": name, "logprob": logprob, "bytes": whole, "top_logprobs": []}
+                for name, whole, logprob in self._logprobs
             ]
             body["logprobs"] = {"content": rows}
         elif self._has_logprobs:
-            body["logprobs"] = {"tokens": self._names, "token_logprobs": self._logprobs}
+            names, _, logprobs = zip(*self._logprobs, strict=True) if self._logprobs else ((),) * 3
+            body["logprobs"] = {"tokens": list(names), "token_logprobs": list(logprobs)}
         if self._body.return_token_ids:
             body["token_ids"] = self._ids
             if not is_chat:
                 body["prompt_token_ids"] = list(self._prompt) if first else None
-        self._text, self._ids, self._names, self._logprobs = "", [], [], []
+        self._text, self._ids, self._logprobs = "", [], []
         return body
 
 
@@ -213,7 +231,7 @@ class ResponseBuilder:
     """Builds the response to one call, whole or in chunks, while its completions are generated."""
 
     def __init__(
-        self, body: Body, prompts: Sequence[Sequence[int]], decode: Decode, seed: int
+        self, body: Body, prompts: Sequence[Sequence[int]], tokenizer: Tokenizer, seed: int
     ) -> None:
         self._body, self._prompts, self._seed = body, prompts, seed
         prefix, kind = "cmpl", "text_completion"
@@ -228,7 +246,7 @@ class ResponseBuilder:
         if body.return_token_ids and isinstance(body, ChatRequest):
             self._base["prompt_token_ids"] = list(prompts[0])
         self._choices = [
-            _Choice(body, index, prompts[index // body.n], decode)
+            _Choice(body, index, prompts[index // body.n], tokenizer)
             for index in range(len(prompts) * body.n)
         ]
         self._generated = self._drafted = self._accepted = self._verified = 0

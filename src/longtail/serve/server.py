@@ -145,7 +145,7 @@ class Routes:
 
     async def _complete(self, http: HttpRequest) -> Response:
         body = CompletionRequest.model_validate_json(await _read(http))
-        encode = self.tokenizer.encode
+        encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
         prompts = [
             tuple(each) if isinstance(each, list) else await asyncio.to_thread(encode, each)
             for each in body.prompt
@@ -174,7 +174,7 @@ class Routes:
         )
         seed = secrets.randbits(53) if body.seed is None else body.seed
         stream = self.service.submit(prompts, sampling, seed, body.n)
-        response = ResponseBuilder(body, prompts, self.tokenizer.decode, seed)
+        response = ResponseBuilder(body, prompts, self.tokenizer, seed)
         headers = {"X-Longtail-Seed": str(seed), "Cache-Control": "no-store"}
         if body.stream:
             return StreamingResponse(
@@ -218,7 +218,7 @@ async def _chunks(
 
 
 def _event(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
 async def _answer_error(_: HttpRequest, error: Exception) -> Response:

@@ -115,6 +115,18 @@ def process_of(run_dir: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
+_LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
+
+
+def json_line(value: Any) -> str:
+    """Return a value as JSON on one line, for any reader of lines; control characters are escaped.
+
+    Python's and some clients' readers end a line at U+0085, U+2028 and U+2029, too. Raises
+    ValueError for a number that is not finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).translate(_LINE_ENDS)
+
+
 MAX_DEPTH = 100
 """Maximum nesting of lists and objects."""
 MAX_DIGITS = 308

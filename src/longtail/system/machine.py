@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,9 +20,18 @@ from urllib.parse import unquote
 from longtail.errors import ConfigError
 
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
-CAPS = ("avx2", "generic")
-"""Values of LONGTAIL_ISA, which hides the instructions that a lesser processor lacks."""
-_CAPPED = {"avx2": ("avx2", "fma"), "generic": ()}
+_CAPPED: Mapping[str, tuple[str, ...]] = {
+    "avx2": ("avx2", "fma"),
+    "avx512": ("avx2", "fma", "avx512f"),
+    "generic": (),
+    "bf16-emulated": (),
+    "amx-emulated": (),
+}
+CAPS = tuple(_CAPPED)
+"""Values of LONGTAIL_ISA, which hides the instructions that a lesser processor lacks.
+
+The last two are for tests: their kernels are as for `generic`, with AVX512-BF16 or AMX in plain C.
+"""
 _BFLOAT16 = {"avx512_bf16", "amx_bf16", "bf16"}
 
 MAX_INT32 = 2**31 - 1
@@ -71,7 +81,7 @@ def cpu_vendor() -> str:
 
 
 def cpu_cap() -> str:
-    """Return LONGTAIL_ISA: `avx2`, `generic`, or empty for all that the processor has.
+    """Return LONGTAIL_ISA, one of CAPS, or empty for all that the processor has.
 
     Raises ConfigError if it is anything else.
     """

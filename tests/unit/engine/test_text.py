@@ -43,8 +43,8 @@ def fallback_tokens(text: str) -> list[int]:
 
 def in_steps(tokens: list[int], decode: Decode) -> str:
     """Stream the tokens one by one."""
-    reader = Detokenizer(decode)
-    return "".join([*(reader.feed([token]) for token in tokens), reader.flush()])
+    reader = Reader(decode, ())
+    return "".join([*(reader.feed([token]) for token in tokens), reader.finish(decode(tokens))])
 
 
 def test_the_earliest_stop_counts():
@@ -79,11 +79,11 @@ def test_streamed_pieces_join_to_the_text_even_of_broken_bytes(tokens):
 
 @given(text=TEXTS, cuts=st.lists(st.integers(1, 5)))
 def test_tokens_may_arrive_several_at_a_time_or_none(text, cuts):
-    tokens, reader, pieces, at = list(text.encode()), Detokenizer(BYTES), [], 0
+    tokens, reader, pieces, at = list(text.encode()), Reader(BYTES, ()), [], 0
     for cut in cuts:
         pieces += [reader.feed(tokens[at : at + cut]), reader.feed([])]
         at += cut
-    pieces += [reader.feed(tokens[at:]), reader.flush()]
+    pieces += [reader.feed(tokens[at:]), reader.finish(text)]
     assert "".join(pieces) == text
 
 

@@ -204,10 +204,12 @@ def test_a_failed_write_is_a_checkpoint_error(tmp_path: Path) -> None:
         save_model(tiny_model(), tmp_path)
 
 
-def test_eos_ids_are_saved_with_the_model(tmp_path: Path) -> None:
-    save_model(tiny_model(), tmp_path, eos_ids=(1, 7))
+def test_eos_and_bos_ids_are_saved_with_the_model(tmp_path: Path) -> None:
+    save_model(tiny_model(), tmp_path, eos_ids=(1, 7), bos_id=3)
     tiny_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path).eos_ids == (1, 7)
+    assert load_tokenizer(tmp_path).bos_id == 3
+    assert json.loads((tmp_path / "config.json").read_text())["bos_token_id"] == 3
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused() -> None:

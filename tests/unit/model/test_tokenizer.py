@@ -2,12 +2,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Family
-from support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, byte_level_backend, tiny_model, tiny_tokenizer
 
 QUESTION = [{"role": "user", "content": "6*7?"}]
 
@@ -18,6 +20,48 @@ def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
     digits = tokenizer.encode("10")
     assert digits == (6, 5)  # string.printable begins with the digits, five special tokens before
     assert tokenizer.encode("<user>10<eos>") == (3, *digits, 1)
+
+
+def test_special_tokens_come_once_before_a_text_and_never_behind() -> None:
+    tokenizer = tiny_tokenizer(adds_special=True)
+    digits = tokenizer.encode("10")
+    assert digits == (6, 5)
+    assert tokenizer.encode("10", add_special_tokens=True) == (0, *digits)
+    assert tokenizer.encode("<pad>10", add_special_tokens=True) == (0, *digits)
+    assert tokenizer.encode("", add_special_tokens=True) == (0,)
+    assert tokenizer.chat(QUESTION) == (3, *tokenizer.encode("6*7?"), 1, 4)
+    assert tiny_tokenizer().encode("10", add_special_tokens=True) == digits
+
+
+def test_a_tokenizer_config_alone_can_ask_for_bos(tmp_path: Path) -> None:
+    tiny_tokenizer().save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    fields = {"add_bos_token": True, "bos_token": "<user>", "tokenizer_class": "LlamaTokenizer"}
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("10", add_special_tokens=True) == (3, *tokenizer.encode("10"))
+    assert tokenizer.bos_id == 3
+
+
+@pytest.mark.parametrize("text", ["ab \u65e5 a\n", "\u00e9\U0001f600", "  abab"])
+def test_the_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    inner = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), eos_token="<eos>")
+    tokenizer = Tokenizer(inner, (inner.eos_token_id,))
+    tokens = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+    assert tokenizer.token_bytes(inner.eos_token_id) == b"<eos>"
+    assert tokenizer.token_bytes(999_999) == b""
+
+
+def test_tokens_of_sentencepiece_are_bytes_and_words_behind_a_space() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = {"<0xE2>": 0, "\u2581word": 1, "\u00e9": 2}
+    backend = Backend(models.WordLevel(pieces, unk_token="\u00e9"))
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), ())
+    assert [tokenizer.token_bytes(i) for i in range(3)] == [b"\xe2", b" word", "\u00e9".encode()]
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -15,7 +16,11 @@ from longtail.rl.data.prompts import (
     system_first,
 )
 
-PLAIN = Encoder(encode=lambda text: tuple(text.encode()), render=None)
+PLAIN = Encoder(encode=lambda text, **_: tuple(text.encode()), render=None)
+BEGUN = Encoder(
+    encode=lambda text, add_special_tokens: (0,) * add_special_tokens + tuple(text.encode()),
+    render=None,
+)
 CHAT = Encoder(
     encode=lambda text: tuple(text.encode()),
     render=lambda messages: "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<bot>",
@@ -248,6 +253,16 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(before, after, coun
     restored.restore(state)
     then = list(chain.from_iterable(visited(restored.take(n)) for n in after))
     assert first + then == whole
+
+
+def test_plain_prompts_begin_with_special_tokens_and_a_run_without_them_is_refused():
+    rows = [{"prompt": "ab"}, {"prompt": "c"}]
+    now, before = prompts_of(rows, BEGUN), prompts_of(rows, PLAIN)
+    assert [each.tokens for each in now.prompts] == [(0, 97, 98), (0, 99)]
+    with pytest.raises(DataError, match=r"version of longtail that put no special tokens \(BOS\)"):
+        PromptSource(now, seed=0).restore(PromptSource(before, seed=0).state())
+    chat = replace(BEGUN, render=lambda messages: messages[0]["content"])
+    assert [each.tokens for each in prompts_of(rows, chat).prompts] == [(97, 98), (99,)]
 
 
 def test_a_cursor_of_other_prompts_is_refused_by_name():

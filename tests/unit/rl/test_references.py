@@ -7,7 +7,7 @@ from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
 from longtail.rl.grading.pool import GraderPool, gradable
 from longtail.rl.grading.reward import reward_factory
 
-ENCODER = Encoder(encode=lambda text: list(text.encode()), render=None)
+ENCODER = Encoder(encode=lambda text, **_: list(text.encode()), render=None)
 UNUSABLE = [None, float("nan"), "", "  ", "####", r"\boxed{}", [1], {"a": 1}]
 
 

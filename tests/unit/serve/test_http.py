@@ -29,6 +29,7 @@ from support.serving import (
     make_model_server,
     shared_tokenizer,
 )
+from support.tiny_models import tiny_tokenizer
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -100,6 +101,26 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_text(
     assert first["choices"] == again["choices"]
 
 
+def test_events_are_lines_for_every_client() -> None:
+    """Some clients end a line at U+0085, U+2028 and U+2029, too."""
+    event = server._event({"text": "a\u2028b\u0085c\u2029d\r\x00\u65e5"})
+    assert event.endswith("\n\n")
+    assert event.splitlines() == [event.removesuffix("\n\n"), ""]
+    assert json.loads(event.removeprefix("data: "))["text"] == "a\u2028b\u0085c\u2029d\r\x00\u65e5"
+
+
+def test_a_text_begins_with_bos_unless_the_caller_says_no() -> None:
+    routes = replace(make_model_server(make_engine()), tokenizer=tiny_tokenizer(adds_special=True))
+    with live(routes) as client:
+        asked = prompt(return_token_ids=True)
+        told = [
+            client.post(TEXT, json=asked | more).json()["choices"][0]["prompt_token_ids"]
+            for more in ({}, {"add_special_tokens": False}, {"prompt": "<pad>3+4="})
+        ]
+    plain = list(shared_tokenizer().encode("3+4="))
+    assert told == [[0, *plain], plain, [0, *plain]]
+
+
 def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> None:
     whole = client.post(CHAT, json=chat(logprobs=True)).json()
     (choice,) = whole["choices"]
@@ -107,6 +128,7 @@ def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> Non
     assert len(rows) == whole["usage"]["completion_tokens"]
     assert "".join(row["token"] for row in rows) == choice["message"]["content"]
     assert all(row["logprob"] < 0 and row["top_logprobs"] == [] for row in rows)
+    assert [bytes(row["bytes"]).decode() for row in rows] == [row["token"] for row in rows]
     pieces = events(client.post(CHAT, json=chat(logprobs=True, stream=True)))
     assert [r for p in pieces for r in p["choices"][0]["logprobs"]["content"]] == rows
     (columns,) = client.post(TEXT, json=prompt(logprobs=0)).json()["choices"]

@@ -100,6 +100,16 @@ def test_unsupported_fields_of_completions_are_refused_by_name(field: str, value
     assert refused(CompletionRequest, {**TEXT, field: value})[0] == field
 
 
+@pytest.mark.parametrize(
+    ("prompt", "field"),
+    [([""], "prompt.0"), ([5.5], "prompt.0"), ([[]], "prompt.0"), (["a", [1, "b"]], "prompt.1")],
+)
+def test_a_wrong_prompt_is_named_without_kinds_of_pydantic(prompt: Any, field: str) -> None:
+    found, message = refused(CompletionRequest, {**TEXT, "prompt": prompt})
+    assert found == field
+    assert "constrained" not in message
+
+
 def test_the_two_names_of_max_tokens_are_one_field() -> None:
     new = ChatRequest.model_validate({**CHAT, "max_completion_tokens": 2})
     assert new.max_tokens == 2

@@ -29,6 +29,7 @@ from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.errors import ConfigError
 from longtail.loop import Trainer
+from longtail.rl.data.prompts import Encoder
 from longtail.rl.data.requests import visit_of
 from longtail.rl.grading.pool import GraderPool
 from longtail.rl.packing import plan
@@ -232,8 +233,7 @@ class Arm:
         self._run.close()
         rollouts = self._place / "rollouts.jsonl"
         if rollouts.exists():
-            lines = rollouts.read_text(encoding="utf-8").splitlines()
-            rows = [json.loads(line) for line in lines]
+            rows = [json.loads(line) for line in rollouts.read_bytes().splitlines()]
             self.result.texts = {row["request_id"]: row["text"] for row in rows}
             self.result.groups = groups_of(rows, self._config)
         return self.result
@@ -241,7 +241,8 @@ class Arm:
 
 def groups_of(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> list[list[Texts]]:
     """Return the texts of each step by prompt, from the lines of rollouts.jsonl."""
-    tokenizer, steps = load_tokenizer(config.model.path), dict[int, dict[str, list[Any]]]()
+    encoder = Encoder.of(load_tokenizer(config.model.path))
+    steps = dict[int, dict[str, list[Any]]]()
     for row in rows:
         step = steps.setdefault(row["step"], {})
         step.setdefault(visit_of(row["request_id"]), []).append(row)
@@ -249,7 +250,7 @@ def groups_of(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> list[list
         [
             Texts(
                 name=name,
-                prompt_len=len(tokenizer.encode(members[0]["prompt"])),
+                prompt_len=len(encoder.encode_prompt(members[0]["prompt"])),
                 lengths=tuple(row["num_tokens"] for row in members),
                 is_learned=config.learner.kl_coef > 0 or len({r["reward"] for r in members}) > 1,
             )

@@ -95,7 +95,7 @@ class AdaptedModel(CausalModel):
         """Return the same model with its adapters off."""
         return _Unadapted(self, self._peft[0])
 
-    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the adapters in PEFT's files."""
         from safetensors import SafetensorError
 
@@ -120,9 +120,12 @@ class AdaptedModel(CausalModel):
         names = {_IN_FILES + name.replace(".default.", "."): name for name in self.trainable()}
         return {names.get(name, name): tensor for name, tensor in found.items()}
 
-    def save_merged(self, path: Path, eos_ids: Sequence[int]) -> None:
+    def save_merged(
+        self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None
+    ) -> None:
         """Write the model with the adapters added, as a Hugging Face directory."""
-        self._save_whole(path, eos_ids, state_dict=self._merged(self.model.state_dict().items()))
+        merged = self._merged(self.model.state_dict().items())
+        self._save_whole(path, eos_ids, bos_id, state_dict=merged)
 
     def _merged(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the model without adapters, with these added to the weights."""

@@ -114,14 +114,18 @@ class CausalModel(Policy):
         """Return a frozen copy."""
         return copy.deepcopy(self).requires_grad_(False)
 
-    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write a Hugging Face directory by `save_pretrained`."""
-        self._save_whole(path, eos_ids)
+        self._save_whole(path, eos_ids, bos_id)
 
-    def _save_whole(self, path: Path, eos_ids: Sequence[int], **more: Any) -> None:
+    def _save_whole(
+        self, path: Path, eos_ids: Sequence[int], bos_id: int | None, **more: Any
+    ) -> None:
         from safetensors import SafetensorError
 
-        kept = _transformers().GenerationConfig(eos_token_id=list(eos_ids) or None)
+        kept = _transformers().GenerationConfig(
+            eos_token_id=list(eos_ids) or None, bos_token_id=bos_id
+        )
         self.model.generation_config = kept
         try:
             self.model.save_pretrained(path, **more)

@@ -271,7 +271,9 @@ def _parse_windows(fields: Fields, family: Family, layers: int) -> tuple[int, ..
     return windows if any(windows) else ()
 
 
-def emit(config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int]) -> dict[str, Any]:
+def emit(
+    config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int], bos_id: int | None = None
+) -> dict[str, Any]:
     """Return config.json so that transformers 4, transformers 5 and `parse` read the same model."""
     by_family = {family: name for name, family in _ARCHITECTURES.items()}
     content: dict[str, Any] = {
@@ -289,7 +291,7 @@ def emit(config: ModelConfig, dtype: torch.dtype, eos_ids: Sequence[int]) -> dic
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
         "dtype": str(dtype).removeprefix("torch."),
-        "bos_token_id": None,  # explicit: the default of two families is ids 1 and 2
+        "bos_token_id": bos_id,  # explicit: the default of two families is ids 1 and 2
         "eos_token_id": list(eos_ids) or None,
     }
     content |= _emit_rope(config.rope) | _emit_windows(config)

@@ -81,9 +81,9 @@ class PolicyTransformer(Transformer, Policy):
         frozen.fuse()
         return frozen
 
-    def save(self, path: Path, eos_ids: Sequence[int]) -> None:
+    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write a Hugging Face directory."""
-        save_model(self, path, eos_ids=eos_ids)
+        save_model(self, path, eos_ids=eos_ids, bos_id=bos_id)
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
         """Read the parameters of a directory that `save` wrote."""
@@ -150,6 +150,7 @@ def save_model(
     *,
     dtype: torch.dtype | None = None,
     eos_ids: Sequence[int] = (),
+    bos_id: int | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write config.json, safetensors and, with `eos_ids`, generation_config.json.
@@ -160,14 +161,15 @@ def save_model(
     from safetensors import SafetensorError
 
     path, dtype = Path(path), dtype or model.dtype
-    content = emit(model.config, dtype, eos_ids)
+    content = emit(model.config, dtype, eos_ids, bos_id)
     tensors = to_hf(model.state_dict(), model.config)
     try:
         path.mkdir(parents=True, exist_ok=True)
         write_weights(tensors, path, dtype, max_shard_bytes)
         write_json(path / "config.json", content)
         if eos_ids:
-            write_json(path / "generation_config.json", {"eos_token_id": list(eos_ids)})
+            generation = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
+            write_json(path / "generation_config.json", generation)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"the model cannot be written to {path}: {error}; free space or choose another path"

@@ -26,6 +26,8 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""A token of SentencePiece that is a byte."""
 
 
 def _transformers() -> ModuleType:
@@ -36,18 +38,24 @@ def _transformers() -> ModuleType:
 
 @final
 class Tokenizer:
-    """A vocabulary with its chat template. Encoding adds no special tokens.
+    """A vocabulary with its chat template.
 
     Special tokens that are written in a text, as the chat template does, are encoded as such.
     """
 
     def __init__(
-        self, inner: Any, eos_ids: tuple[int, ...], files: Mapping[str, bytes] | None = None
+        self,
+        inner: Any,
+        eos_ids: tuple[int, ...],
+        files: Mapping[str, bytes] | None = None,
+        bos_id: int | None = None,
     ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
-        self._eos_ids = eos_ids
+        self._eos_ids, self._bos_id = eos_ids, bos_id
         self._files = files or {}
         self._vocab_size = 1 + max(inner.get_vocab().values())
+        self._first = _first_tokens(inner)
+        self._byte_of = _byte_alphabet(inner)
 
     @property
     def vocab_size(self) -> int:
@@ -60,6 +68,11 @@ class Tokenizer:
         return self._eos_ids
 
     @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text: the tokenizer's own, else the model's; None without any."""
+        return self._bos_id
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template, which `render` and `chat` need."""
         return self._inner.chat_template is not None
@@ -70,16 +83,39 @@ class Tokenizer:
         template = self._inner.chat_template
         return template if template is None or isinstance(template, str) else json.dumps(template)
 
-    def encode(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text. Raises DataError for a lone surrogate."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+        """Return the tokens of a text. Raises DataError for a lone surrogate.
+
+        With `add_special_tokens` it begins once with the tokens that the tokenizer puts before a
+        text (BOS), as models are trained on text that no chat template wrote. What the tokenizer
+        puts behind a text is left out: the text goes on.
+        """
         _check_characters(text)
-        return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+        tokens = tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+        first = self._first if add_special_tokens else ()
+        return tokens if tokens[: len(first)] == first else (*first, *tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens without special tokens."""
         return self._inner.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character.
+
+        Special tokens are written out; an unknown id has no bytes.
+        """
+        piece = self._inner.convert_ids_to_tokens(token)
+        if piece is None:
+            return b""
+        if token in self._inner.added_tokens_decoder:
+            return piece.encode()
+        if self._byte_of and all(letter in self._byte_of for letter in piece):
+            return bytes(self._byte_of[letter] for letter in piece)
+        if byte := _BYTE.fullmatch(piece):
+            return bytes.fromhex(byte[1])
+        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so
 
     @property
     def template_arguments(self) -> frozenset[str]:
@@ -165,19 +201,43 @@ def _variables(template: str) -> frozenset[str]:
     return frozenset(meta.find_undeclared_variables(tree)) - {"raise_exception", "strftime_now"}
 
 
-def _eos_ids(path: Path, inner: Any) -> tuple[int, ...]:
-    """Return the tokenizer's own, then those of generation_config.json, else of config.json."""
-    ids = [] if inner.eos_token_id is None else [inner.eos_token_id]
+def _byte_alphabet(inner: Any) -> dict[str, int]:
+    """Return the byte of each letter of byte-level BPE; of another tokenizer, nothing."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    backend = getattr(inner, "backend_tokenizer", None)
+    decoder = None if backend is None else backend.decoder
+    if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
+        return {}
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+
+
+def _first_tokens(inner: Any) -> tuple[int, ...]:
+    """Return the special tokens that a tokenizer puts before a text."""
+    plain = inner.encode("a", add_special_tokens=False)
+    whole = inner.encode("a", add_special_tokens=True)
+    places = range(len(whole) - len(plain) + 1)
+    found = next((i for i in places if whole[i : i + len(plain)] == plain), 0)
+    return tuple(whole[:found])
+
+
+def _ids(path: Path, inner: Any, name: str) -> tuple[int, ...]:
+    """Return the tokenizer's own, then those of generation_config.json, else of config.json.
+
+    `name` is "eos_token_id" or "bos_token_id".
+    """
+    own = getattr(inner, name)
+    ids = [] if own is None else [own]
     names = ("generation_config.json", "config.json")
-    file = next((path / name for name in names if (path / name).is_file()), None)
+    file = next((path / each for each in names if (path / each).is_file()), None)
     if file is not None:
         try:
-            value = parse_json(file.read_bytes()).get("eos_token_id")
+            value = parse_json(file.read_bytes()).get(name)
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{file} is not a JSON object: copy the file again") from error
         listed = value if isinstance(value, list) else [] if value is None else [value]
         if any(type(token) is not int or token < 0 for token in listed):
-            raise ConfigError(f"{file}: eos_token_id = {value!r}: it must be token ids or null")
+            raise ConfigError(f"{file}: {name} = {value!r}: it must be token ids or null")
         ids += listed
     return tuple(dict.fromkeys(ids))
 
@@ -204,7 +264,13 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error}): copy its files again"
         ) from error
-    return Tokenizer(inner, _eos_ids(path, inner), files if complete else None)
+    begins = _ids(path, inner, "bos_token_id")
+    return Tokenizer(
+        inner,
+        _ids(path, inner, "eos_token_id"),
+        files if complete else None,
+        begins[0] if begins else None,
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -28,24 +28,20 @@ _TILE = 32
 _LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
     "inputs": (1, 32, 1),
     "halves": (1, 32, 1),
-    "pairs": (2, 32, 2),
+    "pairs": (2, 32, 1),
     "tiles": (2, 16, 32),
 }
-"""Adjacent inputs of an output, outputs of a block, and divisor of the number of inputs."""
+"""Adjacent inputs of an output, outputs of a block, and number to whose multiple inputs are padded."""
 
 
 @final
 class NativeProduct:
     """The product x W^T + bias by product.c, with a weight in its layout."""
 
-    def __init__(
-        self, packed: Tensor, bias: Tensor | None, outputs: int, num_filled: int = 0
-    ) -> None:
+    def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int) -> None:
         product = native.product(packed.dtype)
         assert product is not None, "packed for a product that this machine does not have"
         self.packed = packed
-        self.num_filled = num_filled
-        """Number of inputs of weight 0 that pad the layer's own."""
         self.outputs = outputs
         self._product, self._bias = product, bias
         self.shift = None if bias is None else bias.data_ptr()
@@ -53,8 +49,6 @@ class NativeProduct:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with dense rows."""
-        if self.num_filled:
-            x = F.pad(x, (0, self.num_filled))
         assert x.is_contiguous(), "product.c reads dense rows"
         out = x.new_empty(x.shape[0], self.outputs)
         self._product(
@@ -94,9 +88,8 @@ class Linear(nn.Module):
 
     @property
     def native(self) -> NativeProduct | None:
-        """The packed weight in the layout of product.c; None if packed otherwise or padded."""
-        packed = self._packed
-        return packed if isinstance(packed, NativeProduct) and not packed.num_filled else None
+        """The packed weight in the layout of product.c; None if packed otherwise."""
+        return self._packed if isinstance(self._packed, NativeProduct) else None
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Return y for a flat list of rows."""
@@ -120,11 +113,11 @@ def _native(
     """Pack for product.c; None if it does not run on this machine."""
     outputs, inputs = weight.shape
     layout = native.layout(weight.dtype) if weight.device.type == "cpu" else None
-    if layout is None:
+    if layout is None or (layout == "pairs" and inputs % 2):
         return None
     # [blocks of outputs][inputs / step][outputs of a block][step], padded with 0
-    step, block, divisor = _LAYOUTS[layout]
-    more_inputs, more_outputs = -inputs % divisor, -outputs % _TILE
+    step, block, multiple = _LAYOUTS[layout]
+    more_inputs, more_outputs = -inputs % multiple, -outputs % _TILE
     filled = (
         F.pad(weight, (0, more_inputs, 0, more_outputs)) if more_inputs or more_outputs else weight
     )
@@ -138,7 +131,7 @@ def _native(
     if before is None or before.dtype != weight.dtype or before.shape != size:
         before = (pages or HugePages()).empty(size, weight.dtype)
     before.view(steps.dtype).view(ordered.shape).copy_(ordered)
-    return NativeProduct(before, bias, outputs, more_inputs)
+    return NativeProduct(before, bias, outputs)
 
 
 def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +41,16 @@ _FLAGS = (
     "-fopenmp",  # with the libgomp that PyTorch has loaded
     "-fPIC",
 )
-_X86 = ("-mprefer-vector-width=512",)
-_ARCHITECTURES = {"": "native", "avx2": "x86-64-v3", "generic": "x86-64"}
-"""Value of -march by LONGTAIL_ISA."""
+_X86 = ("-mprefer-vector-width=512", "-Wno-psabi")
+_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "": ("-march=native",),
+    "avx2": ("-march=x86-64-v3",),
+    "avx512": ("-march=x86-64-v4",),
+    "generic": ("-march=x86-64",),
+    "bf16-emulated": ("-march=x86-64", "-DLT_EMULATED=1"),
+    "amx-emulated": ("-march=x86-64", "-DLT_EMULATED=2"),
+}
+"""Flags by LONGTAIL_ISA."""
 _FAST = ("-ffast-math", "-fno-finite-math-only")
 _EXACT = ("-fno-math-errno", "-fno-trapping-math")
 _LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
@@ -59,6 +67,7 @@ _FLOAT32 = """
 #undef STORE
 """
 _BFLOAT16 = """
+#define LT_BFLOAT16
 #define T uint16_t
 #define NAME(f) f##_bf16
 #define LOAD(v) lt_from_bf16(v)
@@ -71,14 +80,18 @@ _BFLOAT16 = """
 #undef STORE
 #undef T_TILES
 """
+
+
+def _steps(dtype: str) -> str:
+    """Return the unit of the kernels of a dtype."""
+    parts = (dtype.format(source=_SOURCES[name]) for name in ("kernels", "decoder", "draft"))
+    first, *others = parts
+    return f'{first}#include "{_SOURCES["product"]}"\n{"".join(others)}'
+
+
 _UNITS = {
-    "kernels": (
-        _FAST,
-        (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["kernels"])
-        + f'#include "{_SOURCES["product"]}"\n'
-        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["decoder"])
-        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draft"]),
-    ),
+    "float32": (_FAST, _steps(_FLOAT32)),
+    "bfloat16": (_FAST, _steps(_BFLOAT16)),
     "draws": (
         _EXACT,
         (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])
@@ -87,7 +100,7 @@ _UNITS = {
 }
 """Flags and text of each unit."""
 _LIBRARY = "kernels.so"
-_ANNOUNCED = "compiling native kernels, once, for about 15 s"
+_ANNOUNCED = "compiling native kernels, once, for about 10 s"
 Layout = Literal["inputs", "halves", "pairs", "tiles"]
 
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -250,7 +263,7 @@ def _flags() -> tuple[str, ...]:
     """Return the compiler's flags for this processor, within LONGTAIL_ISA."""
     if platform.machine() != "x86_64":
         return (*_FLAGS, "-march=native")
-    return (*_FLAGS, *_X86, f"-march={_ARCHITECTURES[machine.cpu_cap()]}")
+    return (*_FLAGS, *_X86, *_ARCHITECTURES[machine.cpu_cap()])
 
 
 def _compile(compiler: str, folder: Path) -> None:
@@ -266,13 +279,16 @@ def compile_units(compiler: str, flags: Sequence[str], folder: Path) -> list[Pat
 
     Raises CalledProcessError if the compiler fails.
     """
-    objects = []
-    for name, (own, text) in _UNITS.items():
+
+    def compiled(name: str) -> Path:
+        own, text = _UNITS[name]
         unit, object_file = folder / f"{name}.c", folder / f"{name}.o"
         unit.write_text(text)
         _run(compiler, *flags, *own, "-c", unit, "-o", object_file)
-        objects.append(object_file)
-    return objects
+        return object_file
+
+    with ThreadPoolExecutor() as side_by_side:
+        return list(side_by_side.map(compiled, _UNITS))
 
 
 def _run(*command: str | Path) -> None:

@@ -108,10 +108,14 @@ def convert(
     ends = [end] if (end := field(reader, "tokenizer.ggml.eos_token_id")) is not None else []
     directory.mkdir(parents=True)
     write_weights(tensors, directory, _DTYPE, _MAX_SHARD_BYTES)
-    write_json(directory / "config.json", emit(config, _DTYPE, ends))
-    write_json(directory / "generation_config.json", {"eos_token_id": ends})
+    begin = field(reader, "tokenizer.ggml.bos_token_id")
+    write_json(directory / "config.json", emit(config, _DTYPE, ends, begin))
+    generation = {"bos_token_id": begin, "eos_token_id": ends}
+    write_json(directory / "generation_config.json", generation)
     write_json(directory / "tokenizer.json", content)
     named = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+    if field(reader, "tokenizer.ggml.add_bos_token"):
+        named["add_bos_token"] = True
     write_json(directory / "tokenizer_config.json", named)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")

@@ -61,7 +61,7 @@ def make_examples(
     kept: list[Example] = []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        tokens = (*prompt.tokens, *encode_at(where, encoder, prompt.data["completion"]), eos_id)
+        tokens = (*prompt.tokens, *encode_at(where, encoder.encode, prompt.data["completion"]), eos_id)
         if len(tokens) <= max_len:
             kept.append(Example(tokens=tokens, prompt_len=len(prompt.tokens)))
         elif not drop_long:
@@ -129,7 +129,8 @@ class ExampleBatches:
         """Restore a saved cursor; DataError if it belongs to other examples."""
         if state["fingerprint"] != self._fingerprint:
             raise DataError(
-                "the checkpoint was made with other texts; restore the data of that run, or start "
+                "the checkpoint was made with other texts, or by a version of longtail that put no "
+                "special tokens (BOS) before plain text; restore the data of that run, or start "
                 "anew in another run.dir"
             )
         self._go_to(state["epoch"], state["position"])

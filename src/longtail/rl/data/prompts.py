@@ -42,10 +42,14 @@ class Encoder:
     Example: Encoder(encode=tokenizer.encode, render=tokenizer.render)
     """
 
-    encode: Callable[[str], Sequence[int]]
-    """Convert text to tokens, without special tokens."""
+    encode: Callable[..., Sequence[int]]
+    """`Tokenizer.encode`: convert text to tokens, behind special ones if `add_special_tokens`."""
     render: Callable[[Messages], str] | None
     """Convert chat messages to text with the generation prompt; None without a chat template."""
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """Convert a prompt; one that no chat template wrote begins with special tokens."""
+        return self.encode(text, add_special_tokens=self.render is None)
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "Encoder":
@@ -95,6 +99,8 @@ class PromptSet:
     """Number of rows left out because they were longer than the limit."""
     num_ungradable: int = 0
     """Number of rows left out because their completions cannot be graded."""
+    num_special: int = 0
+    """Number of special tokens that begin each prompt, if no chat template wrote it."""
 
     def part(self, kept: Sequence[int]) -> "PromptSet":
         """Return the prompts at the given indices, with the counts of rows left out before."""
@@ -159,7 +165,7 @@ def make_prompts(
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, prompt_key, answer_key, where=where)
         text = _text(data["prompt"], encoder, where=where)
-        tokens = encode_at(where, encoder, text)
+        tokens = encode_at(where, encoder.encode_prompt, text)
         if not tokens:
             raise DataError(f"{where}: the prompt is empty")
         if len(tokens) <= max_prompt_len:
@@ -183,13 +189,16 @@ def make_prompts(
         rows=tuple(kept),
         answer_column=answer_key,
         num_dropped=len(rows) - len(prompts),
+        num_special=len(encoder.encode_prompt("")),
     )
 
 
-def encode_at(where: str, encoder: Encoder, text: str) -> tuple[int, ...]:
+def encode_at(
+    where: str, encode: Callable[[str], Sequence[int]], text: str
+) -> tuple[int, ...]:
     """Return the tokens of a text; errors begin with `where`."""
     try:
-        return tuple(encoder.encode(text))
+        return tuple(encode(text))
     except ConfigError as error:
         raise DataError(f"{where}: {error}") from error
 
@@ -235,7 +244,7 @@ class PromptSource:
         self._prompts = prompts.prompts
         self._seed = seed
         self._shuffle = shuffle
-        self._fingerprint = fingerprint(prompts.prompts)
+        self._fingerprint, self._num_special = fingerprint(prompts.prompts), prompts.num_special
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -257,6 +266,12 @@ class PromptSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
+        if state.get("fingerprint") == self._plain_fingerprint():
+            raise DataError(
+                f"data.source = {self._source!r}: the checkpoint was made by a version of longtail "
+                "that put no special tokens (BOS) before plain-text prompts; resume with that "
+                "version, or start anew in another run.dir"
+            )
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(
@@ -270,6 +285,12 @@ class PromptSource:
         ):
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
         self._go_to(epoch, position)
+
+    def _plain_fingerprint(self) -> str | None:
+        """Return the digest of the prompts without their special tokens; None if they have none."""
+        cut = self._num_special
+        plain = [replace(each, tokens=each.tokens[cut:]) for each in self._prompts if cut]
+        return fingerprint(plain) if plain else None
 
     def _identity(self) -> dict[str, Any]:
         return {

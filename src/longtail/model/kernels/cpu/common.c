@@ -45,7 +45,7 @@ static inline float lt_exp2(float x) {
 #define LT_LOG2E 1.44269504f
 /* GCC takes vectors that are wider than a register apart, into scalars. LT_FOLDS halvings reduce a
  * vector to one lane. */
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(LT_EMULATED)
 #define LT_LANES 16
 #define LT_FOLDS 4
 #define LT_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
@@ -114,6 +114,13 @@ LT_INLINE lt_vec lt_all_lanes(const float *p) {
 #endif
 }
 
+/* LT_PAIRS: products of pairs of bfloat16, by AVX512-BF16. LT_EMULATED, by LONGTAIL_ISA, builds for
+ * the oldest processor and lets plain C take the place of AVX512-BF16 and, if it is 2, of AMX, so that
+ * every layout of weights and its tests run on every machine. Their sums have another order. */
+#if defined(__AVX512BF16__) || defined(LT_EMULATED)
+#define LT_PAIRS 1
+#endif
+
 LT_INLINE lt_vec lt_load_bf16(const uint16_t *p) {
   return (lt_vec)(__builtin_convertvector(*(const lt_u16 *)p, lt_u32) << 16);
 }
@@ -121,4 +128,25 @@ LT_INLINE lt_u32 lt_rounded(lt_vec v) { /* lt_to_bf16 of every lane */
   const lt_u32 bits = (lt_u32)v, nan = (lt_u32)((bits & 0x7fffffffu) > 0x7f800000u);
   return (nan & 0x7fc0u) | (~nan & ((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16));
 }
+LT_INLINE lt_u16 lt_narrowed(lt_vec v) {
+#ifdef __AVX512BF16__
+  return (lt_u16)_mm512_cvtneps_pbh((__m512)v);
+#else
+  return __builtin_convertvector(lt_rounded(v), lt_u16);
+#endif
+}
+
+#ifdef LT_PAIRS
+/* sum + x y for pairs of each lane. */
+LT_INLINE lt_vec lt_add_pairs(lt_vec sum, lt_vec x, lt_vec y) {
+#ifdef __AVX512BF16__
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(x), "vm"(y));
+  return sum;
+#else
+  const lt_u32 a = (lt_u32)x, b = (lt_u32)y;
+  sum = lt_fma((lt_vec)(a & 0xffff0000u), (lt_vec)(b & 0xffff0000u), sum);
+  return lt_fma((lt_vec)(a << 16), (lt_vec)(b << 16), sum);
+#endif
+}
+#endif
 #endif

@@ -23,7 +23,11 @@
 #define LT_AT_ONCE 48 /* rows that go through a block while it is there */
 
 /* Tiles of R rows by V registers of outputs: as many sums as leave room for weights and a row. */
-#if LT_LANES == 16 /* 32 registers */
+#ifdef LT_EMULATED /* few, since plain C for 16 lanes is long */
+#define LT_MOST 4
+#define LT_WIDTH(R) 2
+#define LT_SHAPES(DO, K) DO(K, 1, 2) DO(K, 2, 2) DO(K, 3, 2) DO(K, 4, 2)
+#elif LT_LANES == 16 /* 32 registers */
 #define LT_MOST 12
 #define LT_WIDTH(R) 2
 #define LT_SHAPES(DO, K)                                                                \
@@ -77,21 +81,20 @@ LT_INLINE lt_vec lt_weights_halves(const uint16_t *w, int v, int full) {
 }
 #define lt_multiply_halves lt_multiply_f32
 
-#ifdef __AVX512BF16__
+#ifdef LT_PAIRS
 #define T_pairs uint16_t
 #define ROW_pairs uint16_t
 #define STEP_pairs 2
 LT_INLINE lt_vec lt_row_pairs(const uint16_t *row) {
   int32_t pair;
   memcpy(&pair, row, 4);
-  return (lt_vec)_mm512_set1_epi32(pair);
+  return (lt_vec)((lt_index){0} + pair);
 }
 LT_INLINE lt_vec lt_weights_pairs(const uint16_t *w, int v, int full) {
   return (void)full, *(const lt_vec *)(w + v * LT_LANES * 2);
 }
 LT_INLINE lt_vec lt_multiply_pairs(lt_vec sum, lt_vec row, lt_vec weights) {
-  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(row), "vm"(weights));
-  return sum;
+  return lt_add_pairs(sum, row, weights);
 }
 #endif
 
@@ -218,6 +221,7 @@ LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, in
     }                                                                                             \
   }
 
+#ifndef LT_BFLOAT16
 LT_DEFINE_PRODUCT(f32)
 void product_f32(const float *x, const float *packed, const float *bias, float *out, int64_t rows,
                  int64_t inputs, int64_t outputs, int threads) {
@@ -226,6 +230,7 @@ void product_f32(const float *x, const float *packed, const float *bias, float *
 
 /* The number of lanes, on which the layout of halves depends. */
 int product_lanes(void) { return LT_LANES; }
+#else
 
 /* ---- bfloat16 in and out, float32 sums, on AMX tiles: for every 16 outputs, 32 inputs at a time,
  * one tile of [16 pairs of inputs][16 outputs][2]. ----
@@ -246,12 +251,16 @@ static void lt_shape_for_block(int first, int second) {
 static void lt_store_sums(const float *restrict sums, const uint16_t *restrict bias,
                           uint16_t *restrict out, int64_t rows, int64_t stride, int64_t columns) {
   for (int64_t half = 0; half < columns; half += 16) {
-    const __mmask16 lanes = (__mmask16)(columns - half < 16 ? (1 << (columns - half)) - 1 : 0xffff);
-    const __m256i own = bias ? _mm256_maskz_loadu_epi16(lanes, bias + half) : (__m256i){0};
-    const __m512 shift = (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(own), 16);
+    const int64_t many = columns - half < 16 ? columns - half : 16;
+    uint16_t own[16] = {0};
+    if (bias) memcpy(own, bias + half, (size_t)many * sizeof(*own));
+    const lt_vec shift = lt_load_bf16(own);
     for (int64_t r = 0; r < rows; r++) {
-      const __m512 sum = _mm512_load_ps(sums + r * 32 + half) + shift;
-      _mm256_mask_storeu_epi16(out + r * stride + half, lanes, (__m256i)_mm512_cvtneps_pbh(sum));
+      const lt_u16 sum = lt_narrowed(*(const lt_vec *)(sums + r * 32 + half) + shift);
+      if (many == 16)
+        *(lt_u16 *)(out + r * stride + half) = sum;
+      else
+        memcpy(out + r * stride + half, &sum, (size_t)many * sizeof(*own));
     }
   }
 }
@@ -272,18 +281,23 @@ static lt_coming lt_tiles_to_come(const uint16_t *w, int64_t inputs, int64_t pas
   LT_PREFETCH(next + half, 0, coming.ahead, 2); \
   next += coming.ahead
 
-/* Up to 32 rows by 32 outputs. */
+/* The inputs of W, of which the last ones are 0. */
+#define LT_PADDED(inputs) (((inputs) + 31) / 32 * 32)
+
+/* Up to 32 rows by 32 outputs. `rest` are the last inputs of the rows, padded with 0 to 32. */
 static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t inputs,
-                     int two_row_tiles, lt_coming coming) {
-  const uint16_t *w2 = w + inputs * 16;
-  const int64_t stride = inputs * 2, half = inputs * 32;
+                     const uint16_t *rest, int two_row_tiles, lt_coming coming) {
+  const int64_t padded = LT_PADDED(inputs), whole = inputs / 32 * 32, half = padded * 32;
+  const uint16_t *w2 = w + padded * 16;
+#define LT_ROWS_AT(first) (k < whole ? x + first * inputs + k : rest + first * 32)
+#define LT_STRIDE (k < whole ? inputs * 2 : 64)
   const char *next = coming.next;
   _tile_zero(0);
   _tile_zero(1);
   if (!two_row_tiles) {
-    for (int64_t k = 0; k < inputs; k += 32) {
+    for (int64_t k = 0; k < padded; k += 32) {
       LT_PREFETCH_TILES();
-      _tile_loadd(4, x + k, stride);
+      _tile_loadd(4, LT_ROWS_AT(0), LT_STRIDE);
       _tile_loadd(6, w + k * 16, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_loadd(7, w2 + k * 16, 64);
@@ -292,10 +306,10 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
   } else {
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < inputs; k += 32) {
+    for (int64_t k = 0; k < padded; k += 32) {
       LT_PREFETCH_TILES();
-      _tile_loadd(4, x + k, stride);
-      _tile_loadd(5, x + 16 * inputs + k, stride);
+      _tile_loadd(4, LT_ROWS_AT(0), LT_STRIDE);
+      _tile_loadd(5, LT_ROWS_AT(16), LT_STRIDE);
       _tile_loadd(6, w + k * 16, 64);
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(2, 5, 6);
@@ -310,24 +324,28 @@ static void lt_block(const uint16_t *x, const uint16_t *w, float *sums, int64_t 
   _tile_stored(1, sums + 16, 128);
 }
 
-/* inputs are a multiple of 32; packed as above, the last 32 outputs padded with 0. */
+/* Packed as above, the last 32 inputs and outputs padded with 0. */
 void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
                   const uint16_t *restrict bias, uint16_t *restrict out, int64_t rows,
                   int64_t inputs, int64_t outputs, int threads) {
-  const int64_t passes = (rows + 31) / 32;
+  const int64_t passes = (rows + 31) / 32, more = inputs % 32;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     float sums[32 * 32] __attribute__((aligned(64)));
+    uint16_t rest[32 * 32] = {0};
     int64_t shaped = 0; /* rows of the tiles */
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < outputs; n += 32) /* part of W that fits into the second cache */
       for (int64_t r = 0; r < rows; r += 32) {
         const int64_t here = rows - r < 32 ? rows - r : 32;
         const int first = here < 16 ? (int)here : 16, second = (int)here - first;
-        const uint16_t *w = packed + n * inputs;
+        const uint16_t *w = packed + n * LT_PADDED(inputs);
         if (shaped != here) lt_shape_for_block(first, second), shaped = here;
-        lt_block(x + r * inputs, w, sums, inputs, second > 0,
-                 lt_tiles_to_come(w, inputs, passes, r / 32));
+        for (int64_t i = 0; more && i < here; i++)
+          memcpy(rest + i * 32, x + (r + i + 1) * inputs - more, (size_t)more * sizeof(*rest));
+        LT_WRITTEN();
+        lt_block(x + r * inputs, w, sums, inputs, rest, second > 0,
+                 lt_tiles_to_come(w, LT_PADDED(inputs), passes, r / 32));
         lt_store_sums(sums, bias ? bias + n : 0, out + r * outputs + n, here, outputs,
                       outputs - n < 32 ? outputs - n : 32);
       }
@@ -338,7 +356,7 @@ void product_bf16(const uint16_t *restrict x, const uint16_t *restrict packed,
 /* Return the layout of W for product_bf16: 0 halves, 1 pairs, 2 tiles (requested from the kernel once
  * per process), -1 if the kernel refuses tiles. */
 int product_bf16_layout(void) { return lt_tiles_granted() ? 2 : -1; }
-#elif defined(__AVX512BF16__)
+#elif defined(LT_PAIRS)
 LT_DEFINE_PRODUCT(pairs)
 int product_bf16_layout(void) { return 1; }
 void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bias, uint16_t *out,
@@ -356,4 +374,5 @@ void product_bf16(const uint16_t *x, const uint16_t *packed, const uint16_t *bia
   lt_product_halves(wide, packed, bias, out, rows, inputs, outputs, threads);
   free(wide);
 }
+#endif
 #endif

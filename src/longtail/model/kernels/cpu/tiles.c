@@ -7,7 +7,7 @@
  *     scores   16 queries x 16 keys     a: queries, 32 of a head at a time     b: keys, transposed
  *     sums     16 queries x 16 of dim   a: weights of 32 keys, in bfloat16     b: values, in pairs
  */
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if (defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)) || LT_EMULATED == 2
 #define LT_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -22,6 +22,29 @@ typedef struct {
 #define LT_WRITTEN() __asm__ volatile("" ::: "memory")
 
 static __thread int lt_shaped[8]; /* Configuring tiles takes as long as 20 products. */
+
+#ifdef LT_EMULATED
+/* AMX in plain C, under its names: a tile is 16 rows of 16 lanes, of which lt_shaped are in use. */
+static __thread lt_u32 lt_held_tiles[8][16];
+
+static void _tile_loadconfig(const void *shapes) { (void)shapes; }
+static void _tile_release(void) {}
+static void _tile_zero(int tile) { memset(lt_held_tiles[tile], 0, sizeof(lt_held_tiles[tile])); }
+static void _tile_loadd(int tile, const void *from, int64_t stride) {
+  for (int r = 0; r < lt_shaped[tile]; r++) memcpy(&lt_held_tiles[tile][r], (char *)from + r * stride, 64);
+}
+static void _tile_stored(int tile, void *to, int64_t stride) {
+  for (int r = 0; r < lt_shaped[tile]; r++) memcpy((char *)to + r * stride, &lt_held_tiles[tile][r], 64);
+}
+static void _tile_dpbf16ps(int sums, int a, int b) {
+  for (int r = 0; r < lt_shaped[sums]; r++)
+    for (int pair = 0; pair < 16; pair++) {
+      lt_vec *const sum = (lt_vec *)&lt_held_tiles[sums][r];
+      *sum = lt_add_pairs(*sum, (lt_vec)((lt_u32){0} + lt_held_tiles[a][r][pair]),
+                          (lt_vec)lt_held_tiles[b][pair]);
+    }
+}
+#endif
 
 /* Configure the rows of the eight tiles unless they have them; a tile with 0 rows is absent. */
 static void lt_shape_tiles(const int *rows) {
@@ -53,6 +76,9 @@ static int64_t lt_shape_for_rows(int64_t count) {
 static int lt_tiles_granted(void) {
   static int found = -1;
   const long request_permission = 0x1023, tile_data = 18;
+#ifdef LT_EMULATED
+  found = 1;
+#endif
   if (found < 0) found = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return found;
 }
@@ -99,7 +125,18 @@ LT_INLINE void lt_find(const uint16_t *first, int64_t stride, const lt_seen *see
 
 /* Transpose: a tile of pairs 0 .. 15 by 16 keys, 4 pairs (16 bytes) at a time. Beyond `dim` elements
  * it is 0. */
-LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, __m512i *tile) {
+#ifdef LT_EMULATED
+LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, lt_u32 *tile) {
+  for (int q = 0; q < 16; q++)
+    for (int i = 0; i < 16; i++) {
+      uint32_t pair = 0;
+      if (2 * q < dim) memcpy(&pair, key[i] + 2 * q, sizeof(pair));
+      tile[q][i] = pair;
+    }
+}
+#else
+LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, lt_u32 *into) {
+  __m512i *const tile = (__m512i *)into;
 #pragma GCC unroll 4
   for (int q = 0; q < 4; q++) {
     __m512i part[4];
@@ -124,6 +161,7 @@ LT_INLINE void lt_turn(const uint16_t *const *key, int64_t dim, __m512i *tile) {
     tile[4 * q + 3] = _mm512_unpackhi_epi64(high, high2);
   }
 }
+#endif
 
 /* Pairs of two values' elements, in the order of lt_spread_bf16: of 32 elements the even and then
  * the odd ones; of a last 16, all. Tiles are 1 KB apart. */
@@ -145,7 +183,7 @@ static void lt_score_tiles(const uint16_t *const *query, const uint16_t *keys, i
                            lt_scores *restrict scores, int64_t count, int64_t dim) {
   const int64_t parts = (dim + 31) / 32, rows = lt_shape_for_rows(count);
   lt_vec packed[LT_RUN_HEADS][4] __attribute__((aligned(64)));
-  __m512i turned[4][4][16]; /* [part][16 keys][pair] */
+  lt_u32 turned[4][4][16] __attribute__((aligned(64))); /* [part][16 keys][pair] */
   for (int64_t x = 0; x < rows; x++)
     for (int64_t j = 0; j < parts; j++)
       packed[x][j] = lt_part_bf16(query[x < count ? x : count - 1], j, dim);
@@ -187,7 +225,7 @@ static void lt_add_tiles(const lt_scores *restrict weights, const uint16_t *rest
     for (int64_t k = 0; k < 32 * steps; k += 16)
       *(lt_u16 *)(rounded[x] + k) =
           x < count && k < keys
-              ? (lt_u16)_mm512_cvtneps_pbh((__m512)*(const lt_vec *)(weights[x] + k))
+              ? lt_narrowed(*(const lt_vec *)(weights[x] + k))
               : (lt_u16){0};
     for (int64_t j = 0; j < dim / 16 && x < count; j++) sums[x][j] *= shrink[x];
   }

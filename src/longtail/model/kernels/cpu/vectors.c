@@ -62,20 +62,24 @@ LT_INLINE void lt_spread_bf16(const uint16_t *row, int both, lt_vec *value) {
   const lt_u32 pairs = *(const lt_u32 *)row;
   value[0] = (lt_vec)(pairs << 16), value[1] = (lt_vec)(pairs & 0xffff0000u);
 }
-#ifdef __AVX512BF16__
+#ifdef LT_PAIRS
 #define lt_parts_bf16(dim) (((dim) / 2 + LT_LANES - 1) / LT_LANES)
 LT_INLINE lt_vec lt_part_bf16(const uint16_t *row, int64_t j, int64_t dim) {
   row += 2 * LT_LANES * j;
   if (2 * LT_LANES * (j + 1) <= dim) return *(const lt_vec *)row;
+#ifdef __AVX512BF16__
   return (lt_vec)_mm512_zextsi256_si512(_mm256_loadu_si256((const __m256i *)row));
+#else
+  lt_vec part = {0};
+  memcpy(&part, row, sizeof(part) / 2);
+  return part;
+#endif
 }
 LT_INLINE void lt_split_bf16(const uint16_t *row, int64_t j, int both, int64_t dim, lt_vec *part) {
   part[0] = lt_part_bf16(row, j, dim);
   if (both) part[1] = lt_part_bf16(row, j + 1, dim);
 }
-LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) {
-  return (lt_vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)y);
-}
+LT_INLINE lt_vec lt_dot_bf16(lt_vec x, lt_vec y, lt_vec sum) { return lt_add_pairs(sum, x, y); }
 #else
 #define lt_parts_bf16(dim) ((dim) / LT_LANES)
 LT_INLINE void lt_split_bf16(const uint16_t *row, int64_t j, int both, int64_t dim, lt_vec *part) {
