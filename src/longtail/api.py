@@ -37,7 +37,8 @@ from longtail.system.device import to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 PromptInput = str | Sequence[Mapping[str, Any]]
-"""Plain text, behind the tokenizer's BOS if it has one, or chat messages, to which the model's chat template is applied."""
+"""Plain text, which the tokenizer's BOS precedes if it has one, or chat messages, to which the
+model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
 

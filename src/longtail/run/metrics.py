@@ -114,7 +114,8 @@ class JsonLines:
         Raises CheckpointError if the write fails.
         """
         plain = {"step": step, **_finite(metrics)}
-        line = json_line(plain).encode(errors="backslashreplace") + b"\n"  # a lone surrogate is escaped
+        # a lone surrogate is escaped
+        line = json_line(plain).encode(errors="backslashreplace") + b"\n"
         with self._named_errors():
             if self._file.write(line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

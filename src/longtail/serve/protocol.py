@@ -161,9 +161,7 @@ def problem(error: ValidationError) -> tuple[str | None, str]:
 class _Choice:
     """One completion: what is generated and not sent yet."""
 
-    def __init__(
-        self, body: Body, index: int, prompt: Sequence[int], tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, body: Body, index: int, prompt: Sequence[int], tokenizer: Tokenizer) -> None:
         self._body, self._index, self._prompt = body, index, prompt
         self._tokenizer, self._reader = tokenizer, Reader(tokenizer.decode, body.stop)
         self._has_logprobs = body.logprobs is not None and body.logprobs is not False  # 0 is true
@@ -187,6 +185,8 @@ class _Choice:
 
     def _named(self, token: int) -> tuple[str, list[int]]:
         """Return a token's text and bytes; parts of a character are written as OpenAI does.
+
+        An id without text is written as `return_tokens_as_token_ids` writes all.
 
         Example: of the first of two tokens of "é": ("\\xc3", [195])
         """

@@ -22,7 +22,7 @@ BEGUN = Encoder(
     render=None,
 )
 CHAT = Encoder(
-    encode=lambda text: tuple(text.encode()),
+    encode=lambda text, **_: tuple(text.encode()),
     render=lambda messages: "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<bot>",
 )
 

@@ -306,7 +306,8 @@ def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> E
     """Choose the power of two that scales features to a size of about 1."""
     if config.recipe == "eagle1":
         return config
-    tokens = tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=True) or tuple(range(min(64, target.config.vocab_size)))
+    tokens = tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=True)
+    tokens = tokens or tuple(range(min(64, target.config.vocab_size)))
     size = feature_size(config, target, lay_out([tokens], [1]))
     return replace(config, feature_scale=2.0 ** -round(math.log2(size)) if size > 0 else 1.0)
 

@@ -120,9 +120,7 @@ class AdaptedModel(CausalModel):
         names = {_IN_FILES + name.replace(".default.", "."): name for name in self.trainable()}
         return {names.get(name, name): tensor for name, tensor in found.items()}
 
-    def save_merged(
-        self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None
-    ) -> None:
+    def save_merged(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the model with the adapters added, as a Hugging Face directory."""
         merged = self._merged(self.model.state_dict().items())
         self._save_whole(path, eos_ids, bos_id, state_dict=merged)

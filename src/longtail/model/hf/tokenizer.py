@@ -264,6 +264,8 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error}): copy its files again"
         ) from error
+    if _asks_for_bos(files) and inner.bos_token is not None and not _first_tokens(inner):
+        inner.add_bos_token = True  # the generic class reads it from tokenizer.json alone
     begins = _ids(path, inner, "bos_token_id")
     return Tokenizer(
         inner,
@@ -271,6 +273,13 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         files if complete else None,
         begins[0] if begins else None,
     )
+
+
+def _asks_for_bos(files: Mapping[str, bytes]) -> bool:
+    try:
+        return parse_json(files["tokenizer_config.json"]).get("add_bos_token") is True
+    except (KeyError, ValueError, AttributeError):  # what is malformed, transformers refuses
+        return False
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -31,7 +31,7 @@ _LAYOUTS: Mapping[native.Layout, tuple[int, int, int]] = {
     "pairs": (2, 32, 1),
     "tiles": (2, 16, 32),
 }
-"""Adjacent inputs of an output, outputs of a block, and number to whose multiple inputs are padded."""
+"""Adjacent inputs of an output, outputs of a block, and the number that divides padded inputs."""
 
 
 @final

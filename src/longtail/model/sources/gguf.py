@@ -23,7 +23,7 @@ from longtail.system.files import fingerprint
 
 KIND = "models"
 """Folder of converted models in the cache."""
-CONVERSION = 2
+CONVERSION = 3
 """Version of the conversion, part of the name of its result."""
 _DTYPE = torch.bfloat16
 _MAX_SHARD_BYTES = 5 * 2**30

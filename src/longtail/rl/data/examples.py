@@ -61,7 +61,8 @@ def make_examples(
     kept: list[Example] = []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        tokens = (*prompt.tokens, *encode_at(where, encoder.encode, prompt.data["completion"]), eos_id)
+        completion = encode_at(where, encoder.encode, prompt.data["completion"])
+        tokens = (*prompt.tokens, *completion, eos_id)
         if len(tokens) <= max_len:
             kept.append(Example(tokens=tokens, prompt_len=len(prompt.tokens)))
         elif not drop_long:

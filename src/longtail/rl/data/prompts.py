@@ -193,9 +193,7 @@ def make_prompts(
     )
 
 
-def encode_at(
-    where: str, encode: Callable[[str], Sequence[int]], text: str
-) -> tuple[int, ...]:
+def encode_at(where: str, encode: Callable[[str], Sequence[int]], text: str) -> tuple[int, ...]:
     """Return the tokens of a text; errors begin with `where`."""
     try:
         return tuple(encode(text))
