@@ -83,9 +83,10 @@ class Engine:
 
         Raises RequestError if they do not fit, and DataError for chat messages without a template.
         """
-        is_plain = isinstance(prompt, str)
-        text = prompt if is_plain else self.tokenizer.render(prompt)
-        tokens = self.tokenizer.encode(text, add_special_tokens=is_plain)
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=True)
+        else:
+            tokens = self.tokenizer.chat(prompt)
         if max_tokens > (room := self.max_positions - len(tokens)):
             raise RequestError(
                 f"max_tokens = {max_tokens}: after a prompt of {len(tokens)} tokens the model has "

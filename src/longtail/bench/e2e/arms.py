@@ -1,6 +1,7 @@
 """The arms of `longtail bench e2e`: whole training runs, which differ in how they draft and idle.
 
     off        plain decoding
+    single     the same by one worker with the threads of all, where several share a CPU
     history    suffixes of earlier texts, no weights: history+phrases (TLT-Base)
     frozen     the drafter as trained before the run
     spot       the same drafter, which learns during the run
@@ -10,6 +11,8 @@
     all        the same, with both
 
 All arms have the same seeds, so they write the same texts and learn the same: only times differ.
+(`single` has other threads, so its updates round otherwise.) Speedups are over the faster of the
+two that decode plainly.
 """
 
 import json
@@ -22,6 +25,7 @@ from typing import Any, NamedTuple, final
 
 from longtail.api import load_tokenizer
 from longtail.assembly import drafters
+from longtail.assembly.device import run_device
 from longtail.assembly.precision import decided
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.cluster.timeline import Timeline
@@ -35,12 +39,14 @@ from longtail.rl.grading.pool import GraderPool
 from longtail.rl.packing import plan
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
+from longtail.system.device import threads_each
 from longtail.types import Request, SamplingParams
 
-OFF, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
+OFF, SINGLE, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
 ACCEPT = "speculation/accept_length"
 _DRAFTERS = {
     OFF: drafters.NONE,
+    SINGLE: drafters.NONE,
     HISTORY: "+".join(drafters.WEIGHTLESS),
     COLD: "+".join((drafters.FRESH, *drafters.WEIGHTLESS)),
 }
@@ -72,7 +78,9 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
         raise ConfigError(
             "speculation.tuner = 'off': no arm would draft; leave it out, or set 'budget'"
         )
-    names, notes = options.arms, tuple[str, ...]()
+    names, notes = tuple(each for each in options.arms if each != SINGLE), tuple[str, ...]()
+    if own.cluster.workers > 1 and not own.cluster.address and run_device(own).type == "cpu":
+        names = (OFF, SINGLE, *names[1:])
     missing = [name for name in names if name in _TRAINED]
     is_trained = _has_trained_drafter(own)
     if missing and not is_trained:
@@ -87,7 +95,7 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
     return Plan(
         arms={
             name: decided(
-                load(path, [*words, *_words(name, is_trained), f"--run.dir={place / name}"])
+                load(path, [*words, *_words(name, is_trained, own), f"--run.dir={place / name}"])
             )
             for name in names
         },
@@ -96,14 +104,26 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
     )
 
 
-def _words(name: str, is_trained: bool) -> list[str]:
+def _words(name: str, is_trained: bool, own: RunConfig) -> list[str]:
     """Return the configuration of an arm, on top of the run's."""
     drafter = _DRAFTERS.get(name if is_trained or name in _DRAFTERS else COLD)
     return [
         *([f"--speculation.drafter={drafter}"] if drafter else []),
         *([] if name in (STREAM, ALL) else ["--learner.streaming=false"]),
-        f"--spot.train={'never' if name in (OFF, HISTORY, FROZEN) else 'spot'}",
+        f"--spot.train={'never' if name in (OFF, SINGLE, HISTORY, FROZEN) else 'spot'}",
         f"--rollout.sharing={str(name in (SHARE, ALL)).lower()}",
+        *(_one_worker(own) if name == SINGLE else []),
+    ]
+
+
+def _one_worker(own: RunConfig) -> list[str]:
+    """Return the configuration of one worker with the threads and the places of all."""
+    workers = own.cluster.workers
+    return [
+        "--cluster.workers=1",
+        "--cluster.min_workers=0",
+        f"--run.threads={workers * threads_each(own.run.threads, workers)}",
+        f"--rollout.max_running={workers * own.rollout.max_running}",
     ]
 
 

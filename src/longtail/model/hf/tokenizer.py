@@ -209,7 +209,8 @@ def _byte_alphabet(inner: Any) -> dict[str, int]:
     decoder = None if backend is None else backend.decoder
     if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
         return {}
-    return {letter: byte for byte, letter in bytes_to_unicode().items()}
+    alphabet = bytes_to_unicode()  # type: ignore[no-untyped-call]
+    return {letter: byte for byte, letter in alphabet.items()}
 
 
 def _first_tokens(inner: Any) -> tuple[int, ...]:
