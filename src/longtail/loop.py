@@ -197,7 +197,13 @@ class Trainer:
         last_step = None if checkpoint is None else checkpoint.step
         try:
             self._saver = StateSaver(config, run, parts.workers, parts.source)
-            self._state = self._saver.begin(checkpoint)
+            self._state = self._saver.begin(checkpoint, threads)
+            if self._state.threads != threads:
+                console.log(
+                    f"a worker had {self._state.threads} threads before and has {threads} now: "
+                    "updates round otherwise from here on (run.threads)"
+                )
+                self._state = replace(self._state, threads=threads)
             with console.phase("starting the graders"):
                 grader.wait_ready()
             self._logger = RunLogger(config, run.path, last_step=last_step)

@@ -23,6 +23,8 @@ class TrainerState:
     """Position of the prompt source."""
     seconds: float
     """Wall time of the run up to its last start."""
+    threads: int
+    """Threads of a worker; the bits of an update depend on them."""
 
 
 @final
@@ -36,12 +38,12 @@ class StateSaver:
         self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints + 1)
         self._saved_step = 0
 
-    def begin(self, checkpoint: Checkpoint | None) -> TrainerState:
-        """Restore a checkpoint, or begin at step 0; return the trainer's state."""
+    def begin(self, checkpoint: Checkpoint | None, threads: int) -> TrainerState:
+        """Restore a checkpoint, or begin at step 0; return the trainer's state, as it was saved."""
         if self._workers.published is not None:
             self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
         if checkpoint is None:
-            return TrainerState(step=0, cursor=self._source.state(), seconds=0.0)
+            return TrainerState(step=0, cursor=self._source.state(), seconds=0.0, threads=threads)
         state = dict(checkpoint.state)
         learner = LearnerState(tensors=checkpoint.tensors(), numbers=state.pop("learner"))
         self._workers.restore(checkpoint.policy, learner)
@@ -49,7 +51,7 @@ class StateSaver:
         if self._workers.published is not None and (kept := self._drafters.load(checkpoint.step)):
             self._workers.restore_drafter(kept)
         self._saved_step = checkpoint.step
-        return TrainerState(step=checkpoint.step, **state)
+        return TrainerState(step=checkpoint.step, **({"threads": threads} | state))
 
     def save(self, state: TrainerState) -> None:
         """Write a checkpoint unless the newest one is of this step."""
@@ -63,6 +65,7 @@ class StateSaver:
         document = {
             "cursor": dict(state.cursor),
             "seconds": state.seconds,
+            "threads": state.threads,
             "learner": dict(learner.numbers),
         }
         self._run.save(state.step, self._workers.save_policy, learner.tensors, document)
