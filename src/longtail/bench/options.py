@@ -14,7 +14,7 @@ from longtail.errors import ConfigError
 
 CONTESTANTS = ("plain", "alone", "tuned")
 TRAINERS = ("modelled", "adapters", "transformers")
-ARMS = ("off", "single", "history", "frozen", "spot", "cold", "stream", "share", "all")
+ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
 
 _Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
 _Overrides = Annotated[

@@ -191,6 +191,15 @@ def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
     return own.speculation.drafter, own.spot.train, streams(own), own.rollout.sharing
 
 
+def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop: Workshop) -> None:
+    words = ("--cluster.workers=2", "--run.threads=1", "--rollout.max_running=8")
+    plan = plan_of(workshop, drafter="none", overrides=words)
+    single = plan.arms["single"]
+    assert tuple(plan.arms)[:2] == ("off", "single")
+    assert switches(single) == switches(plan.arms["off"])
+    assert (single.cluster.workers, single.run.threads, single.rollout.max_running) == (1, 2, 16)
+
+
 def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--run.writers=wandb",)

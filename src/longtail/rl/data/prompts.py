@@ -159,8 +159,7 @@ def make_prompts(
             f"data.source = {source!r}: no prompt column; it has {_listed(rows[0])}, one of "
             f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
         )
-    ids = _ids(rows)
-    prompts, kept = [], []
+    ids, prompts, kept = _ids(rows), [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
         data = _data(row, prompt_key, answer_key, where=where)
