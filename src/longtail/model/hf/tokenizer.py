@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, final
@@ -55,7 +56,6 @@ class Tokenizer:
         self._files = files or {}
         self._vocab_size = 1 + max(inner.get_vocab().values())
         self._first = _first_tokens(inner)
-        self._byte_of = _byte_alphabet(inner)
 
     @property
     def vocab_size(self) -> int:
@@ -100,6 +100,18 @@ class Tokenizer:
         return self._inner.decode(
             list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
+
+    @cached_property
+    def _byte_of(self) -> dict[str, int]:
+        """The byte of each letter of byte-level BPE; of another tokenizer, nothing."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        backend = getattr(self._inner, "backend_tokenizer", None)
+        decoder = None if backend is None else backend.decoder
+        if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
+            return {}
+        alphabet = bytes_to_unicode()  # type: ignore[no-untyped-call]
+        return {letter: byte for byte, letter in alphabet.items()}
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character.
@@ -199,18 +211,6 @@ def _variables(template: str) -> frozenset[str]:
     except (TemplateError, RecursionError, ValueError):
         return frozenset()
     return frozenset(meta.find_undeclared_variables(tree)) - {"raise_exception", "strftime_now"}
-
-
-def _byte_alphabet(inner: Any) -> dict[str, int]:
-    """Return the byte of each letter of byte-level BPE; of another tokenizer, nothing."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    backend = getattr(inner, "backend_tokenizer", None)
-    decoder = None if backend is None else backend.decoder
-    if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
-        return {}
-    alphabet = bytes_to_unicode()  # type: ignore[no-untyped-call]
-    return {letter: byte for byte, letter in alphabet.items()}
 
 
 def _first_tokens(inner: Any) -> tuple[int, ...]:

@@ -263,7 +263,7 @@ class PromptSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
-        if state.get("fingerprint") == self._plain_fingerprint():
+        if self._num_special and state.get("fingerprint") == self._plain_fingerprint():
             raise DataError(
                 f"data.source = {self._source!r}: the checkpoint was made by a version of longtail "
                 "that put no special tokens (BOS) before plain-text prompts; resume with that "
@@ -283,11 +283,10 @@ class PromptSource:
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
         self._go_to(epoch, position)
 
-    def _plain_fingerprint(self) -> str | None:
-        """Return the digest of the prompts without their special tokens; None if they have none."""
+    def _plain_fingerprint(self) -> str:
+        """Return the digest of the prompts without their special tokens."""
         cut = self._num_special
-        plain = [replace(each, tokens=each.tokens[cut:]) for each in self._prompts if cut]
-        return fingerprint(plain) if plain else None
+        return fingerprint([replace(each, tokens=each.tokens[cut:]) for each in self._prompts])
 
     def _identity(self) -> dict[str, Any]:
         return {
