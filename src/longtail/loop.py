@@ -25,7 +25,7 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import RolloutResult
+from longtail.cluster.result import RolloutResult
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig

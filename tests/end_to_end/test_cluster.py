@@ -13,10 +13,10 @@ import pytest
 from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
 from longtail.cluster import rollout, tasks
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import WorkerSupervisor
 from longtail.cluster.timeline import event_of
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 from support import moves
 
@@ -24,8 +24,8 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ObjectStoreFullError
 
-from longtail.cluster.ray import instance as own_ray
-from longtail.cluster.ray import pool as ray_pool
+from longtail.cluster.workers.ray import instance as own_ray
+from longtail.cluster.workers.ray import pool as ray_pool
 
 pytestmark = pytest.mark.slow
 WORDS = (*EXACT, "--speculation.drafter=fresh+history")

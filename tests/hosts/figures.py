@@ -34,7 +34,7 @@ from longtail.bench.common.timing import Log, Spread, progress
 from longtail.bench.e2e.arms import Texts, groups_of
 from longtail.bench.e2e.simulated import Messages, Simulated, Speeds, resampled, simulate
 from longtail.cluster.timeline import event_of
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
 from longtail.model.hf.model import save_model
 from longtail.types import SamplingParams

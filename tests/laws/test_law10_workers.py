@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.process import READY_S
-from longtail.cluster.states import State
+from longtail.cluster.workers.process import READY_S
+from longtail.cluster.workers.states import State
 from longtail.errors import ClusterError
 from longtail.types import Request
 from support.fake_worker import Absence, Death, Fault, SpotScript, text

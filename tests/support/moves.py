@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtail.cluster import rollout
-from longtail.cluster.forecast import Text
-from longtail.cluster.sharing import Move
+from longtail.cluster.schedule.forecast import Text
+from longtail.cluster.schedule.sharing import Move
 
 SHARE_S = 0.05
 

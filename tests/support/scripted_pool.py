@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.pool import TaskResult, WorkerPool
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch

@@ -2,12 +2,12 @@
 
 from itertools import groupby
 
-from longtail.cluster.states import Span, State
 from longtail.cluster.timeline import Mark, Timeline
+from longtail.cluster.workers.states import Span, State
 
 LETTERS = {
     "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,
-    "a": State.AHEAD, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
+    "a": State.AHEAD, "l": State.LENDING, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
 }  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from longtail.assembly.prompts import load_prompts
 from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.pool import LocalWorkerPool, Place, WorkerPool
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.pool import LocalWorkerPool, Place, WorkerPool
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
@@ -169,9 +169,9 @@ def _worker_pool(
     if own.workers == 1 and not own.address:
         return LocalWorkerPool(make, on_progress)
     try:
-        from longtail.cluster.ray.cluster import Cluster
-        from longtail.cluster.ray.hosts import own_kit
-        from longtail.cluster.ray.pool import RayWorkerPool
+        from longtail.cluster.workers.ray.cluster import Cluster
+        from longtail.cluster.workers.ray.hosts import own_kit
+        from longtail.cluster.workers.ray.pool import RayWorkerPool
     except ImportError as error:
         raise ConfigError(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "

@@ -21,9 +21,9 @@ from longtail.assembly.drafters import (
 )
 from longtail.assembly.policy import open_policy, shape_of
 from longtail.assembly.vllm import open_vllm, uses_vllm
-from longtail.cluster.components import Drafting, WorkerComponents
-from longtail.cluster.pool import Place
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.components import Drafting, WorkerComponents
+from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.architecture import ARCHITECTURES
@@ -45,6 +45,7 @@ from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
+    is_multithreaded,
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
@@ -75,6 +76,7 @@ def build_components(
     """Build the components of a worker."""
     directory = place.local(directory)
     device, tokenizer = run_device(config), load_tokenizer(directory)
+    hidden_size = shape_of(directory).hidden_size
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = open_policy(directory, config, home)
     names = [str(place.local(Path(name))) for name in drafters]
@@ -92,7 +94,10 @@ def build_components(
         if learned is None
         else make_drafting(config.spot, learned, seed=config.run.seed + place.worker),
         drafter=None if learned is None else learned.loaded,
-        rollout_threads=rollout_threads(shape_of(directory).hidden_size),
+        rollout_threads=rollout_threads(hidden_size),
+        borrows=device.type == "cpu"
+        and isinstance(generator, RolloutEngine)
+        and is_multithreaded(hidden_size),
     )
 
 

@@ -16,20 +16,22 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.cluster import tasks
-from longtail.cluster.drafter.publisher import Decision, DrafterState, Publisher
-from longtail.cluster.forecast import RolloutForecast, TokenTimes
-from longtail.cluster.idle import IdleCoordinator, IdleWork
-from longtail.cluster.learning import Groups, LearningTimes, LearningWork
-from longtail.cluster.placement import LengthHistory
-from longtail.cluster.pool import WorkerPool
+from longtail.cluster.coordinator import POLL_S, RolloutCoordinator, RolloutParts
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import RolloutCoordinator, RolloutParts, RolloutResult
-from longtail.cluster.spot import DrafterWork
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import WorkerSupervisor
-from longtail.cluster.team import LearnerTeam
+from longtail.cluster.result import RolloutResult
+from longtail.cluster.schedule.forecast import RolloutForecast, TokenTimes
+from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Mark, Timeline
+from longtail.cluster.work.drafter import DrafterWork
+from longtail.cluster.work.learning import Groups, LearningTimes, LearningWork
+from longtail.cluster.work.lending import LendingWork
+from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
+from longtail.cluster.work.work import IdleCoordinator, IdleWork
+from longtail.cluster.workers import tasks
+from longtail.cluster.workers.pool import WorkerPool
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.team import LearnerTeam
 from longtail.config.rl import RunConfig
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
@@ -39,7 +41,6 @@ from longtail.rl.streaming import streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
-_POLL_S = 0.2
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
 
@@ -91,10 +92,12 @@ class WorkerGroup:
         self._num_trained = 0
         """Tokens that the newest drafter has learned more than the one before."""
         self._marks: list[Mark] = []
+        self._borrows = False
+        """Whether engines can compute on the cores of other workers; set by `begin`."""
 
     def begin(self) -> None:
         """Wait for all workers."""
-        self._supervisor.run_on_all(tasks.READY)
+        self._borrows = all(self._supervisor.run_on_all(tasks.READY))
         (self.num_parameters,) = self._supervisor.run_on((0,), tasks.NUM_PARAMETERS)
         (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
         if drafter is not None:
@@ -121,11 +124,13 @@ class WorkerGroup:
             self.offer_drafter()
         spot = self._begin_spot(step) if trains else None
         learning = self._begin_learning(groups, requests)
-        works: tuple[IdleWork | None, ...] = (learning, spot)
+        lending = LendingWork(self._supervisor, self._forecast.lends)
+        works: tuple[IdleWork | None, ...] = (learning, spot, lending)
         idle = IdleCoordinator(self._supervisor, [work for work in works if work is not None])
         parts = RolloutParts(
             forecast=self._forecast,
             idle=idle,
+            hosts=self._hosts,
             publisher=self._publisher,
             spot=spot,
             on_texts=None if groups is None else groups.add,
@@ -133,8 +138,11 @@ class WorkerGroup:
             shares=self._pool.size > 1 and self._config.rollout.sharing,
             learns=trains,
         )
-        coordinator = RolloutCoordinator(self._supervisor, parts, self._on_progress)
-        result = coordinator.run(requests, self._expected(requests))
+        expected = self._expected(requests)
+        coordinator = RolloutCoordinator(
+            self._supervisor, parts, self._on_progress, requests, expected
+        )
+        result = coordinator.run()
         self._learning = None if learning is None else (idle, learning)
         self._marks += coordinator.marks
         for request, completion in zip(requests, result.completions, strict=True):
@@ -174,10 +182,10 @@ class WorkerGroup:
             return
         (idle, learning), self._learning = self._learning, None
         forecast = self._forecast.now(self._supervisor.now(), is_over=True)
-        learning.poll((), forecast)
+        learning.poll(())
         while learning.is_unfinished:
             idle.assign(forecast)
-            ends = self._supervisor.wait(_POLL_S)
+            ends = self._supervisor.wait(POLL_S)
             for ended in ends:
                 idle.on_ended(ended)
             if not ends:
@@ -338,6 +346,11 @@ class WorkerGroup:
         return LearningWork(
             self._supervisor, groups, self._learning_times, requests[0].sampling, self._log
         )
+
+    def _hosts(self) -> dict[int, str]:
+        """Return the hosts of the workers that are present; none if no cores can be lent."""
+        lends = self._pool.size > 1 and self._borrows and self._config.rollout.sharing
+        return {each: self._pool.host_of(each) for each in self._supervisor.present if lends}
 
     def _begin_spot(self, step: int) -> DrafterWork | None:
         """Begin to collect texts, if there is a drafter that gradients train."""

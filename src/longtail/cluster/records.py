@@ -53,3 +53,32 @@ class PolicyState:
 
     weights: Mapping[str, Tensor]
     learner: LearnerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The expected rest of the present rollout.
+
+    Example: Forecast(num_workers=4, rest_s=3.5, slowdown=0.05)
+    """
+
+    num_workers: int
+    rest_s: float
+    """Seconds until the last text is written; 0 after that."""
+    slowdown: float
+    """Seconds that the rollout loses for each second in which a worker does other work beside it;
+    workers of one machine share its memory."""
+    loans: Mapping[int, "Loan"] = field(default_factory=dict)
+    """The best loan of each worker, or its present one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loan:
+    """Cores that a worker lends to another one of its host.
+
+    Example: Loan(borrower=0, rate=0.37)
+    """
+
+    borrower: int
+    rate: float
+    """Share of the rest of the rollout by which its last text is written sooner."""

@@ -1,7 +1,7 @@
 """The timeline of a step: the states of each worker as spans, its metrics, and its file.
 
     worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot      a learning ahead
-    worker 1   GGGGGGGG . aaaasssssss. LLL          . idle         L learning
+    worker 1   GGGGGGGG . aaaassslll . LLL          . idle         l lending   L learning
                |      phase      |st |
 
 A phase is a maximal interval in which a worker generates; a step with an evaluation has several.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from longtail.cluster.states import Span, State
+from longtail.cluster.workers.states import Span, State
 from longtail.errors import CheckpointError
 from longtail.system.files import write_atomically
 
@@ -89,20 +89,22 @@ class Timeline:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step.
 
-        cluster/generating_s, idle_s, spot_s, learning_ahead_s, learning_s   seconds of all workers
-        cluster/idle_utilization          share of spot and learning ahead in these and idle, in
-                                          phases; 0 without any
+        cluster/generating_s, idle_s, spot_s, learning_ahead_s, lending_s, learning_s
+                                          seconds of all workers
+        cluster/idle_utilization          share of spot, learning ahead and lending in these and
+                                          idle, in phases; 0 without any
         cluster/spot_stop_latency_s       seconds with a worker in SPOT and none generating
         cluster/spot_stop_latency_share   share of these in the step
         """
         totals = self.seconds().values()
-        named = (State.GENERATING, State.IDLE, State.SPOT, State.AHEAD, State.LEARNING)
+        works = (State.SPOT, State.AHEAD, State.LENDING)
+        named = (State.GENERATING, State.IDLE, *works, State.LEARNING)
         metrics = {
             f"cluster/{state.value}_s": sum((each[state] for each in totals), 0.0)
             for state in named
         }
         phases = self.phases
-        used = sum(self._overlap(state, phases) for state in (State.SPOT, State.AHEAD))
+        used = sum(self._overlap(state, phases) for state in works)
         idle = self._overlap(State.IDLE, phases)
         generating_or_spot = _joined([*phases, *self._in_state(State.SPOT)])
         spot_stop_latency_s = max(_length(generating_or_spot) - _length(phases), 0.0)

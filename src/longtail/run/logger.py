@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from longtail.cluster.drafter.publisher import Decision
 from longtail.cluster.timeline import TRACE_FILE, Timeline, TraceFile
+from longtail.cluster.work.publisher import Decision
 from longtail.config.rl import RunConfig
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING, LoggedRollout

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from longtail.cluster.rollout import RolloutResult, reused_share
+from longtail.cluster.result import RolloutResult, reused_share
 from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.data.requests import regroup

@@ -98,9 +98,7 @@ def summarize_run(
         "num_switches": int(sum(switches)) if switches else None,
         "tuner_share": per_rollout_s("speculation/tuner_share") if switches else None,
         "idle_utilization": (
-            middle("cluster/idle_utilization")
-            if any(known("cluster/spot_s") + known("cluster/learning_ahead_s"))
-            else None
+            middle("cluster/idle_utilization") if any(known("cluster/idle_utilization")) else None
         ),
         "drafter_accept_lengths": [
             length

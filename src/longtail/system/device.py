@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
+from typing import final
 
 import torch
 
@@ -34,24 +35,44 @@ def set_threads(threads: int) -> int:
     return count
 
 
+@final
+class Threads:
+    """The compute threads of a context: `count`, or a multiple of it."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._factor = count, 1
+
+    def use(self, factor: int) -> None:
+        """Compute on `factor` times the threads from now on, one for each core at most."""
+        if factor != self._factor:
+            self._factor = factor
+            most = max(machine.usable_cores(), self._count)
+            torch.set_num_threads(min(self._count * factor, most))
+
+
 @contextlib.contextmanager
-def compute_threads(count: int) -> Iterator[None]:
+def compute_threads(count: int) -> Iterator[Threads]:
     """Compute on `count` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        yield
+        yield Threads(count)
     finally:
         torch.set_num_threads(before)
 
 
-def rollout_threads(hidden_size: int) -> int:
-    """Return the number of threads for decoding: one for a small model, whose products are short.
+def is_multithreaded(hidden_size: int) -> bool:
+    """Return whether several threads decode faster than one; products of a small model are short.
 
     Two threads that synchronise a thousand times a second gain nothing on an idle machine and are
     ten times slower on a busy one.
     """
-    return 1 if hidden_size < _MULTITHREADED_SIZE else torch.get_num_threads()
+    return hidden_size >= _MULTITHREADED_SIZE
+
+
+def rollout_threads(hidden_size: int) -> int:
+    """Return the number of threads for decoding."""
+    return torch.get_num_threads() if is_multithreaded(hidden_size) else 1
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -55,6 +55,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def numa_nodes(root: Path = Path("/sys/devices/system/node")) -> list[set[int]]:
+    """Return the usable cores of each node of memory that has any; one node if that is unknown."""
+    usable = os.sched_getaffinity(0) if sys.platform == "linux" else set(range(usable_cores()))
+    nodes = []
+    for file in sorted(root.glob("node[0-9]*/cpulist")):
+        parts = [part.split("-") for part in file.read_text().strip().split(",") if part]
+        cores = {core for part in parts for core in range(int(part[0]), int(part[-1]) + 1)}
+        nodes.append(cores & usable)
+    return [cores for cores in nodes if cores] or [usable]
+
+
 def memory() -> Memory:
     """Return the main memory, within a container's limit."""
     sizes = _meminfo(Path("/proc/meminfo"))

@@ -6,9 +6,9 @@ import torch
 from end_to_end.workshop import Workshop, build, write_lines
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components
-from longtail.cluster.components import WorkerComponents
-from longtail.cluster.pool import Place
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.components import WorkerComponents
+from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.attention import PackedAttention

@@ -1,5 +1,7 @@
+import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from longtail.assembly import precision
 from longtail.cli import doctor
 from longtail.cli.options import DoctorOptions
 from longtail.model.kernels import native
-from longtail.system import device
+from longtail.system import device, machine
 
 
 def examined() -> dict[str, doctor.Finding]:
@@ -23,6 +25,19 @@ def test_a_healthy_machine_gets_its_findings_and_exit_code_0(
     for word in ("python", "torch", "cores", "memory", "native kernels", "extra data"):
         assert word in out
     assert out.endswith("\nready\n")
+
+
+def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node, cores in enumerate(("0-1,4", "2-3", "90-99", "")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 4, 5}, raising=False)
+    assert machine.numa_nodes(tmp_path) == [{0, 1, 4}, {2}]
+    assert machine.numa_nodes(tmp_path / "none") == [{0, 1, 2, 4, 5}]
+    monkeypatch.setattr(machine, "numa_nodes", lambda: [{0}, {1}])
+    assert examined()["fastest on CPUs"].value.startswith("cluster.workers = 2: one for each")
 
 
 def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(

@@ -7,9 +7,9 @@ import pytest
 from end_to_end.workshop import build
 from longtail.assembly.trainer import assemble
 from longtail.assembly.worker import build_worker
-from longtail.cluster.pool import LocalWorkerPool
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.pool import LocalWorkerPool
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
 from longtail.errors import ClusterError
 from support.fake_worker import drafter

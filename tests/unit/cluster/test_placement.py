@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.placement import LengthHistory, PromptGroup, part_sizes, place
+from longtail.cluster.schedule.placement import LengthHistory, PromptGroup, part_sizes, place
 
 expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
 group_lists = st.lists(

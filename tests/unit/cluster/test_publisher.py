@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.drafter.publisher import MIN_GAIN, Publisher
+from longtail.cluster.work.publisher import MIN_GAIN, Publisher
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean

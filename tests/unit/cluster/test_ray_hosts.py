@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.pool import Place
-from longtail.cluster.ray import hosts
-from longtail.cluster.ray.hosts import Kit, find, keep, own_kit, read
+from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.ray import hosts
+from longtail.cluster.workers.ray.hosts import Kit, find, keep, own_kit, read
 from longtail.errors import ClusterError
 
 

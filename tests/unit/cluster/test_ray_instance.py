@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.ray import instance as own_ray
-from longtail.cluster.ray.cluster import check_answers
-from longtail.cluster.ray.instance import OwnRay
+from longtail.cluster.workers.ray import instance as own_ray
+from longtail.cluster.workers.ray.cluster import check_answers
+from longtail.cluster.workers.ray.instance import OwnRay
 
 
 @pytest.fixture(autouse=True)

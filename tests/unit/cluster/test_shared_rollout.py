@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.placement import LengthHistory
 from longtail.cluster.records import Progress
-from longtail.cluster.rollout import reused_share
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import STOP_S
+from longtail.cluster.result import reused_share
+from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Span
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import STOP_S
 from longtail.system.interrupt import Interrupted
 from support.fake_worker import READY_S, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests

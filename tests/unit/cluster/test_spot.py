@@ -5,9 +5,10 @@ from collections import Counter
 import pytest
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.idle import Forecast, IdleCoordinator
-from longtail.cluster.spot import DrafterWork
-from longtail.cluster.states import State
+from longtail.cluster.records import Forecast
+from longtail.cluster.work.drafter import DrafterWork
+from longtail.cluster.work.work import IdleCoordinator
+from longtail.cluster.workers.states import State
 from longtail.drafter.training.replica import SpotEnd
 from support.fake_worker import QUALITY, FakeWorker, Fault, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests

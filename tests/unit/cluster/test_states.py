@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.states import State, WorkerStates
+from longtail.cluster.workers.states import State, WorkerStates
 from longtail.errors import ClusterError
 
 WORKERS = 3
 ARROWS = (
     "STARTING>IDLE", "IDLE>GENERATING", "IDLE>SPOT", "IDLE>LEARNING", "GENERATING>IDLE",
-    "IDLE>AHEAD", "AHEAD>IDLE", "AHEAD>DEAD",
+    "IDLE>AHEAD", "AHEAD>IDLE", "AHEAD>DEAD", "IDLE>LENDING", "LENDING>IDLE", "LENDING>DEAD",
     "SPOT>IDLE", "LEARNING>IDLE", "STARTING>DEAD", "IDLE>DEAD", "GENERATING>DEAD", "SPOT>DEAD",
     "LEARNING>DEAD", "DEAD>STARTING", "STARTING>ABSENT", "ABSENT>STARTING", "ABSENT>DEAD",
 )  # fmt: skip

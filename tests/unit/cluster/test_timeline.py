@@ -22,13 +22,14 @@ pictures = st.integers(1, 20).flatmap(
 
 
 def test_the_metrics_of_a_step_are_seconds_of_its_states() -> None:
-    metrics = drawn("GGG.LL", "G.as+L", "GGsxsL", begin_s=2.0).metrics()
+    metrics = drawn("GGG.LL", "Glas+L", "GGsxsL", begin_s=2.0).metrics()
     assert metrics == pytest.approx(
         {
             "cluster/generating_s": 6.0,
             "cluster/idle_s": 2.0,
             "cluster/spot_s": 3.0,
             "cluster/learning_ahead_s": 1.0,
+            "cluster/lending_s": 1.0,
             "cluster/learning_s": 4.0,
             "cluster/idle_utilization": 2 / 3,
             "cluster/spot_stop_latency_s": 2.0,
@@ -156,7 +157,7 @@ def test_a_full_disk_is_an_error_and_the_trace_stays_readable(tmp_path: Path) ->
     script = (
         "import resource, sys\n"
         "from pathlib import Path\n"
-        "from longtail.cluster.states import Span, State\n"
+        "from longtail.cluster.workers.states import Span, State\n"
         "from longtail.cluster.timeline import Timeline, TraceFile\n"
         "from longtail.errors import CheckpointError\n"
         "file = TraceFile(Path(sys.argv[1]))\n"

@@ -12,8 +12,8 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import MAX_LOSSES
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import MAX_LOSSES
 from longtail.errors import ClusterError
 from longtail.rl.learner import LearnerState
 from longtail.system.interrupt import Interrupted

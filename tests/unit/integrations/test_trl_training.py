@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from longtail.cluster.components import Drafting
+from longtail.cluster.workers.components import Drafting
 from longtail.drafter.training.gain import DrafterGain
 from longtail.drafter.weights import weighted_mean
 from longtail.integrations.mirror import MirroredPolicy

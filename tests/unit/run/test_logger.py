@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import ShardResult
-from longtail.cluster.rollout import RolloutResult
+from longtail.cluster.result import RolloutResult
+from longtail.cluster.workers.pool import TaskResult
 from longtail.config.rl import RunConfig, load
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries

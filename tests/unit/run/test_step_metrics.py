@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.cluster.pool import TaskResult
 from longtail.cluster.records import ShardResult
-from longtail.cluster.rollout import RolloutResult
+from longtail.cluster.result import RolloutResult
+from longtail.cluster.workers.pool import TaskResult
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics

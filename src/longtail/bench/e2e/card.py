@@ -36,7 +36,7 @@ _PASSES = ("logprob", "backward")
 _BOTH = ("rollout", "step")
 Predictions = Mapping[str, Mapping[str, Simulated]]
 """Measured and simulated seconds of each arm, by what they are of: "2, measured", "2", "8"."""
-_IDLE_WORK = ("learning_ahead_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
+_IDLE_WORK = ("learning_ahead_s", "lending_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
 
 
 def sentences(found: Mapping[str, ArmResult]) -> list[str]:
@@ -135,6 +135,7 @@ def tables(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -
                 *_PARTS,
                 "step",
                 "learning ahead",
+                "cores lent",
                 "stolen",
                 "stop latency",
                 "moved",
@@ -320,7 +321,8 @@ def _unnamed_share(result: ArmResult) -> float:
 
 def _idle_share(result: ArmResult) -> float:
     """Return the workers' idle share; work of idle workers counts as idle time."""
-    names = ("generating", "idle", "spot", "learning_ahead", "learning")
+    works = ("spot", "learning_ahead", "lending")
+    names = ("generating", "idle", *works, "learning")
     sums = {name: sum(result.column(f"cluster/{name}_s")) for name in names}
     total = sum(sums.values())
-    return sum(sums[n] for n in ("idle", "spot", "learning_ahead")) / total if total else 0.0
+    return sum(sums[n] for n in ("idle", *works)) / total if total else 0.0

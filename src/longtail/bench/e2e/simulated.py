@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeVar, cast, final
 
 from longtail.bench.e2e.arms import Texts
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.pool import TaskResult, WorkerPool
 from longtail.cluster.records import Progress, ShardResult
+from longtail.cluster.workers.pool import TaskResult, WorkerPool
 from longtail.config.rl import RunConfig
 from longtail.engine.report import RolloutMeter
 from longtail.errors import ClusterError

@@ -17,8 +17,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.components import Drafting
-from longtail.cluster.drafter.publisher import DrafterState, Publisher
+from longtail.cluster.work.publisher import DrafterState, Publisher
+from longtail.cluster.workers.components import Drafting
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotTrainer

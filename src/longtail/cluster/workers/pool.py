@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast, final
 
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Stopped, Worker
+from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError
 from longtail.system.interrupt import Interrupted
 
@@ -77,6 +77,10 @@ class WorkerPool(abc.ABC):
     def absent(self) -> frozenset[int]:
         """Return the workers whose processes wait for room on a host."""
         return frozenset()
+
+    def host_of(self, worker: int) -> str:
+        """Return the host of a worker; "" on one machine."""
+        return ""
 
     def room(self) -> str:
         """Return how much room there is, as a part of a sentence about those that are absent."""

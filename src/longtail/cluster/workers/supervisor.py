@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
-from longtail.cluster import tasks
-from longtail.cluster.pool import TaskResult, WorkerPool
-from longtail.cluster.process import GETS_POLICY, NO_BEATS, READY_S, Process, Startup
 from longtail.cluster.records import PolicyState, Progress
-from longtail.cluster.states import Span, State, WorkerStates
-from longtail.cluster.tasks import Task
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers import tasks
+from longtail.cluster.workers.pool import TaskResult, WorkerPool
+from longtail.cluster.workers.process import GETS_POLICY, NO_BEATS, READY_S, Process, Startup
+from longtail.cluster.workers.states import Span, State, WorkerStates
+from longtail.cluster.workers.tasks import Task
+from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import ClusterSection
 from longtail.errors import ClusterError, LostWorkerError
 
@@ -41,7 +41,7 @@ MAX_LOSSES = 5
 _POLL_S = 0.5
 _UNREADY = (State.STARTING, State.ABSENT)
 _BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
-_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD)
+_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD, State.LENDING)
 """States in which the policy can be copied; in LEARNING it may be changing."""
 
 
@@ -101,6 +101,14 @@ class WorkerSupervisor:
         if process.must_clear_stop and self.tell(worker, Worker.clear_stop):
             process.must_clear_stop = False
         self._send(worker, task, *args)
+
+    def begin_lending(self, worker: int) -> None:
+        """Record that another worker computes on the cores of an idle one."""
+        self._states.move(worker, State.LENDING)
+
+    def end_lending(self, worker: int) -> None:
+        """Record that a worker has its cores again."""
+        self._states.move(worker, State.IDLE)
 
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
@@ -196,6 +204,8 @@ class WorkerSupervisor:
 
     def abandon(self) -> None:
         """Stop generation and idle work on all workers, and drop their results."""
+        for worker in self.workers(State.LENDING):
+            self.end_lending(worker)
         while self.workers(State.GENERATING, State.SPOT, State.AHEAD):
             for worker in self.workers(State.GENERATING, State.SPOT):
                 self.stop(worker)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from longtail.cluster.states import State
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.worker import Worker
 
 R = TypeVar("R", covariant=True)
 

@@ -12,10 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtail.cluster.pool import Place
-from longtail.cluster.ray import hosts
-from longtail.cluster.ray.hosts import Kit
-from longtail.cluster.worker import Worker
+from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.ray import hosts
+from longtail.cluster.workers.ray.hosts import Kit
+from longtail.cluster.workers.worker import Worker
 
 
 class Actor:

@@ -10,10 +10,11 @@ worker had added is learned from again by another one, so nothing is counted twi
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
-from longtail.cluster import tasks
-from longtail.cluster.idle import Forecast, IdleWork
-from longtail.cluster.pool import TaskResult
-from longtail.cluster.supervisor import WorkerSupervisor
+from longtail.cluster.records import Forecast
+from longtail.cluster.work.work import IdleWork
+from longtail.cluster.workers import tasks
+from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.types import Completion, MicroBatch, SamplingParams
 
 _FADE = 0.8
@@ -82,7 +83,7 @@ class LearningWork(IdleWork):
         is_possible = self._ready and not self._is_off
         return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
 
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, forecast: Forecast) -> None:
         """Learn from the longest micro-batch: the last ones decide when all workers are done."""
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
@@ -107,9 +108,6 @@ class LearningWork(IdleWork):
         """Learn again from what was in its sums."""
         self._ready.extend(self._done.pop(worker, ()))
 
-    def poll(self, answering: Collection[int], forecast: Forecast) -> None:
+    def poll(self, answering: Collection[int]) -> None:
         """Take the groups that were graded."""
         self._ready.extend(self._groups.micro_batches())
-
-    def stop(self) -> None:
-        """Stop nothing: the step needs what is begun."""

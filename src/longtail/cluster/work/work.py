@@ -1,42 +1,27 @@
-"""Work for workers that have no text to write, and the one who gives it to them.
+"""Work for workers that have no text to write, and who gives it to them.
 
     idle worker ---> the work that gains most for each second of it, or rest
 
-A rollout waits for no such work. `learning` learns from finished groups, `spot` trains the drafter;
-`sharing` moves requests, to an idle worker or away from one that then learns. Each kind predicts
-its gain from the same `Forecast`, whose numbers are measured.
+A rollout waits for no such work. `learning` learns from finished groups, `drafter` trains the
+drafter, `lending` lends cores to a worker that writes. Each kind predicts its gain from the same
+`Forecast`, whose numbers are measured.
 """
 
 import abc
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
-from longtail.cluster.pool import TaskResult
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import WorkerSupervisor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The expected rest of the present rollout.
-
-    Example: Forecast(num_workers=4, rest_s=3.5, slowdown=0.05)
-    """
-
-    num_workers: int
-    rest_s: float
-    """Seconds until the last text is written; 0 after that."""
-    slowdown: float
-    """Seconds that the rollout loses for each second in which a worker does other work beside it;
-    workers of one machine share its memory."""
+from longtail.cluster.records import Forecast
+from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import WorkerSupervisor
 
 
 class IdleWork(abc.ABC):
     """One kind of work for idle workers in one rollout."""
 
     is_endless: bool
-    """Whether it goes on until it is stopped."""
+    """Whether it goes on until it is ended."""
 
     @abc.abstractmethod
     def rate(self, worker: int, forecast: Forecast) -> float:
@@ -46,8 +31,12 @@ class IdleWork(abc.ABC):
         """
 
     @abc.abstractmethod
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, forecast: Forecast) -> None:
         """Start the work on an idle worker."""
+
+    def end(self, worker: int) -> None:
+        """End endless work of a worker, now or soon."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def on_ended(self, ended: TaskResult[Any]) -> None:
@@ -58,12 +47,8 @@ class IdleWork(abc.ABC):
         """Forget what a lost worker had, whatever it did."""
 
     @abc.abstractmethod
-    def poll(self, answering: Collection[int], forecast: Forecast) -> None:
+    def poll(self, answering: Collection[int]) -> None:
         """Exchange what is new with the workers, of which only those in `answering` are asked."""
-
-    @abc.abstractmethod
-    def stop(self) -> None:
-        """Ask workers that can be stopped to stop; called when the last text is written."""
 
 
 @final
@@ -75,17 +60,12 @@ class IdleCoordinator:
         self._at: dict[int, IdleWork] = {}
         """Work of each worker that has one."""
 
-    @property
-    def busy(self) -> list[int]:
-        """Workers that do idle work."""
-        return sorted(self._at)
-
     def assign(self, forecast: Forecast) -> None:
         """Start the best work on each idle worker, if any gains."""
         for worker in self._supervisor.workers(State.IDLE):
             if (work := self._best(worker, forecast)) is not None:
                 self._at[worker] = work
-                work.start(worker)
+                work.start(worker, forecast)
 
     def _best(self, worker: int, forecast: Forecast) -> IdleWork | None:
         rates = [(work.rate(worker, forecast), work) for work in self._works]
@@ -102,15 +82,21 @@ class IdleCoordinator:
             work.on_ended(ended)
         return work is not None
 
-    def poll(self, answering: Collection[int], forecast: Forecast) -> None:
-        """Exchange what is new; endless work is stopped for better work, or rest."""
+    def poll(self, answering: Iterable[int], forecast: Forecast) -> None:
+        """Exchange what is new; endless work is ended for better work, or rest."""
         for work in self._works:
-            work.poll(answering, forecast)
-        for worker, work in self._at.items():
+            work.poll(tuple(answering))
+        for worker, work in list(self._at.items()):
             if work.is_endless and self._best(worker, forecast) is not work:
-                self._supervisor.stop(worker)
+                self.end(worker)
 
-    def stop(self) -> None:
-        """Stop what can be stopped: the last text is written."""
-        for work in self._works:
-            work.stop()
+    def end(self, worker: int) -> None:
+        """End the endless work of a worker; it is idle now or soon."""
+        self._at[worker].end(worker)
+        if worker in self._supervisor.workers(State.IDLE):
+            del self._at[worker]
+
+    def end_all(self) -> None:
+        """End all endless work."""
+        for worker in [each for each, work in self._at.items() if work.is_endless]:
+            self.end(worker)

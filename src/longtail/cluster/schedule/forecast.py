@@ -3,6 +3,7 @@
 tokens left of a text    from texts of its prompt, else from all texts that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
 speed of a worker        by its seconds per token beside these (`speeds`)
+cores that are lent      make a worker 1 + g k times as fast, where k others lend theirs
 seconds of a worker      its texts end one after another, and those left become faster
 """
 
@@ -12,9 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from longtail.cluster.idle import Forecast
-from longtail.cluster.records import Progress
-from longtail.cluster.speeds import WorkerSpeeds
+from longtail.cluster.records import Forecast, Loan, Progress
+from longtail.cluster.schedule.speeds import WorkerSpeeds
 from longtail.types import Request
 
 _FADE = 0.98
@@ -24,6 +24,9 @@ _RECENT = 2048
 _LEAST_REST_S = 1.0
 """Least rest of a rollout that is not at its end: a text may be longer than expected, and a worker
 may not answer."""
+_CORE_GAIN, _CORE_GAIN_S = 0.6, 5.0
+"""Gain of the cores of another worker until it is measured (two threads of a Xeon and of an EPYC:
+1.5 to 1.8 times one), and the seconds of lending that this guess counts as."""
 _LEAST_S = 0.1
 """Seconds of an observation; less is the jitter of messages."""
 
@@ -167,10 +170,17 @@ class RolloutForecast:
         self._num_workers, self.max_running = 1, max_running
         self.times, self.lengths = TokenTimes(), Lengths()
         self.speeds = WorkerSpeeds()
-        self._seen: dict[int, tuple[float, Progress, int]] = {}
-        """Time and progress of each worker when it was last observed, and who worked beside it."""
-        self._end_s = 0.0
-        """Time at which the last text is expected to be written; in the past if that is unknown."""
+        self._seen: dict[int, tuple[float, Progress, tuple[int, int]]] = {}
+        """Time and progress of each worker when it was last observed, who worked beside it, and
+        who lent it cores."""
+        self.ends: dict[int, float] = {}
+        """Time at which each worker is expected to have written its texts."""
+        self.lends: dict[int, int] = {}
+        """The borrower of each worker that lends its cores."""
+        self._hosts: Mapping[int, str] = {}
+        """Host of each worker that could lend or borrow."""
+        self._lent = [_CORE_GAIN * _CORE_GAIN_S, _CORE_GAIN_S]
+        """Seconds gained by borrowed cores and seconds with them, per lender."""
         self.stolen_s = 0.0
         """Seconds that the present rollout lost to work beside it; the mean of the workers."""
 
@@ -179,33 +189,67 @@ class RolloutForecast:
         self._num_workers = num_workers
         self.lengths.begin()
         self._seen.clear()
-        self._end_s = self.stolen_s = 0.0
+        self.ends, self._hosts, self.stolen_s = {}, {}, 0.0
+        self.lends.clear()
 
     def observe(self, progress: Mapping[int, Progress], now: float, beside: int) -> None:
         """Learn from the progress of the generating workers."""
         for worker, each in progress.items():
-            at_s, before, others = self._seen.get(worker, (now, each, beside))
+            lenders = self._num_lenders(worker)
+            company = beside, lenders
+            at_s, before, then = self._seen.get(worker, (now, each, company))
             written = each.num_generated - before.num_generated
-            if others != beside or written < 0 or worker not in self._seen:
-                self._seen[worker] = now, each, beside
+            if then != company or written < 0 or worker not in self._seen:
+                self._seen[worker] = now, each, company
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
                 seconds, speed = now - at_s, self.speeds.of(worker)
-                if running and not beside and each.num_running <= before.num_running:
-                    self.speeds.observe(worker, running, written, seconds)
-                usual_s = seconds * speed
-                lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
-                self.stolen_s += lost_s / speed / len(progress)
-                self._seen[worker] = now, each, beside
+                if lenders:
+                    self._observe_lent(running, written, seconds * speed, lenders)
+                else:
+                    if running and not beside and each.num_running <= before.num_running:
+                        self.speeds.observe(worker, running, written, seconds)
+                    usual_s = seconds * speed
+                    lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
+                    self.stolen_s += lost_s / speed / len(progress)
+                self._seen[worker] = now, each, company
         self.speeds.compare(self.times.seconds)
 
-    def load(self, loads: Mapping[int, Sequence[Text]], now: float) -> None:
-        """Take the unfinished texts of all generating workers."""
-        ends = (self.worker_s(worker, texts) for worker, texts in loads.items())
-        self._end_s = now + max(ends, default=0.0)
+    def _observe_lent(self, running: float, written: int, seconds: float, lenders: int) -> None:
+        """Add tokens that a worker of the usual speed has written on borrowed cores, too."""
+        if running and self.times.is_known:
+            usual_s = written / running * self.times.seconds(running)
+            new = ((usual_s - seconds) / lenders, seconds)
+            self._lent = [_FADE * a + b for a, b in zip(self._lent, new, strict=True)]
 
-    def worker_s(self, worker: int, texts: Iterable[Text]) -> float:
-        """Return the seconds until a worker has written its texts."""
+    @property
+    def core_gain(self) -> float:
+        """Speed that the cores of another worker add, relative to a worker's own ones."""
+        gained, seconds = self._lent
+        return min(max(gained / seconds, 0.0), 1.0)
+
+    def boost(self, worker: int, *, without: int = -1) -> float:
+        """Return the speed of a worker by the cores that are lent to it; 1 if none are.
+
+        `without` is a lender that does not count.
+        """
+        return 1.0 + self.core_gain * self._num_lenders(worker, without)
+
+    def _num_lenders(self, worker: int, without: int = -1) -> int:
+        return sum(to == worker and each != without for each, to in self.lends.items())
+
+    def load(
+        self, loads: Mapping[int, Sequence[Text]], now: float, hosts: Mapping[int, str]
+    ) -> None:
+        """Take the unfinished texts of all generating workers.
+
+        `hosts` are those of all workers, without any if no cores can be lent.
+        """
+        self._hosts = hosts
+        self.ends = {each: now + self.worker_s(each, texts) for each, texts in loads.items()}
+
+    def worker_s(self, worker: int, texts: Iterable[Text], *, without: int = -1) -> float:
+        """Return the seconds until a worker has written its texts; `without` as in `boost`."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
         for index, left in enumerate(lefts):
@@ -215,7 +259,7 @@ class RolloutForecast:
                 (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
             )
             before = left
-        return seconds / self.speeds.of(worker)
+        return seconds / self.speeds.of(worker) / self.boost(worker, without=without)
 
     def reading_s(self, worker: int, texts: Iterable[Text]) -> float:
         """Return the seconds in which a worker reads what others have written of texts."""
@@ -224,8 +268,28 @@ class RolloutForecast:
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:
         """Return the forecast; `is_over`: the last text is written."""
+        rest_s = max(self.ends.values(), default=0.0) - now
         return Forecast(
             num_workers=self._num_workers,
-            rest_s=0.0 if is_over else max(self._end_s - now, _LEAST_REST_S),
+            rest_s=0.0 if is_over else max(rest_s, _LEAST_REST_S),
             slowdown=0.0 if is_over else self.times.slowdown,
+            loans={} if is_over else self._loans(now, max(rest_s, _LEAST_REST_S)),
         )
+
+    def _loans(self, now: float, rest_s: float) -> dict[int, Loan]:
+        """Return the loan of each worker without texts to the one of its host that ends last.
+
+        What that one gains beyond the end of the next worker is no gain of the rollout.
+        """
+        last, loans = max(self.ends, key=self.ends.__getitem__, default=-1), {}
+        for worker, host in self._hosts.items():
+            borrower = self.lends.get(worker, last)
+            if worker in self.ends or borrower not in self.ends or self._hosts[borrower] != host:
+                continue
+            work_s = max(self.ends[borrower] - now, 0.0) * self.boost(borrower)
+            others = (end - now for each, end in self.ends.items() if each != borrower)
+            without = self.boost(borrower, without=worker)
+            helped_s = max(work_s / (without + self.core_gain), max(others, default=0.0))
+            rate = max(work_s / without - helped_s, 0.0) / rest_s
+            loans[worker] = Loan(borrower=borrower, rate=rate)
+        return loans

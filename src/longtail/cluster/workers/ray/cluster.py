@@ -13,7 +13,7 @@ from typing import Any, final
 
 import ray
 
-from longtail.cluster.ray.hosts import Kit
+from longtail.cluster.workers.ray.hosts import Kit
 from longtail.errors import ClusterError
 
 CONNECT_S = 2.0

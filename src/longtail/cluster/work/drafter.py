@@ -10,14 +10,15 @@ and its worker trains no more in this rollout.
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from longtail.cluster import tasks
-from longtail.cluster.drafter.publisher import Publisher
-from longtail.cluster.idle import Forecast, IdleWork
-from longtail.cluster.pool import TaskResult
-from longtail.cluster.states import State
-from longtail.cluster.supervisor import WorkerSupervisor
+from longtail.cluster.records import Forecast
 from longtail.cluster.timeline import Mark
-from longtail.cluster.worker import Worker
+from longtail.cluster.work.publisher import Publisher
+from longtail.cluster.work.work import IdleWork
+from longtail.cluster.workers import tasks
+from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.worker import Worker
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.types import Completion, Request
@@ -99,10 +100,14 @@ class DrafterWork(IdleWork):
         gain_s = self._publisher.gain.gain_s(forecast.rest_s, rollout_s)
         return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
 
-    def start(self, worker: int) -> None:
+    def start(self, worker: int, forecast: Forecast) -> None:
         """Start training on an idle worker."""
         self.send_texts(worker)
         self._supervisor.start(worker, tasks.TRAIN_DRAFTER, self._publisher.published)
+
+    def end(self, worker: int) -> None:
+        """Ask a worker that trains to stop."""
+        self._supervisor.stop(worker)
 
     def on_ended(self, ended: TaskResult[SpotReport]) -> None:
         """Record the end of a worker's training."""
@@ -123,13 +128,14 @@ class DrafterWork(IdleWork):
         self._sent.pop(worker, None)
         self._failed.discard(worker)
 
-    def poll(self, answering: Collection[int], forecast: Forecast) -> None:
+    def poll(self, answering: Collection[int]) -> None:
         """Send new texts to workers that train, and offer their drafters to those that generate.
 
         Does nothing until `POLL_S` after the last poll.
         """
         now = self._supervisor.now()
-        if now - self._polled_s < POLL_S or not self._supervisor.workers(State.IDLE, State.SPOT):
+        idle = self._supervisor.workers(State.IDLE, State.LENDING, State.SPOT)
+        if now - self._polled_s < POLL_S or not idle:
             return
         self._polled_s = now
         generating, training = (
@@ -149,11 +155,6 @@ class DrafterWork(IdleWork):
             if replica is not None:
                 self._take(worker, replica)
         self._offer(generating)
-
-    def stop(self) -> None:
-        """Ask all workers that train to stop."""
-        for worker in self._supervisor.workers(State.SPOT):
-            self._supervisor.stop(worker)
 
     def _take(self, worker: int, replica: Replica) -> None:
         self._replicas[worker] = replica

@@ -5,7 +5,8 @@
     STARTING -> IDLE ---+--> GENERATING  (its shard) ------+
      ^  |  ^            +--> SPOT        (the drafter) ----+
      |  v  |            +--> AHEAD       (finished groups) +
-    ABSENT |            +--> LEARNING    (the policy) -----+
+    ABSENT |            +--> LENDING     (its cores) ------+
+           |            +--> LEARNING    (the policy) -----+
            |
            +--- DEAD <------ from each of them
 
@@ -38,6 +39,8 @@ class State(enum.Enum):
     """It trains the drafter while others generate."""
     AHEAD = "learning_ahead"
     """It learns from finished groups while others generate."""
+    LENDING = "lending"
+    """Its cores compute for a worker that generates; it has no task."""
     LEARNING = "learning"
     """It trains the policy, or does another task of all workers."""
     DEAD = "dead"
@@ -47,10 +50,11 @@ class State(enum.Enum):
 _FOLLOWERS = {
     State.STARTING: (State.IDLE, State.ABSENT, State.DEAD),
     State.ABSENT: (State.STARTING, State.DEAD),
-    State.IDLE: (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING, State.DEAD),
+    State.IDLE: tuple(state for state in State if state.name not in ("STARTING", "ABSENT", "IDLE")),
     State.GENERATING: (State.IDLE, State.DEAD),
     State.SPOT: (State.IDLE, State.DEAD),
     State.AHEAD: (State.IDLE, State.DEAD),
+    State.LENDING: (State.IDLE, State.DEAD),
     State.LEARNING: (State.IDLE, State.DEAD),
     State.DEAD: (State.STARTING,),
 }

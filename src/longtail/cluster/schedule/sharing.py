@@ -16,7 +16,7 @@ gathers them nearly for free. A step ends when all texts are written and learned
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from longtail.cluster.forecast import RolloutForecast, Text
+from longtail.cluster.schedule.forecast import RolloutForecast, Text
 
 _LEAST_GAIN_S = 0.2
 """Least predicted gain of a move: messages and the last step of the old worker take as long."""
@@ -64,8 +64,10 @@ def best_move(
         gone = set(names)
         stays = [each for each in loads[source] if each.request.request_id not in gone]
         both = [*loads.get(target, ()), *moved]
-        changed = {
-            source: forecast.worker_s(source, stays),
+        # A lender that gets texts computes them on its cores.
+        back = {b: loads[b] for b in (forecast.lends.get(target),) if b in loads}
+        changed = {b: forecast.worker_s(b, own, without=target) for b, own in back.items()} | {
+            source: forecast.worker_s(source, stays, without=target),
             target: forecast.worker_s(target, both) + forecast.reading_s(target, moved),
         }
         gain_s = now_s - _end_s(seconds | changed, early_s, num_workers)

@@ -17,9 +17,9 @@ from typing import Literal, NamedTuple, final
 
 from torch import Tensor
 
-from longtail.cluster.components import Drafting, WorkerComponents
-from longtail.cluster.mailbox import Mailbox
 from longtail.cluster.records import PolicyState, Progress, ShardResult
+from longtail.cluster.workers.components import Drafting, WorkerComponents
+from longtail.cluster.workers.mailbox import Mailbox
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.weights import DrafterWeights
@@ -66,6 +66,7 @@ class Worker:
         self._released = Mailbox[Completion]()
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
+        self._lenders = 0
         self._progress = Progress()
         self._beats = 0
         self.on_step: Callable[[Progress], None] | None = None
@@ -73,8 +74,9 @@ class Worker:
 
     # ---- tasks
 
-    def ready(self) -> None:
-        """Return once the worker is there."""
+    def ready(self) -> bool:
+        """Return once the worker is there; whether its engine can compute on borrowed cores."""
+        return self._components.borrows
 
     def num_parameters(self) -> int:
         """Count the policy's parameters."""
@@ -93,6 +95,7 @@ class Worker:
         """
         for mailbox in (self._added, self._asked_back, self._released):
             mailbox.take()  # about an earlier shard, which had ended when they came
+        self._lenders = 0
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         self._shard = _Shard({request.request_id: request for request in requests}, [])
@@ -107,9 +110,10 @@ class Worker:
             self._release()
             self._submit_added()
             self._take_offers()
+            threads.use(1 + self._lenders)
 
         try:
-            with compute_threads(self._components.rollout_threads):
+            with compute_threads(self._components.rollout_threads) as threads:
                 self._take_offers()
                 generator.generate(requests, on_step, begun)
                 while generator.num_unfinished:  # what was added
@@ -319,6 +323,10 @@ class Worker:
     def drain_released(self) -> list[Completion]:
         """Return what was written of the requests released since the last call."""
         return self._released.take()
+
+    def borrow_cores(self, num_workers: int) -> None:
+        """Generate on the cores of so many other workers, too, from the next engine step on."""
+        self._lenders = num_workers
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add texts to train the drafter on."""

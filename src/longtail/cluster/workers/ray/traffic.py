@@ -9,7 +9,7 @@ from typing import Any, final
 
 from ray.experimental import get_local_object_locations
 
-from longtail.cluster.ray.cluster import Places
+from longtail.cluster.workers.ray.cluster import Places
 
 _KINDS = {
     "texts": (

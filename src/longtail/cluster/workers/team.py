@@ -10,9 +10,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster import tasks
-from longtail.cluster.pool import TaskResult, WorkerPool
-from longtail.cluster.supervisor import WorkerSupervisor
+from longtail.cluster.workers import tasks
+from longtail.cluster.workers.pool import TaskResult, WorkerPool
+from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.errors import ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport

@@ -16,14 +16,14 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from longtail.cluster.pool import Place, TaskResult, WorkerPool
-from longtail.cluster.ray import hosts
-from longtail.cluster.ray.actor import Actor, send_tensors_as_arrays
-from longtail.cluster.ray.cluster import Cluster, Places, check_answers
-from longtail.cluster.ray.instance import OwnRay, disconnect, quietly
-from longtail.cluster.ray.traffic import Traffic
 from longtail.cluster.records import Progress
-from longtail.cluster.worker import Stopped, Worker
+from longtail.cluster.workers.pool import Place, TaskResult, WorkerPool
+from longtail.cluster.workers.ray import hosts
+from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
+from longtail.cluster.workers.ray.cluster import Cluster, Places, check_answers
+from longtail.cluster.workers.ray.instance import OwnRay, disconnect, quietly
+from longtail.cluster.workers.ray.traffic import Traffic
+from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 from longtail.rl.learner_metrics import LearnerReport
 
@@ -103,6 +103,10 @@ class RayWorkerPool(WorkerPool):
     def absent(self) -> frozenset[int]:
         """Return the workers whose processes wait for room on a host."""
         return frozenset(self._absent)
+
+    def host_of(self, worker: int) -> str:
+        """Return the address of a worker's host."""
+        return "" if self._places is None else self._places.hosts.get(worker, "")
 
     def room(self) -> str:
         """Return what a worker needs, and what Ray has."""

@@ -1,1 +1,0 @@
-"""Drafters on their way between workers: offers, texts, and which drafter is served."""

@@ -1,0 +1,1 @@
+"""Decisions about a rollout, from records to records: no clock, no worker, no thread."""

@@ -1,0 +1,1 @@
+"""Worker processes: pool, states, supervision, and Ray."""
