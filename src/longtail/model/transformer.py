@@ -163,7 +163,9 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        # Given its weight, it draws none: on the device "meta" that would import for four seconds.
+        rows = torch.empty(config.vocab_size, config.hidden_size)
+        self.embedding = nn.Embedding(*rows.shape, _weight=rows)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = Norm(config.hidden_size)
         self.head = Linear(config.hidden_size, config.vocab_size)
