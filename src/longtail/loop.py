@@ -187,7 +187,9 @@ class Trainer:
             config=config, components=parts, grader=grader, phase=console.phase
         )
         self._evaluator = Evaluator(
-            config=config,
+            samples=config.eval.samples,
+            seed=config.run.seed,
+            reward=config.reward.name,
             workers=parts.workers,
             heldout=parts.heldout,
             sampling=parts.sampling,
@@ -196,7 +198,9 @@ class Trainer:
         )
         last_step = None if checkpoint is None else checkpoint.step
         try:
-            self._saver = StateSaver(config, run, parts.workers, parts.source)
+            self._saver = StateSaver(
+                run, parts.workers, parts.source, keep=config.run.keep_checkpoints
+            )
             self._state = self._saver.begin(checkpoint, threads)
             if self._state.threads != threads:
                 console.log(

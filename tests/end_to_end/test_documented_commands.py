@@ -10,14 +10,10 @@ import runpy
 import shlex
 import shutil
 from collections.abc import Mapping
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
-from datasets import Dataset
-from transformers import AutoModelForCausalLM
 
 import longtail
 from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
@@ -112,34 +108,12 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of TRL
-def test_the_python_of_the_readme_runs(
-    place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With a small model in place of the names that a reader fills in."""
-    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    monkeypatch.chdir(tmp_path)
-    trl = pytest.importorskip("trl")
-    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "max_completion_length": 4}
-    small = {"use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, **sizes}
-    monkeypatch.setattr(trl, "GRPOConfig", partial(trl.GRPOConfig, **small))
-    model = AutoModelForCausalLM.from_pretrained(place / "MODEL")
+def test_the_python_of_the_readme_asks_vllm_for_a_learned_drafter(tmp_path: Path) -> None:
     engines: list[Mapping[str, object]] = []
-    filled_in = {
-        "model": str(place / "MODEL"),
-        "reward": lambda completions, **_: [float(len(text)) for text in completions],
-        "data": Dataset.from_list([{"prompt": "say 1"}, {"prompt": "say 2"}]),
-        "LLM": lambda _, **settings: engines.append(settings),
-    }
-    trained, served, generated = python_blocks(ROOT / "README.md")
-    run_block(trained, tmp_path, filled_in)
-    run_block(served, tmp_path, filled_in)
+    (block,) = python_blocks(ROOT / "README.md")
+    run_block(block, tmp_path, {"LLM": lambda _, **settings: engines.append(settings)})
     (settings,) = engines
     assert settings["additional_config"] == {"longtail": {"drafter": "learned"}}
-    prompt = torch.tensor([[1, 2, 3]])
-    model.generation_config.max_new_tokens = 8
-    run_block(generated, tmp_path, {"model": model, "inputs": {"input_ids": prompt}})
 
 
 def run_block(block: str, folder: Path, names: Mapping[str, object]) -> None:

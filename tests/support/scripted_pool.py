@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
+from longtail.assembly.trainer import group_settings
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import TaskResult, WorkerPool
@@ -86,7 +87,7 @@ def begun(
     )
     group = WorkerGroup(
         pool,
-        config,
+        group_settings(config),
         **{
             "on_progress": lambda progress: None,
             "log": pool.log_lines.append,

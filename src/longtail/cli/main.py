@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
     logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
-    # Compute threads wait for each other 200 times a step. Rollout on two cores of an EPYC, alone and
-    # beside a process that takes a core: 11 and 12 s if they sleep at once, 8 and 14 s if they spin
-    # for 10 us before, 7 and 27 s for 100 us. PyTorch reads this when it loads OpenMP.
+    # Compute threads wait for each other 200 times a step. A rollout on two cores of an EPYC, alone
+    # and beside a process that takes a core: 11 and 12 s if they sleep at once, 8 and 14 s if they
+    # spin for 10 us before, 7 and 27 s for 100 us. PyTorch reads this when it loads OpenMP.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         os.environ.setdefault("KMP_BLOCKTIME", "0")

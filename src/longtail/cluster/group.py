@@ -11,6 +11,7 @@ The loss of a worker costs time, but no text, gradient or update: its task is do
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
@@ -32,17 +33,34 @@ from longtail.cluster.workers.pool import WorkerPool
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.team import LearnerTeam
-from longtail.config.rl import RunConfig
+from longtail.config.rl import ClusterSection
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.rl.streaming import streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """Settings of a group of workers."""
+
+    cluster: ClusterSection
+    max_running: int
+    """Largest number of requests that a worker generates at once."""
+    shares: bool
+    """Whether running requests move, and cores are lent."""
+    learns_ahead: bool
+    """Whether a group can be learned from before the rollout ends."""
+    is_sharded: bool
+    """Whether each worker holds a shard of the learner."""
+    buffer_bytes: int
+    """Bytes of the texts that a drafter is trained on."""
+    seed: int
 
 
 @final
@@ -52,18 +70,18 @@ class WorkerGroup:
     def __init__(
         self,
         pool: WorkerPool,
-        config: RunConfig,
+        settings: GroupSettings,
         *,
         on_progress: Callable[[Progress], None],
         log: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pool, self._config = pool, config
+        self._pool, self._settings = pool, settings
         self._on_progress, self._log = on_progress, log
         self._supervisor = WorkerSupervisor(
             pool,
-            config.cluster,
-            is_sharded=config.is_sharded,
+            settings.cluster,
+            is_sharded=settings.is_sharded,
             log=log,
             on_replaced=self._on_replaced,
             clock=clock,
@@ -71,15 +89,15 @@ class WorkerGroup:
         self._team = LearnerTeam(
             pool,
             self._supervisor,
-            config.cluster.worker_timeout_s,
-            is_sharded=config.is_sharded,
+            settings.cluster.worker_timeout_s,
+            is_sharded=settings.is_sharded,
             log=log,
         )
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
-        self._forecast = RolloutForecast(config.rollout.max_running)
+        self._forecast = RolloutForecast(settings.max_running)
         self._learning_times = LearningTimes()
         self._learning: tuple[IdleCoordinator, LearningWork] | None = None
         """Learning from the groups of the last rollout, until `learn`."""
@@ -102,8 +120,7 @@ class WorkerGroup:
         (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
         if drafter is not None:
             weights, sums = drafter
-            own = self._config
-            buffer = DrafterBuffer(own.spot.buffer_mb * 2**20, seed=own.run.seed)
+            buffer = DrafterBuffer(self._settings.buffer_bytes, seed=self._settings.seed)
             self._publisher = Publisher(weights, buffer, sums)
 
     def rollout(
@@ -135,7 +152,7 @@ class WorkerGroup:
             spot=spot,
             on_texts=None if groups is None else groups.add,
             learning=learning,
-            shares=self._pool.size > 1 and self._config.rollout.sharing,
+            shares=self._pool.size > 1 and self._settings.shares,
             learns=trains,
         )
         expected = self._expected(requests)
@@ -318,7 +335,7 @@ class WorkerGroup:
 
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
-        assert not self._config.is_sharded, "shards are not parked"
+        assert not self._settings.is_sharded, "shards are not parked"
         args = {worker: (path, worker == 0) for worker in self._supervisor.present}
         for ended in self._supervisor.run(tasks.PARK, args).values():
             ended.value()
@@ -341,7 +358,7 @@ class WorkerGroup:
         self, groups: Groups | None, requests: Sequence[Request]
     ) -> LearningWork | None:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
-        if groups is None or self._pool.size == 1 or not streams(self._config):
+        if groups is None or self._pool.size == 1 or not self._settings.learns_ahead:
             return None
         return LearningWork(
             self._supervisor, groups, self._learning_times, requests[0].sampling, self._log
@@ -349,7 +366,7 @@ class WorkerGroup:
 
     def _hosts(self) -> dict[int, str]:
         """Return the hosts of the workers that are present; none if no cores can be lent."""
-        lends = self._pool.size > 1 and self._borrows and self._config.rollout.sharing
+        lends = self._pool.size > 1 and self._borrows and self._settings.shares
         return {each: self._pool.host_of(each) for each in self._supervisor.present if lends}
 
     def _begin_spot(self, step: int) -> DrafterWork | None:

@@ -164,8 +164,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         # Given its weight, it draws none: on the device "meta" that would import for four seconds.
-        rows = torch.empty(config.vocab_size, config.hidden_size)
-        self.embedding = nn.Embedding(*rows.shape, _weight=rows)
+        size = config.vocab_size, config.hidden_size
+        self.embedding = nn.Embedding(size[0], size[1], _weight=torch.empty(size))
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = Norm(config.hidden_size)
         self.head = Linear(config.hidden_size, config.vocab_size)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from longtail.cluster.group import WorkerGroup
-from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION, LoggedRollout
 from longtail.errors import GradingError
 from longtail.rl.data.requests import eval_requests
@@ -18,7 +17,11 @@ from longtail.types import Prompt, SamplingParams
 class Evaluator:
     """Evaluates the policy on held-out problems, always with the same sampling noise."""
 
-    config: RunConfig
+    samples: int
+    """Completions for each problem."""
+    seed: int
+    reward: str
+    """Name of the reward, for errors."""
     workers: WorkerGroup
     heldout: Sequence[Prompt]
     sampling: SamplingParams
@@ -32,13 +35,15 @@ class Evaluator:
         """
         if not self.heldout:
             return {}, ()
-        samples, seed = self.config.eval.samples, self.config.run.seed
-        requests = eval_requests(self.heldout, samples=samples, seed=seed, sampling=self.sampling)
+        samples = self.samples
+        requests = eval_requests(
+            self.heldout, samples=samples, seed=self.seed, sampling=self.sampling
+        )
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
             rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
         with self.console.phase("grading"):
             pairs = list(zip(requests.prompts, rollout.completions, strict=True))
-            graded = some_graded(self.grader.grade(pairs), self.config.reward.name)
+            graded = some_graded(self.grader.grade(pairs), self.reward)
         mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
         self.console.log(
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.group import WorkerGroup
-from longtail.config.rl import RunConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.learner import LearnerState
 from longtail.run.checkpoint import Checkpoint, RunDirectory
@@ -32,10 +31,10 @@ class StateSaver:
     """Saves and restores the policy, the learner, the prompt source and the drafter of a run."""
 
     def __init__(
-        self, config: RunConfig, run: RunDirectory, workers: WorkerGroup, source: PromptSource
+        self, run: RunDirectory, workers: WorkerGroup, source: PromptSource, *, keep: int
     ) -> None:
         self._run, self._workers, self._source = run, workers, source
-        self._drafters = DrafterStore(run.path / "drafter", keep=config.run.keep_checkpoints + 1)
+        self._drafters = DrafterStore(run.path / "drafter", keep=keep + 1)
         self._saved_step = 0
 
     def begin(self, checkpoint: Checkpoint | None, threads: int) -> TrainerState:

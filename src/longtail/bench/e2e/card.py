@@ -110,7 +110,7 @@ def tables(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -
     ]
     return [
         Table(
-            f"Training {own.model.path} end to end, {workers} workers, "
+            f"Training {own.model.path} end to end, {workers} worker{'s' * (workers > 1)}, "
             f"{threads_each(own.run.threads, workers)} thread(s) each, {plan.steps} steps in turn; "
             f"speedups over the arm {best}; median (lowest-highest) over steps",
             {

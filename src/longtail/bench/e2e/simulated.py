@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar, cast, final
 
+from longtail.assembly.trainer import group_settings
 from longtail.bench.e2e.arms import Texts
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress, ShardResult
@@ -82,7 +83,11 @@ def simulate(
     sampling = SamplingParams(max_tokens=config.rollout.max_tokens)
     pool = _Pool(workers, config.rollout.max_running, steps[0][1], messages)
     group = WorkerGroup(
-        pool, config, on_progress=lambda _: None, log=lambda _: None, clock=lambda: pool.now_s
+        pool,
+        group_settings(config),
+        on_progress=lambda _: None,
+        log=lambda _: None,
+        clock=lambda: pool.now_s,
     )
     group.begin()
     group.publish()

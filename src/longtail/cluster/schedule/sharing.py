@@ -65,7 +65,8 @@ def best_move(
         stays = [each for each in loads[source] if each.request.request_id not in gone]
         both = [*loads.get(target, ()), *moved]
         # A lender that gets texts computes them on its cores.
-        back = {b: loads[b] for b in (forecast.lends.get(target),) if b in loads}
+        borrower = forecast.lends.get(target, source)
+        back = {borrower: loads[borrower]} if borrower in loads else {}
         changed = {b: forecast.worker_s(b, own, without=target) for b, own in back.items()} | {
             source: forecast.worker_s(source, stays, without=target),
             target: forecast.worker_s(target, both) + forecast.reading_s(target, moved),

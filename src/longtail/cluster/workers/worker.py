@@ -66,7 +66,6 @@ class Worker:
         self._released = Mailbox[Completion]()
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
-        self._lenders = 0
         self._progress = Progress()
         self._beats = 0
         self.on_step: Callable[[Progress], None] | None = None
@@ -284,10 +283,8 @@ class Worker:
     def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
         """Copy the texts of the present shard: all unfinished, and finished ones from `first`."""
         shard = self._shard
-        texts = [
-            TextSnapshot.of(shard.requests[each.request_id], each, step)
-            for each in list(shard.finished)[first:]
-        ]
+        done = list(shard.finished)[first:]
+        texts = [TextSnapshot.of(shard.requests[each.request_id], each, step) for each in done]
         texts += [
             TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
@@ -305,8 +302,7 @@ class Worker:
 
         Those without a token come last.
         """
-        unfinished = self._components.generator.unfinished()
-        found = [(name, len(tokens) - prompt_len) for name, tokens, prompt_len in unfinished]
+        found = [(n, len(t) - size) for n, t, size in self._components.generator.unfinished()]
         return sorted(found, key=lambda each: each[1] == 0)
 
     def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
@@ -325,7 +321,7 @@ class Worker:
         return self._released.take()
 
     def borrow_cores(self, num_workers: int) -> None:
-        """Generate on the cores of so many other workers, too, from the next engine step on."""
+        """Generate on the cores of `num_workers` others, too, from the next engine step on."""
         self._lenders = num_workers
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:

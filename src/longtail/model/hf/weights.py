@@ -92,19 +92,6 @@ def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]
     }
 
 
-def from_hf(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return tensors of Hugging Face as our parameters: the inverse of `to_hf`."""
-    table = layout(config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    require_tensors(table, shapes, config, "the tensors given")
-    return {
-        name: torch.cat([tensors[part.name] for part in parts])
-        if len(parts) > 1
-        else tensors[parts[0].name]
-        for name, parts in table.items()
-    }
-
-
 def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     """Compare the headers of a directory's weights with a configuration; return each tensor's file.
 
