@@ -103,6 +103,22 @@ def test_a_run_whose_texts_can_depend_on_their_batch_says_so(be, monkeypatch, tm
     assert precision.inexactness(train(tmp_path, "--rollout.dtype=float64")) == []
 
 
+def test_a_run_on_a_gpu_builds_no_kernels_of_the_cpu_engine(monkeypatch, tmp_path) -> None:
+    def built(*_: object) -> None:
+        raise AssertionError("a kernel was asked for")
+
+    monkeypatch.setattr(precision, "run_device", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: True)
+    monkeypatch.setattr(native, "layout", built)
+    monkeypatch.setattr(native, "_available", built)
+    config = precision.decided(train(tmp_path))
+    assert choice(config) == ("bfloat16", True)
+    assert precision.costs(config) == []
+    assert precision.inexactness(config) == [
+        "on a GPU a text can depend on its batch at near-ties, hence on drafting"
+    ]
+
+
 def test_half_precision_of_a_stored_model_is_kept_where_it_is_fast(be) -> None:
     be("native")
     assert precision.is_fast(torch.bfloat16, CPU)
