@@ -207,13 +207,15 @@ figures: develop
 
 # In an environment of its own, with the newest setuptools that pyproject.toml admits.
 dist: develop
-	rm -rf dist build/lib src/longtail.egg-info
+	rm -rf dist build/lib build/bdist* src/longtail.egg-info
 	$(BIN)/python -m build --outdir dist
 
 # DEPENDENCIES=.venv/bin/python takes the dependencies of an environment that is there instead of
 # installing them (2.5 GB).
 smoke: dist
 	$(BIN)/python tests/package/smoke.py dist/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))
+	LONGTAIL_WHEEL_KERNELS=1 $(BIN)/python -m build --wheel --no-isolation --outdir dist/kernels
+	$(BIN)/python tests/package/smoke.py dist/kernels/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))
 
 clean:
 	rm -rf $(VENV) $(VENV)-min .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage build dist

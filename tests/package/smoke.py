@@ -4,8 +4,9 @@
 
 Checks version and help, `longtail doctor`, and `longtail generate` of the toy twice: with native
 kernels compiled by that installation, and on a PATH without a C compiler, where PyTorch takes over
-with a warning. Without `--dependencies` pip installs everything from its index; with it the
-dependencies are those of another environment.
+with a warning. A wheel that has kernels is used with and without a compiler, and compiles none.
+Without `--dependencies` pip installs everything from its index; with it the dependencies are those
+of another environment.
 """
 
 import argparse
@@ -85,6 +86,9 @@ def use(place: Place, wheel: Path) -> None:
     check(said == f"longtail {version}\n", f"version {version}", said)
     said = place.run("longtail", "--help")
     check("verbs:" in said, "the list of verbs", said)
+    if "-any" not in wheel.name:
+        use_shipped(place)
+        return
     said = place.run("longtail", "doctor")
     check("built here" in said and "not ready" not in said, "kernels that were compiled", said)
     compiled = list((place.folder / "cache").rglob("kernels.so"))
@@ -95,6 +99,17 @@ def use(place: Place, wheel: Path) -> None:
     check("tokens/s" in said and MISSING_COMPILER in said, "a text and a warning", said)
     said = place.run("longtail", "doctor", path=str(place.bin))
     check("no C compiler: install one" in said, "the remedy for a missing compiler", said)
+
+
+def use_shipped(place: Place) -> None:
+    """Generate with the kernels of the wheel, without a compiler."""
+    for path in (None, str(place.bin)):
+        said = place.run("longtail", *GENERATE, path=path)
+        check("tokens/s" in said and MISSING_COMPILER not in said, "a text by native kernels", said)
+        said = place.run("longtail", "doctor", path=path)
+        check("of the wheel" in said, "kernels of the wheel", said)
+    compiled = list((place.folder / "cache").rglob("kernels.so"))
+    check(not compiled, "no compiled library", str(compiled))
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtail.model.kernels import native
+from longtail.model.kernels import library
 from longtail.system import machine
 
 PROGRAM = Path(__file__).with_name("portable.c")
@@ -40,7 +40,7 @@ def test_the_kernels_are_right_and_batch_invariant(target: str, tmp_path: Path) 
         pytest.skip(why)
     compiler, architecture, emulator = TARGETS[target]
     flags = ("-O2", "-ftree-vectorize", "-fno-schedule-insns", "-fopenmp", architecture)
-    objects = native.compile_units(compiler, flags, tmp_path)
+    objects = library.compile_units(compiler, flags, tmp_path)
     program = tmp_path / "portable"
     command = [
         compiler,

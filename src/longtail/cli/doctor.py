@@ -118,13 +118,16 @@ def _torch_facts() -> Iterator[Finding]:
 
     from longtail.assembly import precision
     from longtail.model.kernels import native
+    from longtail.model.kernels.library import LEVELS
     from longtail.system.device import DTYPES, multiplies_bfloat16
 
     why = native.unavailable_because()
     if why is None and native.functions(torch.float32) is None:
         why = "the C compiler fails on them; its message is printed at first use"
     if why is None:
-        yield Finding("native kernels", "built here")
+        name = native.build_name()
+        shipped = any(name.startswith(f"{level}-") for level in LEVELS)
+        yield Finding("native kernels", f"of the wheel ({name})" if shipped else "built here")
     else:
         yield Finding("native kernels", "absent, generation is slower", "optional", why)
     devices = ["cpu"]

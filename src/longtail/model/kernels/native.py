@@ -1,104 +1,29 @@
-"""Compiles the C kernels once per machine and loads them, if there is a C compiler.
+"""Loads the C kernels: those of the wheel, or compiled once per machine if there is a C compiler.
 
-The shared library is an entry of the user's cache (`longtail.system.cache`), named by the digest of
+A compiled library is an entry of the user's cache (`longtail.system.cache`), named by the digest of
 source, flags, compiler and processor; a damaged library, or another user's, is never loaded.
 Without a compiler PyTorch's slower operations run; `unavailable_because` gives the reason.
 """
 
 import ctypes
 import functools
-import hashlib
 import logging
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from longtail.model.kernels import library
 from longtail.system import machine
 from longtail.system.cache import build_once
 
 _log = logging.getLogger(__name__)
 
-_NAMES = (
-    "common", "kernels", "attention", "vectors", "tiles", "packed", "product", "decoder", "draft",
-    "noise", "select", "draws", "scores",
-)  # fmt: skip
-"""kernels.c includes packed.c and attention.c, which includes vectors.c and tiles.c; draws.c
-includes select.c, which includes noise.c; all include common.c."""
-_SOURCES = {name: Path(__file__).parent / "cpu" / f"{name}.c" for name in _NAMES}
-_FLAGS = (
-    "-O2",
-    "-ftree-vectorize",
-    "-fno-schedule-insns",  # on ARM, GCC would store all sums of a product in every step
-    "-fopenmp",  # with the libgomp that PyTorch has loaded
-    "-fPIC",
-)
-_X86 = ("-mprefer-vector-width=512", "-Wno-psabi")
-_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
-    "": ("-march=native",),
-    "avx2": ("-march=x86-64-v3",),
-    "avx512": ("-march=x86-64-v4",),
-    "generic": ("-march=x86-64",),
-    "bf16-emulated": ("-march=x86-64", "-DLT_EMULATED=1"),
-    "amx-emulated": ("-march=x86-64", "-DLT_EMULATED=2"),
-}
-"""Flags by LONGTAIL_ISA."""
-_FAST = ("-ffast-math", "-fno-finite-math-only")
-_EXACT = ("-fno-math-errno", "-fno-trapping-math")
-_LINK_FLAGS = ("-shared", "-fopenmp", "-lm")
-"""Linking with -ffast-math would set the loading thread to flush subnormals."""
-_FLOAT32 = """
-#define T float
-#define NAME(f) f##_f32
-#define LOAD(v) (v)
-#define STORE(v) (v)
-#include "{source}"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-"""
-_BFLOAT16 = """
-#define LT_BFLOAT16
-#define T uint16_t
-#define NAME(f) f##_bf16
-#define LOAD(v) lt_from_bf16(v)
-#define STORE(v) lt_to_bf16(v)
-#define T_TILES
-#include "{source}"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef T_TILES
-"""
-
-
-def _steps(dtype: str) -> str:
-    """Return the unit of the kernels of a dtype."""
-    parts = (dtype.format(source=_SOURCES[name]) for name in ("kernels", "decoder", "draft"))
-    first, *others = parts
-    return f'{first}#include "{_SOURCES["product"]}"\n{"".join(others)}'
-
-
-_UNITS = {
-    "float32": (_FAST, _steps(_FLOAT32)),
-    "bfloat16": (_FAST, _steps(_BFLOAT16)),
-    "draws": (
-        _EXACT,
-        (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["draws"])
-        + (_FLOAT32 + _BFLOAT16).format(source=_SOURCES["scores"]),
-    ),
-}
-"""Flags and text of each unit."""
 _LIBRARY = "kernels.so"
 _ANNOUNCED = "compiling native kernels, once, for about 10 s"
 Layout = Literal["inputs", "halves", "pairs", "tiles"]
@@ -144,7 +69,7 @@ def unavailable_because() -> str | None:
         return "LONGTAIL_NATIVE=0 is set"
     if platform.system() != "Linux":
         return f"they are built on Linux only, this is {platform.system()}"
-    if shutil.which("cc") is None:
+    if shutil.which("cc") is None and library.shipped(machine.cpu_flags()) is None:
         return _NO_COMPILER
     return None
 
@@ -170,7 +95,7 @@ def _warn_once() -> None:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Return the loaded kernels; None if they cannot be built."""
-    path = _build()
+    path = library.shipped(machine.cpu_flags()) or _build()
     return None if path is None else ctypes.CDLL(str(path))
 
 
@@ -189,7 +114,10 @@ def layout(dtype: torch.dtype) -> Layout | None:
 def build_name() -> str:
     """Return the name of the loaded build: equal where its source, compiler and flags are."""
     loaded = _available()
-    return "none" if loaded is None else Path(loaded._name).parent.name
+    if loaded is None:
+        return "none"
+    path = Path(loaded._name)
+    return path.parent.name if path.name == _LIBRARY else path.stem
 
 
 def lanes() -> int:
@@ -242,14 +170,15 @@ def _build() -> Path | None:
     assert compiler is not None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     cpuinfo = "" if machine.cpu_cap() else Path("/proc/cpuinfo").read_text()
-    flags = next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "")
-    sources = "".join(path.read_text() for path in _SOURCES.values())
-    chosen = (*_flags(), *_FAST, *_EXACT, *_LINK_FLAGS)
-    parts = (sources, _FLOAT32, _BFLOAT16, " ".join(chosen), version.stdout, flags)
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    features = next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "")
+    flags = library.flags_of(machine.cpu_cap())
+    name = library.digest(flags, version.stdout, features)
+
+    def build(folder: Path) -> None:
+        library.compile_library(compiler, flags, folder / _LIBRARY)
+
     try:
-        built = build_once("kernels", digest, partial(_compile, compiler), announce=_ANNOUNCED)
-        return built / _LIBRARY
+        return build_once("kernels", name, build, announce=_ANNOUNCED) / _LIBRARY
     except subprocess.CalledProcessError as error:
         _log.warning(
             "%s cannot compile the native kernels; PyTorch's slower operations are used: %s",
@@ -257,39 +186,3 @@ def _build() -> Path | None:
             error.stderr.strip()[:500],
         )
         return None
-
-
-def _flags() -> tuple[str, ...]:
-    """Return the compiler's flags for this processor, within LONGTAIL_ISA."""
-    if platform.machine() != "x86_64":
-        return (*_FLAGS, "-march=native")
-    return (*_FLAGS, *_X86, *_ARCHITECTURES[machine.cpu_cap()])
-
-
-def _compile(compiler: str, folder: Path) -> None:
-    """Compile into a new folder. Raises CalledProcessError if the compiler fails."""
-    folder.mkdir()
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        objects = compile_units(compiler, _flags(), Path(scratch))
-        _run(compiler, *objects, "-o", folder / _LIBRARY, *_LINK_FLAGS)
-
-
-def compile_units(compiler: str, flags: Sequence[str], folder: Path) -> list[Path]:
-    """Compile each unit in a folder and return the object files.
-
-    Raises CalledProcessError if the compiler fails.
-    """
-
-    def compiled(name: str) -> Path:
-        own, text = _UNITS[name]
-        unit, object_file = folder / f"{name}.c", folder / f"{name}.o"
-        unit.write_text(text)
-        _run(compiler, *flags, *own, "-c", unit, "-o", object_file)
-        return object_file
-
-    with ThreadPoolExecutor() as side_by_side:
-        return list(side_by_side.map(compiled, _UNITS))
-
-
-def _run(*command: str | Path) -> None:
-    subprocess.run(command, capture_output=True, text=True, check=True)
