@@ -40,7 +40,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _left_behind(folder: str, names: list[str]) -> list[str]:
     if Path(folder) != ROOT:
         return [name for name in names if name == "__pycache__" or name.endswith(".egg-info")]
-    kept = (".ci", ".pre-commit-config.yaml")
+    kept = (".ci", ".dockerignore", ".pre-commit-config.yaml")
     hidden = [name for name in names if name.startswith(".") and name not in kept]
     return [*hidden, *(name for name in names if name in LEFT_BEHIND)]
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtail.cluster import rollout
+from longtail.cluster import coordinator
 from longtail.cluster.schedule.forecast import Text
 from longtail.cluster.schedule.sharing import Move
 
@@ -31,5 +31,5 @@ def half_of_the_most(
 if __name__ == "__main__":
     from longtail.cli.main import main
 
-    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
+    coordinator._SHARE_S, coordinator.best_move = SHARE_S, half_of_the_most
     sys.exit(main(sys.argv[1:]))
