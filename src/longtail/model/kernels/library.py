@@ -1,4 +1,4 @@
-"""How the C kernels are compiled: units, flags, and libraries that a wheel ships.
+"""Compilation of the C kernels: units, flags, and libraries that a wheel ships.
 
     units + flags --cc--> a library       by `native` at first use, for the processor at hand
                                           by setup.py for every level, LONGTAIL_WHEEL_KERNELS=1
