@@ -82,7 +82,7 @@ def tried(
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(lengths=lengths, siblings=st.integers(1, 3), workers=st.integers(1, 4))
 @example(lengths=[90, 1, 1, 1, 1, 1], siblings=1, workers=3)
 def test_any_number_of_workers_generates_and_learns_the_same(lengths, siblings, workers):
@@ -93,7 +93,7 @@ def test_any_number_of_workers_generates_and_learns_the_same(lengths, siblings, 
 
 
 @pytest.mark.slow
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(
     lengths=lengths,
     workers=st.integers(2, 4),
@@ -121,7 +121,7 @@ def test_lost_workers_cost_time_and_nothing_else(lengths, workers, blows, idle_d
 
 
 @pytest.mark.slow
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(lengths=lengths, blows=faults(0, 1, "frozen"), torn=st.sampled_from(((), (0,), (1,))))
 @example([1], [Fault(worker=0, task="join", nth=1)], (1,))
 def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
@@ -137,7 +137,7 @@ def test_a_run_that_loses_all_workers_ends_with_a_remedy(lengths, blows, torn):
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     lengths=lengths,
     workers=st.integers(2, 4),
@@ -169,7 +169,7 @@ def test_processes_that_die_at_any_time_change_nothing_or_end_the_run_with_a_rem
 
 
 @pytest.mark.slow
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(
     lengths=lengths,
     workers=st.integers(2, 4),

@@ -4,8 +4,6 @@ The definition is `fakes.write_plainly`: one request, everything recomputed for 
 speculation adds to the law is tested where speculation is.
 """
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -70,23 +68,3 @@ def test_the_name_of_a_request_is_nothing_to_its_text():
     (one,), (two,) = engine.generate([ask("same", 1)]), engine.generate([ask("same", 2)])
     assert one.tokens != two.tokens
     assert two.tokens == write_plainly(tiny_model("qwen3", dtype=torch.float64), ask("x", 2))[0]
-
-
-def test_other_weights_and_another_prompt_write_another_text():
-    (one,) = make_engine("qwen3").generate([ask("a")])
-    (other_weights,) = make_engine("qwen3", seed=1).generate([ask("a")])
-    (other_prompt,) = make_engine("qwen3").generate(
-        [dataclasses.replace(ask("a"), prompt_tokens=(5, 6, 7))]
-    )
-    assert len({one.tokens, other_weights.tokens, other_prompt.tokens}) == 3
-
-
-def test_greedy_text_does_not_depend_on_the_key():
-    greedy = [ask(str(key), key, SAMPLINGS[1]) for key in range(4)]
-    assert len({done.tokens for done in make_engine("qwen3").generate(greedy)}) == 1
-
-
-def test_a_longer_completion_begins_with_the_shorter_one():
-    short, long = SamplingParams(max_tokens=7), SamplingParams(max_tokens=20)
-    one, other = make_engine("llama").generate([ask("s", 3, short), ask("l", 3, long)])
-    assert one.tokens == other.tokens[:7]

@@ -30,16 +30,15 @@ CHAIN = Strategy(depth=4, size=4)
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "none": None,
     "perfect": lambda: ModelChains(tiny_model(dtype=torch.float64)),
-    "wrong": lambda: ModelChains(tiny_model(seed=1, dtype=torch.float64)),
     "history": HistoryDrafter,
     "phrases": PhraseDrafter,
 }
 ASKED: tuple[dict[str, Any], ...] = (
-    {"prompt": "3+4=", "seed": 1, "max_tokens": 25},
-    {"prompt": "3+4=", "seed": 2, "max_tokens": 30, "n": 3},
-    {"prompt": ["abc", "x"], "seed": 1, "max_tokens": 20, "temperature": 0.7, "top_p": 0.9},
+    {"prompt": "3+4=", "seed": 1, "max_tokens": 18},
+    {"prompt": "3+4=", "seed": 2, "max_tokens": 16, "n": 3},
+    {"prompt": ["abc", "x"], "seed": 1, "max_tokens": 12, "temperature": 0.7, "top_p": 0.9},
     {"prompt": "y" * 40, "seed": -3, "max_tokens": 30, "temperature": 0, "stop": ["a", "12"]},
-    {"prompt": "z", "seed": 2**62, "max_tokens": 40, "top_k": 9, "min_p": 0.01},
+    {"prompt": "z", "seed": 2**62, "max_tokens": 20, "top_k": 9, "min_p": 0.01},
 )
 
 

@@ -163,12 +163,12 @@ DRAFTERS: dict[str, Script] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heedless", [False, True], ids=["", "past the end"])
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name", "heedless"),
     [
-        *(("mistral", name) for name in DRAFTERS),
-        *((each, "ragged") for each in FAMILIES if each != "mistral"),
+        *(("mistral", name, False) for name in DRAFTERS),
+        *(("mistral", name, True) for name in ("all right", "all wrong", "ragged too")),
+        *((each, "ragged", each != "qwen2") for each in FAMILIES if each != "mistral"),
     ],
 )
 def test_no_drafter_changes_a_text(family, name, heedless):
@@ -203,8 +203,9 @@ LIMITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "limits"), [*(("mistral", each) for each in LIMITS), ("qwen3", "little memory")]
+)
 def test_tight_limits_change_no_text(family, limits):
     """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
     given, engine = task(family), make_engine(family, LIMITS[limits])
@@ -281,7 +282,7 @@ TURNS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=35, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     sketches=SKETCHES,
@@ -370,7 +371,7 @@ def test_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, dtype):
     if not multiplies_natively(family, dtype):
         pytest.skip("product.c does not take every product here")
     given = task(family, dtype)
-    for script, max_running in ((RIGHT, 16), (WRONG, 5), (ragged(0), 5)):
+    for script, max_running in ((RIGHT, 16), (ragged(0), 5)):
         limits = dataclasses.replace(ROOMY, max_running=max_running)
         engine = make_engine(family, limits, dtype)
         drafter = ScriptedDrafter(given.texts, script)

@@ -65,14 +65,6 @@ def test_published_weights_are_rounded_to_the_engines_precision(dtype):
     assert write(engine) == write(make_engine(seed=1, dtype=dtype, version=1))
 
 
-def test_completions_carry_the_version_that_wrote_them():
-    engine = make_engine(seed=0, dtype=torch.float32, version=7)
-    assert {done.policy_version for done in write(engine)} == {7}
-    for version in (8, 9):
-        pull(engine, weights(version, seed=version))
-        assert {done.policy_version for done in write(engine)} == {version}
-
-
 def test_nothing_in_progress_or_waiting_survives_a_pull():
     """No text mixes policies, and none queued before is written after."""
     engine = make_engine(seed=0, dtype=torch.float32)

@@ -13,7 +13,7 @@ import pytest
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build
 
-STEPS = 4
+STEPS = 3
 QUICK = (
     f"--run.steps={STEPS}",
     "--run.checkpoint_every=100",
@@ -55,18 +55,10 @@ VARIANTS = {
     ],
     "bfloat16, one update a step": [
         "--learner.mini_batches=1",
-        "--learner.loss=gspo",
+        "--learner.loss=reinforce_pp",
+        "--learner.schedule=linear",
         "--rollout.dtype=bfloat16",
         "--learner.autocast=true",
-    ],
-    "float64": [
-        "--learner.loss=reinforce_pp",
-        "--rollout.dtype=float64",
-        "--learner.dtype=float64",
-        "--learner.schedule=linear",
-        # What is verified beside a row follows the clock, and only native products, which have no
-        # float64, round a row alike whatever is beside it.
-        "--speculation.drafter=none",
     ],
 }
 
@@ -113,14 +105,13 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", [EVALUATED + GRADED + 2, EVALUATED + 5 * GRADED])
-def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop, call: int) -> None:
-    words = [*QUICK, "--run.steps=3", "--learner.loss=dapo", "--learner.max_refills=3"]
+def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop) -> None:
+    words = [*QUICK, "--learner.loss=dapo", "--learner.max_refills=3"]
     words.append("--reward.name=end_to_end.rewards:interrupting")
-    _interrupt_at(call)
+    _interrupt_at(EVALUATED + 5 * GRADED)
     assert workshop.train("parts", *words).code == 130
     assert workshop.train("parts", *words).code == 0
-    assert workshop.outcome("parts", 3) == _uninterrupted(*words)
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*words)
     assert max(row["rollout/rounds"] for row in workshop.metrics("parts")) > 1
 
 
@@ -131,19 +122,18 @@ def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop, cal
         (3, []),  # in the evaluation before the first step
         (EVALUATED + GRADED + 5, [2]),  # stops in the evaluation after step 2
         (EVALUATED + 2 * GRADED + 3, [2]),  # in the grading of that evaluation
-        (2 * EVALUATED + 4 * GRADED, [4]),
     ],
 )
 def test_an_evaluation_may_be_interrupted_too(
     workshop: Workshop, call: int, left: list[int]
 ) -> None:
-    words = [*QUICK, "--run.steps=4", "--eval.every=2", "--rollout.max_tokens=6"]
+    words = [*QUICK, "--eval.every=2", "--rollout.max_tokens=6"]
     words.append("--reward.name=end_to_end.rewards:interrupting")
     _interrupt_at(call)
     assert workshop.train("parts", *words).code == 130
     assert workshop.steps_saved("parts") == left
     assert workshop.train("parts", *words).code == 0
-    assert workshop.outcome("parts", 4) == _uninterrupted(*words)
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*words)
 
 
 @pytest.mark.slow
@@ -151,7 +141,6 @@ def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
     workshop: Workshop,
 ) -> None:
     assert workshop.train("parts", *QUICK, "--run.steps=2").code == 0
-    assert workshop.train("parts", *QUICK, "--run.steps=3").code == 0
     assert workshop.train("parts", *QUICK).code == 0
     assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
 
@@ -161,7 +150,7 @@ def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
     words = [*QUICK, "--run.checkpoint_every=2"]
     moments = random.Random(1)
     log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
-    for _ in range(3):
+    for _ in range(2):
         process = processes.start(workshop.words("parts", *words), log)
         num_lines, wait_s = moments.randrange(STEPS), moments.uniform(0.0, 0.02)
         processes.wait_until(lambda n=num_lines: _num_lines(metrics) >= n, process)

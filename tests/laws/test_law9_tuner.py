@@ -35,7 +35,7 @@ QUICK, SLOW = Machine(), Machine(token_s=4e-4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
-@pytest.mark.parametrize("num", [1, 4, 16, 64])
+@pytest.mark.parametrize("num", [1, 16, 64])
 @pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3), BAD], ids=["good", "mediocre", "bad"])
 def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, machine):
     """Better, where it may draft for each request as far as that one is worth it."""
@@ -46,9 +46,9 @@ def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, ma
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 2, 4, 8, 32])
+@pytest.mark.parametrize("num", [1, 4, 32])
 @pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
-@pytest.mark.parametrize("block_first", [0.0, 0.1, 0.3, 0.5])
+@pytest.mark.parametrize("block_first", [0.0, 0.3, 0.5])
 def test_two_drafters_are_at_least_as_fast_as_the_better_one(num, machine, block_first):
     """They propose other tokens; what the worse one costs is less than two percent."""
     history = Source(5, first=0.3, next=0.8, cost=HISTORY)
