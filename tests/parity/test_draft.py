@@ -84,8 +84,14 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", [CHAIN, SIBLINGS, replace(SIBLINGS, size=4)])
-@pytest.mark.parametrize("worth", WORTHS)
+@pytest.mark.parametrize(
+    ("shape", "worth"),
+    [
+        *((SIBLINGS, worth) for worth in WORTHS),
+        (CHAIN, WORTHS[-1]),
+        (replace(SIBLINGS, size=4), WORTHS[0]),
+    ],
+)
 def test_both_leave_out_what_is_not_worth_it(shape, worth):
     fast, slow = (drafter_of("eagle3") for _ in range(2))
     noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, thresholds=worth)

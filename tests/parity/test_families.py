@@ -42,13 +42,13 @@ WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers"
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
     "llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "llama3": (LlamaConfig, {"rope_theta": 500_000.0, "rope_scaling": LLAMA3}),
-    "llama3.2, tied": (LlamaConfig, {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama3.2, tied": (
+        LlamaConfig,
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    ),
     "llama, linear rope": (LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama, head_dim of its own": (LlamaConfig, {"head_dim": 16}),
-    "mistral": (MistralConfig, {"sliding_window": None, "rope_theta": 1e6}),
     "mistral, sliding": (MistralConfig, {"sliding_window": 7}),
-    "qwen2": (Qwen2Config, {"rope_theta": 1e6}),
     "qwen2, tied": (Qwen2Config, {"tie_word_embeddings": True}),
     "qwen2, yarn": (Qwen2Config, {"rope_scaling": YARN}),
     "qwen2, upper layers slide": (Qwen2Config, WINDOWED),
@@ -121,9 +121,8 @@ def test_both_sides_compute_the_same_from_a_directory_of_either(case: str, tmp_p
     assert load_config(tmp_path / "ours") == ours.config
 
 
-@pytest.mark.parametrize("case", ["qwen2, tied", "qwen3"])
-def test_shards_hold_what_a_single_file_holds(case: str, tmp_path: Path) -> None:
-    theirs = build_theirs(case)
+def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
+    theirs = build_theirs("qwen2, tied")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
     ours = load_model(tmp_path / "theirs")

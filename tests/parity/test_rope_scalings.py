@@ -28,7 +28,6 @@ QWEN_YARN = {
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "linear": (128, {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0}),
     "llama 3.1": (128, LLAMA31),
-    "llama 3.2": (64, {**LLAMA31, "factor": 32.0}),
     "qwen yarn": (128, QWEN_YARN),
     "yarn, given temperature": (128, {**QWEN_YARN, "attention_factor": 1.25}),
     "yarn, deepseek's temperature": (64, {**QWEN_YARN, "mscale": 1.0, "mscale_all_dim": 0.707}),

@@ -65,12 +65,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_tokens_and_text_are_those_of_transformers(directory: Path, text: str) -> None:
+def test_tokens_and_text_are_those_of_transformers(directory: Path) -> None:
     ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
-    tokens = theirs.encode(text, add_special_tokens=False)
-    assert ours.encode(text) == tuple(tokens)
-    assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
+    for text in TEXTS:
+        tokens = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode(text) == tuple(tokens)
+        assert ours.decode(tokens) == theirs.decode(tokens, skip_special_tokens=True)
 
 
 def test_the_chat_is_that_of_transformers(directory: Path) -> None:

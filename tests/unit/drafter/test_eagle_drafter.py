@@ -76,8 +76,9 @@ def defined_scores(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-@pytest.mark.parametrize("length", [6, 23, 3 * WINDOW + MAX_NODES + 40])
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize(
+    ("length", "temperature"), [(6, 0.0), (23, 1.0), (3 * WINDOW + MAX_NODES + 40, 0.6)]
+)
 def test_a_draft_equals_the_training_pass(recipe, length, temperature):
     """Pairing of features and tokens, window, positions and noise are all checked here."""
     model = tiny_model(dtype=torch.float64)

@@ -23,18 +23,14 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.weights import copy_parameters
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter
-from longtail.engine.request import EngineLimits
-from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import CheckpointError, ConfigError, DataError
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
-from longtail.sampling import gumbel_noise, noise_key
+from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, PackedSequences, Request, SamplingParams
+from longtail.types import PackedSequences, SamplingParams
 from support.eagle_requests import KEY, KeyedNoise, ridge_layer, text
 from support.engine_requests import features_of
 from support.regression import ridge
@@ -275,41 +271,6 @@ def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy:
     assert drafter.propose([request], strategy, None) == before
     drafter.load_weights(copy_parameters(renewed, ids))
     assert drafter.propose([request], strategy, None) == fresh.propose([request], strategy, None)
-
-
-def test_drafts_change_no_text() -> None:
-    """Law 1 with this drafter; trained on the texts, it is often right."""
-    model = tiny_model(dtype=torch.float64)
-    prompts = [tuple(text(4 + index, seed=index)) for index in range(6)]
-    limits = EngineLimits(max_running=6, max_step_tokens=200, max_len=60)
-
-    def write(speculation: Speculation | None) -> tuple[list[Completion], float]:
-        engine = RolloutEngine(model, lambda ids: "".join(map(chr, ids)), limits)
-        engine.speculate(speculation)
-        meter = RolloutMeter()
-        requests = [
-            Request(
-                request_id=str(index),
-                prompt_tokens=prompt,
-                noise_key=noise_key(3, index),
-                sampling=SamplingParams(max_tokens=30, temperature=0.5),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        return engine.generate(requests, meter.add), meter.report().accept_length
-
-    plain, _ = write(None)
-    trainer = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
-    texts = [
-        Example(tokens=prompt + each.tokens, prompt_len=len(prompt))
-        for prompt, each in zip(prompts, plain, strict=True)
-    ]
-    trainer.step(pack_texts(texts, 100))
-    for strategy in (Strategy(depth=3, size=3), Strategy(depth=4, width=3, size=9)):
-        drafter = RidgeDrafter(trainer.layer, model)
-        drafted, accept_length = write(Speculation.fixed(drafter, strategy))
-        assert [each.tokens for each in drafted] == [each.tokens for each in plain]
-        assert accept_length > 1.1
 
 
 def test_a_saved_drafter_is_read_again(tmp_path: Path) -> None:

@@ -23,9 +23,9 @@ from support.spot_training import (
 @pytest.mark.slow
 def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     room = SpotSetup()
-    report = room.train(lambda: len(room.measured) == 6)
+    report = room.train(lambda: len(room.measured) == 4)
     assert report.reason is SpotEnd.STOPPED
-    assert report.num_steps == 18
+    assert report.num_steps == 12
     best = report.replica
     assert best is not None
     assert best.gain > 0.1

@@ -87,12 +87,6 @@ def test_tokens_may_arrive_several_at_a_time_or_none(text, cuts):
     assert "".join(pieces) == text
 
 
-def test_a_piece_never_ends_in_an_unfinished_character():
-    reader = Detokenizer(BYTES)
-    pieces = [reader.feed([byte]) for byte in "a\u65e5b".encode()]
-    assert pieces == ["a", "", "", "\u65e5", "b"]
-
-
 @pytest.mark.parametrize("gap", [1, 20])
 def test_tokens_without_text_are_passed_over(gap):
     decode = decode_pieces(["", "a", "b"])

@@ -40,50 +40,6 @@ def qwen2(**changes: Any) -> ModelConfig:
     return read("Qwen2ForCausalLM", **changes)
 
 
-def test_deepseeks_published_qwen_distillation_is_parsed() -> None:
-    """The config.json of DeepSeek-R1-Distill-Qwen-1.5B, with the fields of transformers 4."""
-    published = {
-        "architectures": ["Qwen2ForCausalLM"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151643,
-        "hidden_act": "silu",
-        "hidden_size": 1536,
-        "initializer_range": 0.02,
-        "intermediate_size": 8960,
-        "max_position_embeddings": 131072,
-        "max_window_layers": 21,
-        "model_type": "qwen2",
-        "num_attention_heads": 12,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 10000,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "transformers_version": "4.44.0",
-        "use_cache": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    }
-    assert parse(Fields(published, "config.json")) == ModelConfig(
-        family="qwen2",
-        vocab_size=151936,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        num_kv_heads=2,
-        head_dim=128,
-        max_positions=131072,
-        norm_eps=1e-6,
-        rope=RopeConfig(theta=10_000.0),
-        qkv_bias=True,
-    )
-
-
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
 def test_both_versions_of_the_rope_fields_are_equal(kind: str) -> None:
     old = llama(rope_theta=500_000, rope_scaling={kind: "llama3", **LLAMA3})

@@ -15,7 +15,7 @@ from longtail.config.sft import SftTrainSection
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, open_causal
 from longtail.model.hf.model import PolicyTransformer, save_model
-from longtail.model.hf.weights import hf_rows, tensor_names
+from longtail.model.hf.weights import tensor_names
 from longtail.rl.data.examples import Example
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
@@ -27,7 +27,7 @@ from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
 NOT_PRODUCTS = {"gemma2", "granite", "cohere", "phi"}
-SAMPLINGS = [SamplingParams(), SamplingParams(temperature=0.7, top_k=20)]
+TRUNCATED = SamplingParams(temperature=0.7, top_k=20)
 
 
 @cache
@@ -76,9 +76,8 @@ def alone(model: PreTrainedModel, text: tuple[int, ...], first: int) -> Tensor:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared prompts"])
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["plain", "truncated"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_scores_and_gradients_are_those_of_our_decoder(root, family, sampling, shared):
+def test_scores_and_gradients_are_those_of_our_decoder(root, family, shared):
     """A sum of some hundred terms of size 1 in another order: below 1e-12, given room."""
     texts = [(5, 9, 2, 7, *text) for text in TEXTS[:3]] + [TEXTS[3]]
     packed = lay_out(texts, [4, 4, 4, 1])
@@ -89,7 +88,7 @@ def test_scores_and_gradients_are_those_of_our_decoder(root, family, sampling, s
     for model in pair(root, family):
         model.trainable()
         model.fuse()
-        scores = score(model, packed, sampling, max_logits=128 * 7)  # in chunks
+        scores = score(model, packed, TRUNCATED, max_logits=128 * 7)  # in chunks
         weight = torch.arange(len(scores.logprobs), dtype=torch.float64).cos()
         (scores.logprobs * weight).sum().backward()
         for parameter in model.parameters():  # published in the same names as the weights
@@ -140,15 +139,6 @@ def test_published_names_are_those_of_the_files_and_files_restore_every_weight(n
     read = model.read(tmp_path)
     assert all(torch.equal(read[each], p) for each, p in model.trainable().items())
     assert again.model.generation_config.eos_token_id == [1, 2]
-
-
-def test_texts_of_our_families_are_published_in_the_names_of_our_decoder(root):
-    for family in ("llama", "qwen2"):
-        ours, theirs = pair(root, family)
-        expected = hf_rows(ours)
-        assert {n: t.shape for n, t in theirs.published()} == {
-            n: t.shape for n, t in expected.items()
-        }
 
 
 def test_no_token_sees_another_text_or_what_follows_it(root):

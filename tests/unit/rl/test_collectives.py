@@ -187,7 +187,7 @@ def test_a_backend_that_is_not_built_in_is_refused(monkeypatch):
         TorchProcessGroup(0, 1, free_address(), backend="nccl", timeout_s=1.0)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("shares", [True, False])
 def test_whole_numbers_are_added_exactly_over_one_machine(size, shares, tmp_path, monkeypatch):
     """Chunks of any length, with and without shared memory, between floats."""

@@ -117,10 +117,8 @@ def assert_same_reports(
 @pytest.mark.parametrize(
     ("size", "model", "settings", "plan"),
     [
-        pytest.param(2, {}, SETTINGS, {}, id="replicated"),
         pytest.param(3, {}, SETTINGS, {"mini_batches": 2}, id="two-updates"),
         pytest.param(3, {}, SETTINGS, {"budget": 100, "mini_batches": 2}, id="idle-ranks"),
-        pytest.param(3, {}, SHARDED, {}, id="shards"),
         pytest.param(2, {"family": "qwen2"}, SHARDED, {"mini_batches": 2}, id="tied-shards"),
         pytest.param(
             3,
@@ -271,7 +269,7 @@ def test_what_survivors_accumulated_stays_and_the_rest_is_computed_again(ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dies", "timeout_s"), [(True, PATIENCE_S), (False, 10.0)])
+@pytest.mark.parametrize(("dies", "timeout_s"), [(True, PATIENCE_S), (False, 5.0)])
 def test_a_lost_or_late_shard_ends_the_run_with_a_remedy(ranks, dies, timeout_s):
     lost, survivors = ranks[1], [ranks[0], ranks[2]]
     assert call_all(ranks, "begin", SHARDED) == [None] * 3
@@ -314,9 +312,7 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(ranks, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "sharded"), [(3, 2, False), (1, 3, True), (3, 2, True)]
-)
+@pytest.mark.parametrize(("before", "after", "sharded"), [(3, 2, False), (3, 2, True)])
 def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, after, sharded):
     """Restored state has the same bits; later steps of shards differ by the order of additions."""
     settings = SHARDED if sharded else SETTINGS

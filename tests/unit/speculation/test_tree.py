@@ -17,7 +17,7 @@ from longtail.speculation.tree import (
     reach_probabilities,
     visible_nodes,
 )
-from support.worked import TREE, TREE_ACCEPTED, TREE_DEPTHS, TREE_DRAWN, TREE_REACH, TREE_VISIBLE
+from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH, TREE_VISIBLE
 
 
 @st.composite
@@ -47,12 +47,6 @@ def ancestors(parents: tuple[int, ...], node: int) -> set[int]:
     return {node} | ancestors(parents, parents[node - 1]) if node else set()
 
 
-def test_the_worked_tree_has_its_depths_and_masks():
-    assert TREE.size == 4
-    assert depths(TREE.parents) == TREE_DEPTHS
-    assert visible_nodes(TREE.parents) == TREE_VISIBLE
-
-
 def test_reach_is_the_product_along_the_path():
     assert reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
     assert reach_probabilities((), ()) == []
@@ -72,6 +66,7 @@ def test_a_node_sees_itself_and_its_ancestors_alone(parents):
         seen = {other for other in range(1, len(parents) + 1) if mask >> (other - 1) & 1}
         assert seen == ancestors(parents, node)
         assert len(seen) == depths(parents)[node - 1]
+    assert visible_nodes(TREE.parents) == TREE_VISIBLE
 
 
 @given(any_parents(), st.integers(0, 30), st.data())

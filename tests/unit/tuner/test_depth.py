@@ -70,8 +70,9 @@ def best(chance: float, slope: float) -> float:
     )
 
 
-@pytest.mark.parametrize("running", [1, 4, 30])
-@pytest.mark.parametrize(("chance", "slope"), [(0.9, 0.05), (0.7, 0.1), (0.6, 0.3), (0.5, 0.02)])
+@pytest.mark.parametrize(
+    ("running", "chance", "slope"), [(1, 0.9, 0.05), (30, 0.7, 0.1), (4, 0.6, 0.3), (4, 0.5, 0.02)]
+)
 def test_the_rate_comes_near_that_of_the_best_depth(running, chance, slope) -> None:
     engine = Simulated()
     engine.rate(running, chance, slope, plans=60)
