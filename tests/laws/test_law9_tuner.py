@@ -36,7 +36,7 @@ QUICK, SLOW = Machine(), Machine(token_s=4e-4)
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", [QUICK, SLOW], ids=["quick", "slow"])
 @pytest.mark.parametrize("num", [1, 16, 64])
-@pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3), BAD], ids=["good", "mediocre", "bad"])
+@pytest.mark.parametrize("truth", [GOOD, Truth(0.7, 0.3)], ids=["good", "mediocre"])
 def test_the_budget_is_as_good_as_the_oracle_within_three_percent(truth, num, machine):
     """Better, where it may draft for each request as far as that one is worth it."""
     run = simulate(
@@ -160,8 +160,7 @@ def test_a_prompt_does_not_lower_the_price_of_time(num):
     assert plans[0] == plans[1]
 
 
-@pytest.mark.parametrize("num", [1, 8, 64])
-@pytest.mark.parametrize("guarded", [False, True])
+@pytest.mark.parametrize(("num", "guarded"), [(1, False), (8, True), (64, False)])
 def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
     run = simulate(
         BudgetTuner(), steps=4000, truth=lambda _: BAD, running=lambda _: num, guarded=guarded
@@ -175,7 +174,7 @@ def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
 
 def test_plain_decoding_is_among_the_arms_of_every_bucket():
     """The bandit decodes plainly, apart from exploration, if every chain loses."""
-    for num in (1, 3, 10, 40):
+    for num in (1, 10, 40):
         run = simulate(
             BanditTuner(epsilon=0.1), steps=1500, truth=lambda _: BAD, running=lambda _, n=num: n
         )
@@ -197,8 +196,8 @@ def test_a_profile_that_was_wrong_is_corrected(factor):
     assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
 
 
-@pytest.mark.parametrize("depth", [1, 4, 8, 16])
-@pytest.mark.parametrize("running", [1, 8, 48])
+@pytest.mark.parametrize("depth", [1, 4, 16])
+@pytest.mark.parametrize("running", [1, 48])
 def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):
     """Beside the grant, and the step in which the account runs out."""
     chain = FixedTuner(Strategy(depth=depth))

@@ -142,7 +142,7 @@ def test_training_with_reused_features_equals_training_without() -> None:
     reports, replicas, states, passes = [], [], [], []
     for reuses in (False, True):
         spot, before = place.spot(recipe, reuses=reuses), place.num_computed
-        report, measured = train(spot, buffer_of(*texts), 10)
+        report, measured = train(spot, buffer_of(*texts), 7)
         reports.append(report)
         replicas.append(measured)
         states.append(spot._trainer.tensors())
