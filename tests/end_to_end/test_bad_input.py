@@ -71,6 +71,8 @@ def test_a_model_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: s
     words = (f"--model.path={model}", f"--run.dir={run}")
     _assert_refused(workshop.train("unused", *words), code, *parts)
     assert not list((run / "checkpoints").iterdir())
+    if case != "NaN in the weights":  # the last that is found
+        return
     # Nothing is left in the way of the same command once the model is mended.
     shutil.rmtree(model, ignore_errors=True)
     shutil.copytree(workshop.model, model)

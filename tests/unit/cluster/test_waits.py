@@ -47,15 +47,18 @@ def a_run(group: WorkerGroup, place: Path) -> None:
         group.learner_state()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "task",
-    [
-        *("ready", "num_parameters", "drafter", "publish", "restore_saved", "generate"),
-        *("adopt", "learn", "join", "save_policy", "learner_state"),
-    ],
+TASKS = (
+    *("ready", "num_parameters", "drafter", "publish", "restore_saved", "generate"),
+    *("adopt", "learn", "join", "save_policy", "learner_state"),
 )
-@pytest.mark.parametrize("kind", ["lost", "frozen"])
+STEPS_ALL_AND_ONE = ("generate", "learn", "publish", "drafter")
+"""A task in steps, one of the team, one of every worker and one of the first."""
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [*((task, "lost") for task in TASKS), *((task, "frozen") for task in STEPS_ALL_AND_ONE)],
+)
 def test_a_task_that_kills_every_worker_ends_the_run_with_a_remedy(task, kind, tmp_path):
     deadly = [Fault(worker=f.worker, task=task, nth=f.nth, kind=kind) for f in always(task)]
     with pytest.raises(ClusterError, match="|".join((AGAIN_AND_AGAIN, ALL_LOST, FAILED))):
