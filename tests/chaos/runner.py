@@ -59,6 +59,8 @@ class Fault:
     kind: Kind
     moment: float
     """Seconds after the start of its sitting, as a share of the undisturbed run's."""
+    step: int = 0
+    """It waits for so many steps of its sitting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,8 @@ def faults(rng: random.Random) -> list[Fault]:
     """Return one fault of each kind in a random order, each at a random moment."""
     kinds: list[Kind] = ["worker killed", "worker stopped", "driver killed"]
     rng.shuffle(kinds)
-    return [Fault(kind=kind, moment=rng.random()) for kind in kinds]
+    # A worker that hangs while it starts has ten minutes.
+    return [Fault(kind=k, moment=rng.random(), step=int(k == "worker stopped")) for k in kinds]
 
 
 def result_of(run: Path) -> Result:
@@ -157,10 +160,7 @@ class Run:
     def _disturb(
         self, driver: subprocess.Popen[bytes], log: Path, left: list[Fault], seconds: float
     ) -> None:
-        """Make faults at their moments until the driver is killed or none is left.
-
-        A worker is stopped once a step is done: one that hangs while it starts has ten minutes.
-        """
+        """Make faults at their moments until the driver is killed or none is left."""
         began = time.monotonic()
         while left:
             fault = left.pop(0)
@@ -168,7 +168,7 @@ class Run:
             while (
                 time.monotonic() < due
                 or (fault.kind != "driver killed" and not self._workers())
-                or (fault.kind == "worker stopped" and b"\nstep " not in log.read_bytes())
+                or log.read_bytes().count(b"\nstep ") < fault.step
             ):
                 if driver.poll() is not None:
                     return

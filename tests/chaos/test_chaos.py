@@ -1,6 +1,7 @@
 """A short chaos run, and the runner: it sees what goes wrong."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from chaos import runner
 from chaos.runner import Failure, Fault, Run
-from end_to_end.workshop import write_lines
+from end_to_end.workshop import say, write_lines
 
 pytest.importorskip("ray")
 
@@ -17,16 +18,21 @@ pytest.importorskip("ray")
 def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
     if not runner.is_exact():
         pytest.skip("no native kernels: a text may depend on its batch")
-    words = runner.words_of(tmp_path / "parts", "--run.checkpoint_every=2")
-    expected, seconds = runner.undisturbed(words, tmp_path / "undisturbed")
+    words = runner.words_of(tmp_path / "parts", "--run.checkpoint_every=2", "--run.threads=1")
+    alone = ("--cluster.workers=1", f"--run.dir={tmp_path / 'alone'}")
+    assert say(*words, *alone).code == 0
+    expected = runner.result_of(tmp_path / "alone")
     rewards = {rollout[1] for rollout in expected.rollouts.values()}
     assert len(rewards) > 1, "without a gradient all policies are alike"
     assert len(expected.rollouts) == 4 * 3 * 4
     planned = [
-        Fault(kind="worker killed", moment=0.5),
-        Fault(kind="driver killed", moment=0.1),
+        Fault(kind="worker killed", moment=0.0, step=1),
+        Fault(kind="driver killed", moment=0.0, step=3),
     ]
-    runner.trial(words, planned, expected, tmp_path / "disturbed", seconds)
+    runner.trial(words, planned, expected, tmp_path / "disturbed", seconds=20.0)
+    first, second = ((tmp_path / "disturbed" / f"log-{n}").read_text() for n in (0, 1))
+    assert "worker" in first and "it is replaced" in first
+    assert re.search(r"resumed after step [23]", second)
 
 
 @pytest.mark.slow
