@@ -49,7 +49,6 @@ DRAWN = 1
 #                                        |
 #                                        4
 TREE = DraftTree(tokens=(5, 6, 7, 8), parents=(0, 0, 1, 3), margins=(2.0, -2.0, 0.7, 1.1))
-TREE_DEPTHS = (1, 1, 2, 3)
 TREE_VISIBLE = (0b1, 0b10, 0b101, 0b1101)
 TREE_REACH = (0.9, 0.1, 0.8, 0.7)
 TREE_DRAWN = (5, 7, 9, 4, 8)
