@@ -31,7 +31,7 @@ def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
     ]
     runner.trial(words, planned, expected, tmp_path / "disturbed", seconds=20.0)
     first, second = ((tmp_path / "disturbed" / f"log-{n}").read_text() for n in (0, 1))
-    assert "worker" in first and "it is replaced" in first
+    assert "it is replaced" in first
     assert re.search(r"resumed after step [23]", second)
 
 

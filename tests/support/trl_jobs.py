@@ -1,10 +1,11 @@
-"""Small GRPO and RLOO jobs with the real TRL; also a program for one rank of several.
+"""Small GRPO and RLOO jobs with the real TRL; also a program of several ranks.
 
-python trl_jobs.py OUT PROCESSES        with RANK and the other variables of torch.distributed
+python trl_jobs.py OUT PROCESSES        with the variables of torch.distributed, but for RANK
 """
 
 import hashlib
 import json
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -65,17 +66,36 @@ def model() -> str:
     return str(toy.REASONER)
 
 
-def main(out: str, processes: str) -> None:
-    """Run one rank of a GRPO job; write its texts and the logged metrics."""
+def main(out: str, processes: str) -> int:
+    """Import TRL, run the ranks of a GRPO job as forks of this process; 1 if one failed."""
     import torch
-
-    torch.set_num_threads(1)
     from trl import GRPOConfig, GRPOTrainer
 
     from longtail.integrations.trl import longtail_rollouts
 
-    recorder, folder = Recorder(), Path(out)
-    size = COMPLETIONS // int(processes)
+    del GRPOConfig, GRPOTrainer, longtail_rollouts
+    torch.set_num_threads(1)
+    ranks = []
+    for number in range(int(processes)):
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(number)
+        ranks.append(
+            multiprocessing.get_context("fork").Process(
+                target=rank, args=(Path(out), int(processes))
+            )
+        )
+        ranks[-1].start()
+    for each in ranks:
+        each.join()
+    return int(any(each.exitcode for each in ranks))
+
+
+def rank(folder: Path, processes: int) -> None:
+    """Run one rank; write its texts and the logged metrics."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from longtail.integrations.trl import longtail_rollouts
+
+    recorder, size = Recorder(), COMPLETIONS // processes
     with longtail_rollouts(drafter="fresh") as rollouts:
         trainer = GRPOTrainer(
             model=model(),
@@ -88,9 +108,8 @@ def main(out: str, processes: str) -> None:
         )
         trainer.train()
     found = {"texts": recorder.digests(), "log": trainer.state.log_history}
-    rank = os.environ.get("RANK", "0")
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    (folder / f"rank{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(*sys.argv[1:]))
