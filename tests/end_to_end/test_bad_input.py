@@ -40,7 +40,6 @@ def _with_nan(model: Path) -> None:
 
 
 MODELS: dict[str, tuple[Change, int, list[str]]] = {
-    "no directory": (shutil.rmtree, 2, ["model.path", "no such directory"]),
     "config.json is not JSON": (
         lambda model: (model / "config.json").write_text("{") and None,
         2,

@@ -137,7 +137,6 @@ def test_a_run_that_is_stopped_while_texts_are_written_begins_again(
 
 GIVEN = {
     "text.jsonl": [{"text": "abc def ghi " * 3}, {"text": "another text, some words " * 2}],
-    "pairs.jsonl": [{"prompt": f"say {i}", "completion": "yes, " * (3 + i)} for i in range(4)],
     "chat.jsonl": [
         {
             "messages": [

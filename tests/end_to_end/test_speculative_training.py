@@ -63,7 +63,6 @@ def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed
     [
         (("--speculation.drafter=other",), "longtail drafter train"),
         (("--speculation.width=8", "--speculation.depth=9"), "at most 62; lower one of them"),
-        (("--speculation.depth=33",), "speculation.depth"),
     ],
 )
 def test_what_cannot_draft_is_refused_before_any_work(workshop, monkeypatch, words, expected):

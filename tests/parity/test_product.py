@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,6 +23,7 @@ def make_layer(
             parameter.normal_(generator=generator)
     layer = layer.to(dtype)
     layer.pack()
+    assume(layer.native is not None)  # pairs of bfloat16 need an even number of inputs
     return layer
 
 

@@ -23,11 +23,6 @@ def _refusal(*words: str, toml: str | None = None, at: Path = Path("unused")) ->
     return str(caught.value)
 
 
-def test_without_a_file_the_class_defaults_are_the_recipe() -> None:
-    assert load(None) == RunConfig()
-    assert configfile.resolve(SftConfig, None, []) == SftConfig()
-
-
 def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[run]\nsteps = 7\nseed = 3\n[learner]\nloss = "dapo"\n')
