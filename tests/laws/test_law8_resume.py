@@ -33,6 +33,14 @@ VARIANTS = {
         "--learner.weight_decay=0.1",
         "--learner.gradient_checkpointing=true",
     ],
+    "dynamic sampling, penalty, importance cap, truncation": [
+        "--learner.loss=dapo",
+        "--learner.max_refills=0",
+        "--learner.overlong_buffer=4",
+        "--learner.tis_cap=2.0",
+        "--rollout.top_p=0.95",
+        "--rollout.temperature=0.9",
+    ],
     "transformers' code, KL, recomputation": [
         "--learner.model=transformers",
         "--learner.kl_coef=0.1",

@@ -14,9 +14,9 @@ from longtail.config.rl import LearnerSection
 from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
+from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner import Learner, LearnerState
 from longtail.rl.packing import pack_mini_batches
-from longtail.rl.sums import GradientSums
 from longtail.types import SamplingParams, TrainBatch
 from support.rollouts import rollout
 from support.tiny_models import tiny_model

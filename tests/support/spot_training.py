@@ -11,9 +11,9 @@ from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
-from longtail.drafter.training.trainer import TrainerSettings
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example

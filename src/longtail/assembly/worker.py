@@ -28,9 +28,9 @@ from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.architecture import ARCHITECTURES
 from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
-from longtail.drafter.training.trainer import TrainerSettings
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits

@@ -1,1 +1,1 @@
-"""Drafters: EAGLE layers on the target's features, and suffixes of history."""
+"""Drafters (ridge block, history, EAGLE-1, EAGLE-3), their training, and their file formats."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.ridge.as_eagle import as_eagle, regress
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.start import as_eagle, regress
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.trainer import DrafterTrainer
+from longtail.drafter.training.eagle import DrafterTrainer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.drafter import Drafter, Statistics
 

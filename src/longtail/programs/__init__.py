@@ -1,1 +1,1 @@
-"""Programs behind verbs: supervised fine-tuning, and work on drafters."""
+"""The commands `sft`, `merge`, `drafter train`, `eval`, `import` and `export`."""

@@ -35,7 +35,7 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.training.trainer import TrainerSettings
+from longtail.drafter.training.eagle import TrainerSettings
 from longtail.errors import ConfigError
 from longtail.generator import StepReport
 from longtail.model.hf.model import load_config, load_model

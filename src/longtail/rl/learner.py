@@ -8,10 +8,10 @@ readers of the weights are unknown here.
                           (only if there are several updates)     backward], reduce, update
 
 In a process group every rank is given the same batches, computes its part of the micro-batches, and
-makes the update of the whole batch. Gradients are summed as whole numbers (`rl.sums`): weights have
-the same bits on all ranks, and for any number of ranks and order of micro-batches. With `sharding =
-"full"` each rank updates its shard, from floating-point sums (`rl.sharded`), and a step ends by
-gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
+makes the update of the whole batch. Gradients are summed as whole numbers (`rl.gradient_sums`), so
+weights have the same bits on all ranks, for any number of them and order of micro-batches. With
+`sharding = "full"` each rank updates its shard, from floating-point sums (`rl.sharded`), and a step
+ends by gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
 """
 
 import hashlib
@@ -32,12 +32,12 @@ from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
+from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
-from longtail.rl.sums import GradientSums
 from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:

@@ -1,11 +1,13 @@
-"""Coupled drafts and sample-and-match verification inside vLLM, as a plugin.
+"""longtail inside vLLM, as a plugin: a drafter that vLLM learns, and coupled drafts of any drafter.
 
 vLLM loads `plugin.register` in each of its processes (entry point group vllm.general_plugins). It
 changes nothing unless an engine asks for it, by `additional_config={"longtail": {}}` or by the
-environment variable LONGTAIL_VLLM=coupled.
+environment variable LONGTAIL_VLLM=learned or =coupled.
 
     guards      settings, strictly parsed; what cannot be coupled; checks of signatures
     plugin      entry point, hooks in the front end and in the workers, status
     v1, v2      the functions that are replaced in each of vLLM's model runners; v1_cpu on a CPU
+    learned     the learned drafter: `ridge` block and `copies`, in each runner, at its `pace`
     adopt       new weights for the drafter of a running engine, which `weights` reads
+    generator   the engine of `longtail train`, with draft `depths` by measurement
 """

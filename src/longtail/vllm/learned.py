@@ -14,8 +14,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.vllm.block import Block, Draw, Rows
 from longtail.vllm.copies import LONGEST, Found, Texts
+from longtail.vllm.ridge import Block, Draw, Rows
 
 _KEPT = 0.98
 """Weight of earlier steps in the rates."""

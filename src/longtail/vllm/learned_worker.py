@@ -26,10 +26,10 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
-from longtail.vllm.block import Block, Parts
 from longtail.vllm.copies import Texts
 from longtail.vllm.guards import Patch, VllmSettings, check, class_of
 from longtail.vllm.learned import Learned
+from longtail.vllm.ridge import Block, Parts
 
 logger = logging.getLogger("vllm.plugins.longtail")
 

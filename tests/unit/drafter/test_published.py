@@ -14,7 +14,7 @@ from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import published
 from longtail.drafter.formats.layouts import engine_window, layers_of, to_config, to_tensors
 from longtail.drafter.formats.published import export_drafter, load_published
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields

@@ -5,8 +5,8 @@ import torch
 
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.ridge.start import regress
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
+from longtail.drafter.ridge.as_eagle import regress
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example

@@ -8,8 +8,8 @@ import torch
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.texts import read_texts, save_texts
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError, NonFiniteError
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer

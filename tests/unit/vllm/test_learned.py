@@ -17,7 +17,7 @@ from longtail.vllm.guards import VllmSettings
 from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
 from longtail.vllm.learned_worker import open_learned
-from unit.vllm.test_block import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
+from unit.vllm.test_ridge import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
 
 LENGTH, CHUNK = 96, 5
 BEFORE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))

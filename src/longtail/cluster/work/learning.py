@@ -2,9 +2,9 @@
 
     finished texts --> graders --> micro-batches of a group --> an idle worker's sums
 
-A worker adds the gradient of a micro-batch to its sums (`rl.sums`), which no order changes. When
-the last text is written all workers learn from what is left, one micro-batch at a time. What a lost
-worker had added is learned from again by another one, so nothing is counted twice.
+A worker adds the gradient of a micro-batch to its sums (`rl.gradient_sums`), which no order
+changes. When the last text is written all workers learn from what is left, one micro-batch at a
+time. What a lost worker had added is learned from again by another one: nothing is counted twice.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence

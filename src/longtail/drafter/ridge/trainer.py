@@ -12,8 +12,8 @@ from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.training.eagle import TrainerReport
 from longtail.drafter.training.reader import TargetReader
-from longtail.drafter.training.trainer import TrainerReport
 from longtail.drafter.weights import load_parameters
 from longtail.errors import DataError
 from longtail.model.transformer import Transformer

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.training.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer

@@ -1,1 +1,1 @@
-"""The engine side of speculative decoding."""
+"""Speculation in the engine: it plans drafts, keeps their inputs, verifies and queues them."""

@@ -1,8 +1,8 @@
 """Speculative decoding as the engine uses it, and the object for engines without it.
 
     draft            plan a step and propose its drafts              (`planner`)
-    apply_feedback   learn from the previous step                    (`feedback`)
-    record           keep feedback and observations of this step     (`feedback`, `queue`)
+    apply_feedback   learn from the previous step                    (`FeedbackLoop`)
+    record           keep feedback and observations of this step     (`FeedbackLoop`, `queue`)
 
 Drafters observe computed tokens before the next `propose`. Switching between drafting and plain
 decoding changes no KV and recomputes nothing.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError
-from longtail.vllm.block import FIRST_SOLVE, Block, Parts, Rows
+from longtail.vllm.ridge import FIRST_SOLVE, Block, Parts, Rows
 from support.tiny_models import tiny_config
 
 HIDDEN, VOCAB, DEPTH = 8, 24, 3
