@@ -31,9 +31,12 @@ BUDGETS = {
     "tuner": 1190,
     "view": 1115,
     "vllm": 3270,
-    "tests": 36032,
+    "tests": 35800,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
+WORDS, WORDS_OF_IDEA = 17000, 300
+"""Most words of all pages in docs/ that are written by hand, and of a page in docs/ideas/."""
+GENERATED = ("cli.md", "configuration.md", "metrics.md")
 THEN = {
     "top level": (1092, 6),
     "assembly": (1312, 9),
@@ -91,7 +94,21 @@ def main() -> int:
     ]
     for name in over:
         print(f"sizes: {name} has {now[name][0]} lines, over its budget {BUDGETS.get(name, 0)}")
-    return 1 if over else 0
+    pages = ROOT / "docs"
+    words = {
+        "docs": sum(len(p.read_text(encoding="utf-8").split()) for p in _written(pages)),
+        **{p.name: len(p.read_text(encoding="utf-8").split()) for p in pages.glob("ideas/*.md")},
+    }
+    print(f"{'words of docs':14}{words['docs']:8}{'':7}{WORDS:>8}")
+    long = [name for name, n in words.items() if n > (WORDS if name == "docs" else WORDS_OF_IDEA)]
+    for name in long:
+        print(f"sizes: {name} has {words[name]} words, over its budget")
+    return 1 if over or long else 0
+
+
+def _written(pages: Path) -> list[Path]:
+    """Return the pages that no program writes."""
+    return [page for page in pages.rglob("*.md") if page.name not in GENERATED]
 
 
 if __name__ == "__main__":
