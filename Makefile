@@ -86,11 +86,13 @@ test: coverage
 	$(PYTEST) -m slow
 
 # A processor with AVX2 and no AVX-512, on any x86-64: our kernels, PyTorch's and oneDNN's, and the
-# laws whose numbers come from them; shapes are checked by `make test` alone. The first steps of the
+# laws whose numbers come from them; shapes are checked by `make test` alone. A step of the
 # quickstart run so, too. Where there is no AVX-512, `make test` runs the same tests.
 CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
-# Kernels of the layouts that this processor lacks run in plain C (LONGTAIL_ISA of machine.py).
+# Kernels of the layouts of bfloat16 that this processor lacks run in plain C (LONGTAIL_ISA of
+# machine.py).
 EMULATED = amx bf16
+LAYOUTS = decoder draft kernels product
 KERNELS = decoder draft draws families kernels packed_attention product scores training_kernels
 NUMERICS = 1_plain_decoding 1_speculation 3_logprobs 4_bits 4_neighbours 10_sums
 MORE = from longtail.system.machine import cpu_flags; exit("avx512f" not in cpu_flags())
@@ -102,12 +104,12 @@ test-capped: develop
 	fi
 	for layout in $(EMULATED); do \
 		LONGTAIL_ISA=$$layout-emulated $(PYTEST) -o addopts="-q --import-mode=importlib" \
-			$(KERNELS:%=tests/parity/test_%.py) tests/laws/test_law4_bits.py || exit 1; \
+			-k "not float32" $(LAYOUTS:%=tests/parity/test_%.py) tests/laws/test_law4_bits.py \
+			|| exit 1; \
 	done
 	rm -rf build/capped
-	$(CAPPED) $(BIN)/longtail sft quickstart --train.steps=1 --run.dir=build/capped/sft
-	$(CAPPED) $(BIN)/longtail train quickstart --model.path=build/capped/sft --run.steps=1 \
-		--rollout.max_tokens=256 --data.heldout_size=4 --run.dir=build/capped/run
+	$(CAPPED) $(BIN)/longtail train quickstart --model.path=smollm2 --run.steps=1 --run.dir=build/capped \
+		--rollout.prompts_per_step=2 --rollout.max_tokens=256 --data.heldout_size=4
 
 test-fast: develop
 	$(PYTEST) -m "not slow"

@@ -123,7 +123,6 @@ def run_block(block: str, folder: Path, names: Mapping[str, object]) -> None:
 
 
 API = python_blocks(ROOT / "docs" / "api.md")
-TRL, VLLM = "from trl import", "from vllm import"
 
 
 def test_the_page_of_the_api_names_every_public_name() -> None:
@@ -132,25 +131,21 @@ def test_the_page_of_the_api_names_every_public_name() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of TRL
-@pytest.mark.parametrize("number", [n for n, block in enumerate(API) if VLLM not in block])
+@pytest.mark.parametrize("number", range(len(API)))
 def test_the_python_of_the_page_of_the_api_runs(
     number: int, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if TRL in API[number]:
-        pytest.importorskip("trl")
-        monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     monkeypatch.chdir(place)
     run_block(API[number], tmp_path, {})
 
 
 def test_the_python_for_vllm_imports_names_that_exist() -> None:
-    (block,) = [block for block in API if VLLM in block]
-    ours = [
+    ours = {
         (node.module, each.name)
+        for block in python_blocks(ROOT / "docs" / "vllm.md")
         for node in ast.walk(ast.parse(block))
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("longtail.")
         for each in node.names
-    ]
+    }
     assert len(ours) == 2
     assert all(callable(vars(import_module(str(module)))[name]) for module, name in ours)
