@@ -87,7 +87,7 @@ test: coverage
 
 # A processor with AVX2 and no AVX-512, on any x86-64: our kernels, PyTorch's and oneDNN's, and the
 # laws whose numbers come from them; shapes are checked by `make test` alone. A step of the
-# quickstart run so, too. Where there is no AVX-512, `make test` runs the same tests.
+# quickstart runs so, too. Where there is no AVX-512, `make test` runs the same tests.
 CAPPED = LONGTAIL_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 # Kernels of the layouts of bfloat16 that this processor lacks run in plain C (LONGTAIL_ISA of
 # machine.py).
