@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -38,6 +39,8 @@ SENTENCE = "start again: the run resumes from its newest checkpoint"
 WORKER_TIMEOUT_S = 15
 _MARK = "LONGTAIL_CHAOS_RUN"
 """Environment variable that every process of a run inherits, so that all of them are found."""
+_ENDED = re.compile(rb"^step \d+/\d+  ", re.MULTILINE)
+"""The line of a step that has ended; lines of progress have a comma or a colon there."""
 _LEFTOVER_S = 90.0
 _SLOWER, _EACH_FAULT_S = 10.0, 90.0
 """A sitting may take this multiple of the undisturbed run's seconds, plus this for each fault."""
@@ -168,7 +171,7 @@ class Run:
             while (
                 time.monotonic() < due
                 or (fault.kind != "driver killed" and not self._workers())
-                or log.read_bytes().count(b"\nstep ") < fault.step
+                or len(_ENDED.findall(log.read_bytes())) < fault.step
             ):
                 if driver.poll() is not None:
                     return

@@ -1,7 +1,8 @@
 """Bound on a run's memory, by arithmetic on the model's shape; no weight is loaded.
 
 Every part is an upper bound at its own moment; the sum is what to have, not what is always used.
-`longtail train --dry-run` prints it, and on a CPU a run is refused if it exceeds the free memory.
+`longtail train --dry-run` prints it, and a run is refused if it exceeds the free memory. On a GPU
+vLLM takes its share of the whole card, which must hold the weights and a text.
 """
 
 import torch
@@ -16,8 +17,11 @@ from longtail.model.kernels.fixed import num_limbs
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
+from longtail.vllm.start import GPU_SHARE
 
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+_CPU = torch.device("cpu")
+_WEIGHTS, _VLLM = "rollout weights", "share of vLLM"
 _KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
 _GRADIENTS = "gradients"
 PASSING = (_ACTIVATIONS, _GRADIENTS)
@@ -43,12 +47,14 @@ def _adapter_parameters(shape: ModelConfig, rank: int) -> int:
     return shape.num_layers * rank * ends
 
 
-def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> dict[str, int]:
+def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) -> dict[str, int]:
     """Return the bytes of each use of memory by one worker.
 
-    `on_cpu` adds the packed copy of bfloat16 matrices, and whole weights gathered from shards.
+    A CPU adds the packed copy of bfloat16 matrices, and whole weights gathered from shards; on a
+    GPU weights and keys and values of the rollout are in vLLM's share.
     """
     rollout, learner, spot = config.rollout, config.learner, config.spot
+    on_cpu = device.type == "cpu"
     small, master = _BYTES[rollout.dtype], _BYTES[learner.dtype]
     parameters, layer = count_parameters(shape), _layer_parameters(shape)
     longest = config.data.max_prompt_len + rollout.max_tokens
@@ -56,18 +62,21 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     scores = min(tokens, max(1, MAX_LOGITS // shape.vocab_size)) * shape.vocab_size
     weights = master * parameters
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
-    trained = shard
+    trained, saved = shard, 0
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
+        if learner.autocast is True:  # frozen matrices are in bfloat16
+            saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
     numbers = num_limbs(getattr(torch, learner.dtype))  # of int64, for each gradient
     sums = trained if config.is_sharded else 8 * numbers * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
-        "rollout weights": parameters
-        * small
-        * (2 if on_cpu and rollout.dtype == "bfloat16" else 1),
-        _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small),
-        "weights and their copy": 2 * shard,
+        _VLLM: 0 if on_cpu else round(_vllm_share(config) * torch.cuda.mem_get_info(device)[1]),
+        _WEIGHTS: parameters * small * (2 if rollout.dtype == "bfloat16" else 1) if on_cpu else 0,
+        _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
+        if on_cpu
+        else 0,
+        "weights and their copy": 2 * shard - saved,
         _GRADIENTS: sums,
         "optimizer moments": 2 * trained,
         _ACTIVATIONS: 4 * scores * master
@@ -85,27 +94,49 @@ def estimate(config: RunConfig, shape: ModelConfig, *, on_cpu: bool = False) -> 
     return {name: size for name, size in found.items() if size}
 
 
-def check(config: RunConfig, shape: ModelConfig) -> None:
-    """Raise ConfigError if a run on a CPU may need more memory than is free.
+def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) -> None:
+    """Raise ConfigError if a run may need more memory than is free.
 
-    Of a cluster only this host is known, with one worker at least.
+    Of a cluster only this host is known, with one worker at least. A GPU has one worker.
     """
-    available, found = machine.memory().available, estimate(config, shape, on_cpu=True)
-    workers = 1 if config.cluster.address else config.cluster.workers
+    available, found = available_bytes(device), estimate(config, shape, device)
+    share = found.get(_VLLM, 0)
+    if 0 < share < (least := _least_share(config, shape)):
+        raise ConfigError(
+            f"rollout.vllm.gpu_memory_utilization = {_vllm_share(config):g}: vLLM's "
+            f"{share / 1e9:.1f} GB of the GPU must hold the weights and one text, "
+            f"{least / 1e9:.1f} GB: raise it, or set rollout.vllm.tensor_parallel_size"
+        )
+    workers = 1 if share or config.cluster.address else config.cluster.workers
     needed = workers * sum(found.values())
     if available is not None and needed > available:
-        largest = max(found, key=lambda name: found[name])
+        largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
+        if share and needed - share + least <= available:
+            largest, remedy = _VLLM, "rollout.vllm.gpu_memory_utilization"
         raise ConfigError(
             f"the run needs up to {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
             f"are free; most is for {largest}: lower {remedy} (--dry-run shows all parts)"
         )
 
 
+def _vllm_share(config: RunConfig) -> float:
+    """Return the share of a GPU that vLLM takes."""
+    return float((config.rollout.vllm or {}).get("gpu_memory_utilization", GPU_SHARE))
+
+
+def _least_share(config: RunConfig, shape: ModelConfig) -> int:
+    """Return the bytes of each GPU that vLLM needs for the weights and one text."""
+    rollout, element = config.rollout, _BYTES[config.rollout.dtype]
+    longest = config.data.max_prompt_len + rollout.max_tokens
+    whole = element * count_parameters(shape) + longest * kv_bytes(shape, element)
+    return whole // int((rollout.vllm or {}).get("tensor_parallel_size", 1))
+
+
 def report(config: RunConfig) -> str:
     """Return the parts and the free memory as lines."""
     device, shape = run_device(config), model_shape(config.model.path)
-    found = estimate(config, shape, on_cpu=device.type == "cpu")
+    found = estimate(config, shape, device)
     available = available_bytes(device)
     rows = {**found, "total": sum(found.values()), f"available on {device}": available}
     lines = [f"memory, {count_parameters(shape):,} parameters (GB of each worker)"]

@@ -42,7 +42,12 @@ def open_policy(directory: Path, config: RunConfig, device: torch.device | str) 
     if not uses_transformers(directory, config.learner):
         return load_model(directory, dtype, device)
     model, lora = read_pretrained(directory, dtype, device), config.learner.lora
-    return CausalModel(model) if lora is None else AdaptedModel(model, lora, config.run.seed)
+    if lora is None:
+        return CausalModel(model)
+    adapted = AdaptedModel(model, lora, config.run.seed)
+    if config.learner.autocast is True:
+        adapted.hold_frozen(torch.bfloat16)
+    return adapted
 
 
 def shape_of(directory: Path) -> ModelConfig:

@@ -84,8 +84,7 @@ def assemble(
     """
     _check(config, directory)
     shape, tokenizer = shape_of(directory), load_tokenizer(directory)
-    if run_device(config).type == "cpu":
-        memory.check(config, shape)
+    memory.check(config, shape, run_device(config))
     check_vocabulary(tokenizer, shape)
     prompts = load_prompts(config, tokenizer, check)
     longest = max(

@@ -26,17 +26,16 @@ from longtail.drafter.weights import are_finite
 from longtail.engine.batch import append_tokens, complete
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
-from longtail.errors import ConfigError, NonFiniteError, RequestError
+from longtail.errors import NonFiniteError, RequestError
 from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
-from longtail.vllm.depths import MAX_DEPTH, Depths, Taken, VllmDrafter
+from longtail.vllm.depths import Depths, Taken, VllmDrafter
 from longtail.vllm.guards import KEY, check
 from longtail.vllm.learned_worker import SAVE_IF_LEARNED
+from longtail.vllm.start import start
 
-_GPU_SHARE = 0.4
-"""Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler is in this process
     "VLLM_NO_USAGE_STATS": "1",
@@ -74,7 +73,7 @@ class VllmGenerator(ActiveRequests):
 
         plugin.register()
         self._decode, self._limits = decode, limits
-        self._engine = _start(directory, limits, dtype, drafter, options or {})
+        self._engine = start(directory, limits, dtype, drafter, options or {})
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._depths = None if drafter is None else Depths(drafter.tuner)
@@ -272,62 +271,6 @@ class _Results:
     finished: list[Completion] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     verified: list[Verified] = field(default_factory=list)
-
-
-def _start(
-    directory: Path,
-    limits: EngineLimits,
-    dtype: torch.dtype,
-    drafter: VllmDrafter | None,
-    options: Mapping[str, Any],
-) -> Any:
-    """Start vLLM's engine in this process."""
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    on_cpu = current_platform.is_cpu()
-    arguments: dict[str, Any] = {
-        "model": str(directory),
-        "skip_tokenizer_init": True,
-        "dtype": str(dtype).removeprefix("torch."),
-        "max_model_len": limits.max_len,
-        "max_num_seqs": limits.max_running,
-        "max_num_batched_tokens": limits.max_step_tokens,
-        "logprobs_mode": "processed_logprobs",
-        "enforce_eager": on_cpu,
-        "async_scheduling": False,
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-        "seed": 0,
-        "additional_config": {KEY: {}},
-        "speculative_config": drafter and drafter.config(limits.max_running),
-        **({} if on_cpu else {"gpu_memory_utilization": _GPU_SHARE}),
-        **options,
-    }
-    try:
-        config = EngineArgs(**arguments).create_engine_config()
-    except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"vLLM cannot run {directory}: {reason}; change rollout.vllm, or use another model"
-        ) from error
-    if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-        config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
-    return LLMEngine.from_vllm_config(config, disable_log_stats=True)
-
-
-def _kv_bytes(config: Any, limits: EngineLimits, dtype: torch.dtype) -> int:
-    """Return the bytes of KV for the running requests, in whole blocks, and the drafter's layer."""
-    model, parallel = config.model_config, config.parallel_config
-    block = config.cache_config.block_size
-    blocks = -(-(limits.max_len + MAX_DEPTH) // block) + 1
-    tokens = (
-        max(limits.kv_tokens, block) if limits.kv_tokens else limits.max_running * blocks * block
-    )
-    layers = model.get_num_layers(parallel) + 2
-    heads = model.get_num_kv_heads(parallel)
-    return 2 * tokens * layers * heads * model.get_head_size() * dtype.itemsize
 
 
 def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:

@@ -72,7 +72,7 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], field: str
 ) -> None:
     own, shape = config("--cluster.workers=2", *words), tiny_config()
-    needed = 2 * sum(memory.estimate(own, shape, on_cpu=True).values())
+    needed = 2 * sum(memory.estimate(own, shape).values())
 
     def check(available: int | None, *more: str) -> None:
         found = machine.Memory(total=needed, available=available)
@@ -84,3 +84,28 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     check(None)
     with pytest.raises(ConfigError, match=f"lower {field}"):
         check(needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "free", "field"),
+    [
+        ((), 1.0, None),
+        ((), 0.39, "lower rollout.vllm.gpu_memory_utilization"),
+        ((), 1e-4, "lower spot.buffer_mb"),
+        (("--rollout.vllm", "{gpu_memory_utilization = 1e-6}"), 1.0, "gpu_memory_utilization"),
+    ],
+)
+def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], free: float, field: str | None
+) -> None:
+    own, shape, gpu = config("--run.device=cpu", *words), tiny_config(), torch.device("cuda")
+    card = 4 * 10**9
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (round(free * card), card))
+    if field is None:
+        memory.check(own, shape, gpu)
+        found = memory.estimate(own, shape, gpu)
+        assert found["share of vLLM"] == round(0.4 * card)
+        assert {"KV cache", "rollout weights"}.isdisjoint(found)
+    else:
+        with pytest.raises(ConfigError, match=field):
+            memory.check(own, shape, gpu)

@@ -294,7 +294,7 @@ def test_arms_are_parked_if_all_may_need_more_than_is_free(
 ) -> None:
     plan = plan_of(workshop, arms=("off", "history"))
     shape = memory.model_shape(str(workshop.model))
-    parts = memory.estimate(plan.arms["off"], shape, on_cpu=True)
+    parts = memory.estimate(plan.arms["off"], shape)
     # Activations and gradients are those of one arm at a time.
     both = 2 * sum(parts.values()) - sum(parts[name] for name in memory.PASSING)
     for free, expected in ((both, False), (both - 1, True), (None, False)):

@@ -67,6 +67,27 @@ def test_published_weights_score_as_the_adapted_model_and_its_reference_as_the_b
     assert torch.equal(logprobs(model), own), "the adapters are on again"
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_frozen_matrices_in_the_dtype_of_autocast_change_no_bit(family):
+    settings = LearnerSection(learning_rate=0.01, autocast=True)
+    found = []
+    for holds in (False, True):
+        model = adapted(family)
+        if holds:
+            before = sum(p.nbytes for p in model.model.parameters())
+            model.hold_frozen(torch.bfloat16)
+            assert sum(p.nbytes for p in model.model.parameters()) < before
+        scores = score(model, PACKED, SamplingParams(), autocast=True).logprobs
+        learner = Learner(model, settings)
+        learner.step([batch()])
+        adapters = {name: p.detach() for name, p in model.trainable().items()}
+        found.append((scores, adapters))
+        assert all(p.dtype == torch.float32 for p in adapters.values())
+    (scores, adapters), (same, others) = found
+    assert torch.equal(scores, same)
+    assert all(torch.equal(adapters[name], others[name]) for name in adapters)
+
+
 def test_only_adapters_have_moments_and_gradients_and_the_base_stays():
     model = adapted()
     before = {name: tensor.clone() for name, tensor in model.model.named_parameters()}

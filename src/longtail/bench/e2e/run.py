@@ -51,8 +51,7 @@ def must_park(plan: Plan) -> bool:
     device, shape = run_device(own), memory.model_shape(own.model.path)
     available = memory.available_bytes(device)
     parts = [
-        (each.cluster.workers, memory.estimate(each, shape, on_cpu=device.type == "cpu"))
-        for each in plan.arms.values()
+        (each.cluster.workers, memory.estimate(each, shape, device)) for each in plan.arms.values()
     ]
     passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)

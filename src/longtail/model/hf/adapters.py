@@ -83,6 +83,15 @@ class AdaptedModel(CausalModel):
                 dropout.seed = seed
         return super().hidden(packed, recompute=recompute)
 
+    def hold_frozen(self, dtype: torch.dtype) -> None:
+        """Keep the matrices of adapted linear layers in the dtype in which autocast multiplies.
+
+        Logits have the same bits, and the matrices take less memory. Experts stay as they are.
+        """
+        for layer in self._adapted.values():
+            if isinstance(linear := layer.get_base_layer(), nn.Linear):
+                linear.to(dtype)
+
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return the adapters."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

@@ -1,0 +1,109 @@
+"""The start of vLLM's engine in this process; its errors name fields of a run's configuration."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longtail.engine.request import EngineLimits
+from longtail.errors import ConfigError
+from longtail.vllm.depths import MAX_DEPTH, VllmDrafter
+from longtail.vllm.guards import KEY
+
+GPU_SHARE = 0.4
+"""Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
+_LONGEST = 300
+_REMEDIES = (
+    (
+        ("cache blocks", "kv cache is needed"),
+        "raise rollout.vllm.gpu_memory_utilization, or lower rollout.max_tokens",
+    ),
+    (
+        ("free memory on device", "out of memory"),
+        "lower rollout.vllm.gpu_memory_utilization, or end what else uses the GPU",
+    ),
+    (
+        ("world size", "tensor parallel", "attention heads", "number of gpus"),
+        "set rollout.vllm.tensor_parallel_size to a number of GPUs that divides the model's heads",
+    ),
+    (("compute capability", "dtype"), "set rollout.dtype = 'float32'"),
+    (
+        ("undefined symbol", "shared object", "no module named", "cuda driver"),
+        "install the vLLM of this machine's CUDA",
+    ),
+)
+"""Words of vLLM 0.32 and 0.33 in an error of its start, and what helps."""
+
+
+def start(
+    directory: Path,
+    limits: EngineLimits,
+    dtype: torch.dtype,
+    drafter: VllmDrafter | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Start vLLM's engine in this process; `options` are further arguments of it.
+
+    Raises ConfigError in one sentence with the field to change.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    on_cpu = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "model": str(directory),
+        "skip_tokenizer_init": True,
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_model_len": limits.max_len,
+        "max_num_seqs": limits.max_running,
+        "max_num_batched_tokens": limits.max_step_tokens,
+        "logprobs_mode": "processed_logprobs",
+        "enforce_eager": on_cpu,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+        "additional_config": {KEY: {}},
+        "speculative_config": drafter and drafter.config(limits.max_running),
+        **({} if on_cpu else {"gpu_memory_utilization": GPU_SHARE}),
+        **options,
+    }
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"vLLM cannot run {directory}: {reason}; change rollout.vllm, or use another model"
+        ) from error
+    if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+        config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
+    try:
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise start_error(error) from error
+
+
+def start_error(error: Exception) -> ConfigError:
+    """Return why vLLM does not start, in one sentence, and what to change."""
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    said = reason.lower()
+    remedy = next(
+        (remedy for words, remedy in _REMEDIES if any(word in said for word in words)),
+        "rollout.vllm holds the arguments of its engine",
+    )
+    return ConfigError(f"vLLM does not start: {reason[:_LONGEST]}; {remedy}")
+
+
+def _kv_bytes(config: Any, limits: EngineLimits, dtype: torch.dtype) -> int:
+    """Return the bytes of KV for the running requests, in whole blocks, and the drafter's layer."""
+    model, parallel = config.model_config, config.parallel_config
+    block = config.cache_config.block_size
+    blocks = -(-(limits.max_len + MAX_DEPTH) // block) + 1
+    tokens = (
+        max(limits.kv_tokens, block) if limits.kv_tokens else limits.max_running * blocks * block
+    )
+    layers = model.get_num_layers(parallel) + 2
+    heads = model.get_num_kv_heads(parallel)
+    return 2 * tokens * layers * heads * model.get_head_size() * dtype.itemsize

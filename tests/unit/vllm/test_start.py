@@ -1,0 +1,26 @@
+import pytest
+
+from longtail.vllm.start import start_error
+
+FIELDS = {
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+    "initializing the engine.": "raise rollout.vllm.gpu_memory_utilization",
+    "Free memory on device cuda:0 (20.0/79.1 GiB) on startup is less than desired GPU memory "
+    "utilization (0.9, 71.2 GiB).": "lower rollout.vllm.gpu_memory_utilization",
+    "CUDA out of memory. Tried to allocate 2.00 GiB.": "lower rollout.vllm.gpu_memory_utilization",
+    "Total number of attention heads (14) must be divisible by tensor parallel size (4).": (
+        "rollout.vllm.tensor_parallel_size"
+    ),
+    "Bfloat16 is only supported on GPUs with compute capability of at least 8.0.": "rollout.dtype",
+    "libcudart.so.13: cannot open shared object file: No such file or directory": "this machine's",
+    "": "rollout.vllm holds the arguments",
+}
+"""Errors of vLLM 0.32's start, and what the user is told to change."""
+
+
+@pytest.mark.parametrize("said", FIELDS)
+def test_an_error_of_vllms_start_is_one_sentence_with_the_field_to_change(said: str) -> None:
+    told = str(start_error(RuntimeError(f"{said}\n{'more ' * 200}" if said else "")))
+    assert "\n" not in told
+    assert len(told) < 500
+    assert FIELDS[said] in told
