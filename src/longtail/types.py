@@ -1,9 +1,9 @@
 """The records that flow through a run, in the order they are made.
 
-    Prompt -> Request -> Completion -> Rollout -> Group -> TrainBatch -> PolicyWeights
+    Prompt -> Request -> Completion -> Rollout -> Group -> TrainBatch
 
-A record is complete when it is made; the next stage makes the next record. Only micro-batches,
-`TrainBatch` and `PolicyWeights` hold tensors.
+A record is complete when it is made; the next stage makes the next record. Only micro-batches and
+`TrainBatch` hold tensors.
 """
 
 from collections.abc import Mapping
@@ -262,14 +262,3 @@ class TrainBatch:
     num_sequences: int
     num_generated: int
     """Number of tokens with loss_mask 1, over all micro-batches."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyWeights:
-    """Version and tensors of a published policy, by Hugging Face's names; a tied head once.
-
-    The tensors are never modified after publication.
-    """
-
-    version: int
-    tensors: Mapping[str, Tensor]

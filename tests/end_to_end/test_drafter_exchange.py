@@ -123,7 +123,6 @@ def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     words = ("--prompt", "say 3", "--max-tokens", "12", "--temperature", "0", "--threads", "1")
     said = say("generate", str(run), *words)
     assert said.code == 0, said.err
-    assert "accept length" in said.err
     assert say("generate", str(run), *words, "--drafter", "none").out == said.out
 
 

@@ -9,19 +9,18 @@ from longtail.engine.request import EngineLimits
 from longtail.errors import RequestError
 from longtail.model.hf.weights import hf_rows
 from longtail.sampling import noise_key
-from longtail.types import Completion, PolicyWeights, Request, SamplingParams
+from longtail.types import Completion, Request, SamplingParams
 from support.tiny_models import tiny_model
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-def weights(version: int, seed: int, dtype: torch.dtype = torch.float32) -> PolicyWeights:
-    model = tiny_model("qwen2", seed=seed, dtype=dtype)  # its head is its embedding
-    return PolicyWeights(version=version, tensors=hf_rows(model))
+def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return dict(hf_rows(tiny_model("qwen2", seed=seed, dtype=dtype)))  # its head is its embedding
 
 
-def pull(engine: RolloutEngine, published: PolicyWeights) -> None:
-    engine.load_policy(published.version, published.tensors.items())
+def pull(engine: RolloutEngine, published: dict[str, Tensor]) -> None:
+    engine.load_policy(1, published.items())
 
 
 def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:
@@ -52,7 +51,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
     """Parameters, packed copies, tied ones: the engine is as good as a fresh one."""
     engine = make_engine(seed=0, dtype=dtype)
     old = write(engine)
-    pull(engine, weights(1, seed=1, dtype=dtype))
+    pull(engine, weights(seed=1, dtype=dtype))
     new = write(engine)
     assert new == write(make_engine(seed=1, dtype=dtype, version=1))
     assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
@@ -61,7 +60,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_published_weights_are_rounded_to_the_engines_precision(dtype):
     engine = make_engine(seed=0, dtype=dtype)
-    pull(engine, weights(1, seed=1, dtype=torch.float32))
+    pull(engine, weights(seed=1, dtype=torch.float32))
     assert write(engine) == write(make_engine(seed=1, dtype=dtype, version=1))
 
 
@@ -72,10 +71,10 @@ def test_nothing_in_progress_or_waiting_survives_a_pull():
         engine.submit(ask(number))
     engine.step()
     with pytest.raises(RequestError, match="5 requests are unfinished"):
-        pull(engine, weights(1, seed=1))
+        pull(engine, weights(seed=1))
     while engine.num_unfinished:
         assert all(done.policy_version == 0 for done in engine.step().finished)
-    pull(engine, weights(1, seed=1))
+    pull(engine, weights(seed=1))
     assert {done.policy_version for done in write(engine)} == {1}
 
 
@@ -86,18 +85,18 @@ def test_an_aborted_group_leaves_no_stale_kv_behind():
     engine.step()
     engine.step()
     engine.abort("0")
-    pull(engine, weights(1, seed=1, dtype=torch.float64))
+    pull(engine, weights(seed=1, dtype=torch.float64))
     fresh = make_engine(seed=1, dtype=torch.float64, version=1)
     assert engine.generate([ask(0)]) == fresh.generate([ask(0)])
 
 
 def test_published_tensors_are_copied():
     """The learner goes on with its parameters while the engine generates."""
-    published = weights(1, seed=1)
+    published = weights(seed=1)
     engine = make_engine(seed=0, dtype=torch.float32)
     pull(engine, published)
     before = write(engine)
-    for tensor in published.tensors.values():
+    for tensor in published.values():
         assert isinstance(tensor, Tensor)
         tensor.zero_()
     assert write(engine) == before

@@ -83,7 +83,7 @@ def main(family: str, place: str, *packages: str) -> None:
     ]
     gaps = []
     for version in range(2):
-        generator.load_policy(version, learner.weights().tensors.items())
+        generator.load_policy(version, learner.published())
         done = generator.generate(asked)
         gaps.append(gap(policy, asked, done))
         texts = [

@@ -128,7 +128,7 @@ def _vllm_share(config: RunConfig) -> float:
 def _argument(config: RunConfig, name: str, default: float) -> float:
     """Return a number among vLLM's arguments; what is none is refused by vLLM itself."""
     given = (config.rollout.vllm or {}).get(name)
-    return given if isinstance(given, int | float) else default
+    return float(given) if isinstance(given, int | float) else default
 
 
 def _least_share(config: RunConfig, shape: ModelConfig) -> int:
@@ -136,7 +136,7 @@ def _least_share(config: RunConfig, shape: ModelConfig) -> int:
     rollout, element = config.rollout, _BYTES[config.rollout.dtype]
     longest = config.data.max_prompt_len + rollout.max_tokens
     whole = element * count_parameters(shape) + longest * kv_bytes(shape, element)
-    return int(whole / _argument(config, "tensor_parallel_size", 1))
+    return int(whole / _argument(config, "tensor_parallel_size", 1.0))
 
 
 def report(config: RunConfig) -> str:

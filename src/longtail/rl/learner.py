@@ -16,7 +16,7 @@ ends by gathering the whole policy. `rl.optim` describes what follows the loss o
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, final
@@ -38,7 +38,7 @@ from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
-from longtail.types import MicroBatch, PackedSequences, PolicyWeights, SamplingParams, TrainBatch
+from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
     from longtail.rl.sharded import Shards
@@ -310,10 +310,9 @@ class Learner:
             max_logits=self._max_logits,
         )
 
-    def weights(self) -> PolicyWeights:
-        """Copy the present policy; a tied head appears once, as the embedding."""
-        tensors = {name: tensor.clone() for name, tensor in self._model.published()}
-        return PolicyWeights(version=self._version, tensors=tensors)
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the present policy itself by Hugging Face's names, for a reader that copies it."""
+        return self._model.published()
 
     def learned(self) -> dict[str, Tensor]:
         """Copy the parameters that are learned, by the model's own names, as `restore` takes."""

@@ -193,7 +193,7 @@ class VllmGenerator(ActiveRequests):
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
-        self._engine.collective_rpc(LOAD_POLICY, args=(list(_finite(parameters, version)),))
+        self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
         self._engine.reset_prefix_cache()
         self._policy_version = version
 
@@ -299,9 +299,10 @@ def _logprobs(new: Any) -> Sequence[float]:
     return [row[token].logprob for token, row in rows]
 
 
-def _finite(parameters: Iterable[tuple[str, Tensor]], version: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield the weights; NonFiniteError names one that is not finite."""
-    for name, tensor in parameters:
-        if not are_finite({name: tensor.detach()}):
-            raise NonFiniteError(f"{name} is not finite in policy version {version}")
-        yield name, tensor.detach()
+def _finite(parameters: Iterable[tuple[str, Tensor]], version: int) -> list[tuple[str, Tensor]]:
+    """Return the weights; NonFiniteError names one that is not finite."""
+    found = [(name, tensor.detach()) for name, tensor in parameters]
+    if not are_finite(dict(found)):
+        name = next(name for name, tensor in found if not are_finite({name: tensor}))
+        raise NonFiniteError(f"{name} is not finite in policy version {version}")
+    return found

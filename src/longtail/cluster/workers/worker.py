@@ -159,9 +159,9 @@ class Worker:
         Raises NonFiniteError with the name of the tensor if an update broke the weights, so that
         they neither generate texts nor reach a checkpoint.
         """
-        weights = self._components.learner.weights()
-        self._components.generator.load_policy(weights.version, weights.tensors.items())
-        return weights.version
+        learner = self._components.learner
+        self._components.generator.load_policy(learner.version, learner.published())
+        return learner.version
 
     def join(self, rank: int, size: int, address: str, timeout_s: float) -> int:
         """Join a process group of learners; return the newest version in it, now this one's."""
