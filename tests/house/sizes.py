@@ -12,25 +12,25 @@ ROOT = Path(__file__).parents[2]
 RELEASE = "0.2.0"
 
 BUDGETS = {
-    "top level": 1350,
+    "top level": 1339,
     "assembly": 1533,
     "bench": 3306,
     "cli": 739,
-    "cluster": 4965,
+    "cluster": 4964,
     "config": 1230,
-    "drafter": 4976,
+    "drafter": 4977,
     "engine": 3195,
     "integrations": 1640,
     "model": 5026,
     "programs": 1185,
-    "rl": 4404,
+    "rl": 4401,
     "run": 1402,
     "serve": 915,
     "speculation": 1090,
     "system": 957,
     "tuner": 1190,
     "view": 1115,
-    "vllm": 3321,
+    "vllm": 3322,
     "tests": 35850,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
