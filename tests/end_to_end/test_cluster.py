@@ -67,52 +67,74 @@ UNEVEN = ("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.
 """A worker decodes two at a time, and one has twice as many requests: the other becomes idle."""
 
 
-def test_workers_killed_in_every_kind_of_work_change_no_bit(workshop, monkeypatch):
-    """In float32, with requests that move; tests/chaos kills workers at any time."""
+def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
+    workshop, monkeypatch
+):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
-    words = (
-        "--run.steps=4",
-        f"--speculation.drafter={drafter}",
-        "--run.checkpoint_every=1",
-        *UNEVEN,
-    )
-    assert workshop.train("whole", *words, "--spot.train=never").code == 0
+    words = ("--run.steps=3", *WORDS, f"--speculation.drafter={drafter}", *UNEVEN)
+    assert workshop.train("calm", *words, "--spot.train=never").code == 0
     assert workshop.train("deadly", *words, "--run.steps=1").code == 0  # two workers go on with it
-    left = {tasks.ACCUMULATE: 2, Worker.release: 3, tasks.TRAIN_DRAFTER: 1, tasks.PUBLISH: 4}
-    """Start of each task, or message, that kills its worker, counted over both workers."""
+    fatal = {tasks.TRAIN_DRAFTER: 1, tasks.PUBLISH: 4}
+    """Start of each task, counted over both workers, that kills its worker: in steps 2 and 3.
+
+    tests/chaos kills workers as they generate and learn.
+    """
+    start = WorkerSupervisor.start
+
+    def deadly(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
+        start(supervisor, worker, task, *args)
+        if task in fatal:
+            fatal[task] -= 1
+            if fatal[task] == 0:
+                os.kill(supervisor.ask(worker, lambda own: os.getpid()), signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerSupervisor, "start", deadly)
+    said = workshop.train("deadly", *words, *TWO)
+    assert said.code == 0
+    assert all(begins <= 0 for begins in fatal.values()), fatal
+    assert said.err.count("it is replaced") == 2
+    assert workshop.texts("deadly") == workshop.texts("calm")
+
+
+def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop, monkeypatch):
+    """In float32: a worker is killed as it learns ahead, another as it hands requests over."""
+    words = ("--run.steps=3", "--speculation.drafter=fresh+history", *UNEVEN)
+    assert workshop.train("whole", *words).code == 0
+    monkeypatch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
+    monkeypatch.setattr(coordinator, "best_move", moves.half_of_the_most)
+    left = {"ahead": 2, "release": 3}
+    """Number of the micro-batch and of the move that kill their worker."""
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
 
-    def kill(supervisor: WorkerSupervisor, worker: int, what: Any) -> None:
-        if what not in left:
-            return
+    def kill(supervisor: WorkerSupervisor, worker: int, what: str) -> None:
         processes = [supervisor.ask(each, lambda own: os.getpid()) for each in (0, 1)]
         if supervisor.workers(State.STARTING) or None in processes:
             return  # with both workers the policy would be lost
         left[what] -= 1
         if left[what] == 0:
             os.kill(processes[worker], signal.SIGKILL)
-        if what is tasks.TRAIN_DRAFTER:  # from now on requests move, and none is idle for long
-            monkeypatch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
-            monkeypatch.setattr(coordinator, "best_move", moves.half_of_the_most)
 
     def deadly_start(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
         start(supervisor, worker, task, *args)
-        kill(supervisor, worker, task)
+        if task is tasks.ACCUMULATE:
+            kill(supervisor, worker, "ahead")
 
     def deadly_tell(supervisor: WorkerSupervisor, worker: int, message: Any, *args: Any) -> bool:
         told = tell(supervisor, worker, message, *args)
-        kill(supervisor, worker, message)
+        if message is Worker.release:
+            kill(supervisor, worker, "release")
         return told
 
     monkeypatch.setattr(WorkerSupervisor, "start", deadly_start)
     monkeypatch.setattr(WorkerSupervisor, "tell", deadly_tell)
-    said = workshop.train("deadly", *words, *TWO)
+    said = workshop.train("moved", *words, *TWO)
     assert said.code == 0, said.err
     assert all(count <= 0 for count in left.values()), left
-    assert said.err.count("it is replaced") == 4
-    assert workshop.texts("deadly") == workshop.texts("whole")
-    weights = [workshop.policy(run, 4) / "model.safetensors" for run in ("deadly", "whole")]
+    assert said.err.count("it is replaced") == 2
+    assert workshop.texts("moved") == workshop.texts("whole")
+    weights = [workshop.policy(run, 3) / "model.safetensors" for run in ("moved", "whole")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert workshop.drafter("moved", 3) == workshop.drafter("whole", 3) is not None
 
 
 def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at_most(monkeypatch):

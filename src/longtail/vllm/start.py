@@ -13,6 +13,8 @@ from longtail.vllm.guards import KEY
 
 GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""
+_GPU_STEP_TOKENS = 8192
+"""Tokens of prompts in a step on a GPU: vLLM's default. With fewer it waits for its weights."""
 _LONGEST = 300
 _REMEDIES = (
     (
@@ -58,7 +60,7 @@ def start(
         "dtype": str(dtype).removeprefix("torch."),
         "max_model_len": limits.max_len,
         "max_num_seqs": limits.max_running,
-        "max_num_batched_tokens": limits.max_step_tokens,
+        "max_num_batched_tokens": step_tokens(limits, on_cpu=on_cpu),
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": on_cpu,
         "async_scheduling": False,
@@ -83,6 +85,14 @@ def start(
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise start_error(error) from error
+
+
+def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:
+    """Return the most tokens of a step; on a GPU drafts take none from prompts."""
+    if on_cpu:
+        return limits.max_step_tokens
+    drafts = limits.max_running * (1 + MAX_DEPTH)
+    return max(limits.max_step_tokens, _GPU_STEP_TOKENS) + drafts
 
 
 def start_error(error: Exception) -> ConfigError:

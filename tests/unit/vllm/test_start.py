@@ -1,6 +1,8 @@
 import pytest
 
-from longtail.vllm.start import start_error
+from longtail.engine.request import EngineLimits
+from longtail.vllm.depths import MAX_DEPTH
+from longtail.vllm.start import start_error, step_tokens
 
 FIELDS = {
     "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
@@ -24,3 +26,10 @@ def test_an_error_of_vllms_start_is_one_sentence_with_the_field_to_change(said: 
     assert "\n" not in told
     assert len(told) < 500
     assert FIELDS[said] in told
+
+
+@pytest.mark.parametrize(("own", "prompts"), [(512, 8192), (20_000, 20_000)])
+def test_a_step_on_a_gpu_has_room_for_prompts_beside_all_drafts(own: int, prompts: int) -> None:
+    limits = EngineLimits(max_running=256, max_step_tokens=own, max_len=4096)
+    assert step_tokens(limits, on_cpu=False) == prompts + 256 * (1 + MAX_DEPTH)
+    assert step_tokens(limits, on_cpu=True) == own
