@@ -136,6 +136,8 @@ def _torch_facts() -> Iterator[Finding]:
         name = torch.cuda.get_device_name(index)
         yield Finding(f"GPU {index}", f"{name}, {free} of {total} free")
         devices = ["cpu", "cuda"]
+    if len(devices) > 1:
+        yield _training_on_gpus(torch.cuda.device_count())
     for device in map(torch.device, devices):
         trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
         value = f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}"
@@ -146,6 +148,17 @@ def _torch_facts() -> Iterator[Finding]:
     exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
     value = " and ".join(exact) or "no dtype: texts may differ at near-ties"
     yield Finding("batch-invariant", value)
+
+
+def _training_on_gpus(count: int) -> Finding:
+    """Return what `longtail train` runs on the GPUs of this machine."""
+    from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+
+    value = f"cluster.workers = {count}: one for each GPU; vLLM generates"
+    version = machine.vllm_version()
+    if version.startswith(TESTED_VERSIONS):
+        return Finding("training on GPUs", f"{value} ({version})")
+    return Finding("training on GPUs", f"{value}, which is absent", "optional", f"vLLM {TESTED}")
 
 
 def _size(num_bytes: int | None) -> str:
