@@ -22,7 +22,7 @@ help:
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
-	@echo "make coverage     coverage of the fast tests, which has a floor; takes twice as long as they"
+	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
 	@echo "make fuzz         random input to every reader, other cases each time"
 	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV) with what the quickstart needs"

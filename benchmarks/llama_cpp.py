@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 8, 32])
     own = parser.parse_args()
     cpus = pin(own.threads)
     set_threads(own.threads)
@@ -95,7 +96,7 @@ def main() -> None:
             for name, drafter in (("plain", "none"), ("tuned", "auto"))
         }
         sampling = SamplingParams(max_tokens=own.tokens)
-        for running in (1, 8, 32):
+        for running in own.running:
             server = llama(file, running, own.threads)
             rates: dict[str, list[float]] = {"plain": [], "tuned": [], "llama.cpp": []}
             for turn in range(1 + own.repeats):

@@ -13,9 +13,9 @@ RELEASE = "0.2.0"
 
 BUDGETS = {
     "top level": 1339,
-    "assembly": 1533,
+    "assembly": 1539,
     "bench": 3306,
-    "cli": 752,
+    "cli": 753,
     "cluster": 4964,
     "config": 1230,
     "drafter": 4977,
@@ -30,8 +30,8 @@ BUDGETS = {
     "system": 957,
     "tuner": 1190,
     "view": 1115,
-    "vllm": 3332,
-    "tests": 35894,
+    "vllm": 3328,
+    "tests": 35915,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 WORDS, WORDS_OF_IDEA = 17000, 300
@@ -94,21 +94,19 @@ def main() -> int:
     ]
     for name in over:
         print(f"sizes: {name} has {now[name][0]} lines, over its budget {BUDGETS.get(name, 0)}")
-    pages = ROOT / "docs"
     words = {
-        "docs": sum(len(p.read_text(encoding="utf-8").split()) for p in _written(pages)),
-        **{p.name: len(p.read_text(encoding="utf-8").split()) for p in pages.glob("ideas/*.md")},
+        page: len(page.read_text(encoding="utf-8").split())
+        for page in (ROOT / "docs").rglob("*.md")
+        if page.name not in GENERATED
     }
-    print(f"{'words of docs':14}{words['docs']:8}{'':7}{WORDS:>8}")
-    long = [name for name, n in words.items() if n > (WORDS if name == "docs" else WORDS_OF_IDEA)]
-    for name in long:
-        print(f"sizes: {name} has {words[name]} words, over its budget")
-    return 1 if over or long else 0
-
-
-def _written(pages: Path) -> list[Path]:
-    """Return the pages that no program writes."""
-    return [page for page in pages.rglob("*.md") if page.name not in GENERATED]
+    whole = sum(words.values())
+    print(f"{'words of docs':14}{whole:8}{'':7}{WORDS:>8}")
+    long = [
+        page.name for page, n in words.items() if page.parent.name == "ideas" and n > WORDS_OF_IDEA
+    ]
+    for name in ["docs"] * (whole > WORDS) + long:
+        print(f"sizes: {name} has more words than its budget")
+    return 1 if over or long or whole > WORDS else 0
 
 
 if __name__ == "__main__":

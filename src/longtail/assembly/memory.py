@@ -10,7 +10,7 @@ import torch
 from longtail.assembly.device import run_device
 from longtail.assembly.drafters import NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
-from longtail.assembly.policy import shape_of
+from longtail.assembly.policy import holds_bfloat16, shape_of
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.kernels.fixed import num_limbs
@@ -65,7 +65,7 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     trained, saved = shard, 0
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
-        if learner.autocast is True:  # frozen matrices are in bfloat16
+        if learner.autocast is True and holds_bfloat16(model_directory(config.model.path), learner):
             saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
     numbers = num_limbs(getattr(torch, learner.dtype))  # of int64, for each gradient
     sums = trained if config.is_sharded else 8 * numbers * trained // master

@@ -8,7 +8,7 @@ from longtail.config.rl import LearnerSection, RunConfig
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.adapters import AdaptedModel, import_peft
 from longtail.model.hf.causal import CausalModel, equal_decoder, read_pretrained
-from longtail.model.hf.model import load_config, load_model
+from longtail.model.hf.model import load_config, load_model, stored_dtype
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig
 from longtail.system.device import DTYPES
@@ -45,9 +45,15 @@ def open_policy(directory: Path, config: RunConfig, device: torch.device | str) 
     if lora is None:
         return CausalModel(model)
     adapted = AdaptedModel(model, lora, config.run.seed)
-    if config.learner.autocast is True:
+    if holds_bfloat16(directory, config.learner):
         adapted.hold_frozen(torch.bfloat16)
     return adapted
+
+
+def holds_bfloat16(directory: Path, own: LearnerSection) -> bool:
+    """Return whether frozen matrices stay in bfloat16: as they are stored and multiplied."""
+    is_frozen = own.lora is not None and own.autocast is True
+    return is_frozen and stored_dtype(directory) == torch.bfloat16
 
 
 def shape_of(directory: Path) -> ModelConfig:

@@ -130,14 +130,14 @@ def _torch_facts() -> Iterator[Finding]:
         yield Finding("native kernels", f"of the wheel ({name})" if shipped else "built here")
     else:
         yield Finding("native kernels", "absent, generation is slower", "optional", why)
-    devices = ["cpu"]
-    for index in range(torch.cuda.device_count()):
+    devices, num_gpus = ["cpu"], torch.cuda.device_count()
+    for index in range(num_gpus):
         free, total = map(_size, torch.cuda.mem_get_info(index))
         name = torch.cuda.get_device_name(index)
         yield Finding(f"GPU {index}", f"{name}, {free} of {total} free")
-        devices = ["cpu", "cuda"]
-    if len(devices) > 1:
-        yield _training_on_gpus(torch.cuda.device_count())
+    if num_gpus:
+        yield _training_on_gpus(num_gpus)
+        devices.append("cuda")
     for device in map(torch.device, devices):
         trains, dtype = multiplies_bfloat16(device), precision.fastest_dtype(device)
         value = f"rollout.dtype = {dtype}, autocast = {str(trains).lower()}"
@@ -155,10 +155,11 @@ def _training_on_gpus(count: int) -> Finding:
     from longtail.vllm.guards import TESTED, TESTED_VERSIONS
 
     value = f"cluster.workers = {count}: one for each GPU; vLLM generates"
-    version = machine.vllm_version()
-    if version.startswith(TESTED_VERSIONS):
+    version = _installed("vllm")
+    if version is not None and version.startswith(TESTED_VERSIONS):
         return Finding("training on GPUs", f"{value} ({version})")
-    return Finding("training on GPUs", f"{value}, which is absent", "optional", f"vLLM {TESTED}")
+    known = "which is absent" if version is None else f"of which {version} is not known"
+    return Finding("training on GPUs", f"{value}, {known}", "optional", f"install vLLM {TESTED}")
 
 
 def _size(num_bytes: int | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from longtail.engine.request import EngineLimits
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, LongtailError
 from longtail.vllm.depths import MAX_DEPTH, VllmDrafter
 from longtail.vllm.guards import KEY
 
@@ -74,17 +74,13 @@ def start(
     }
     try:
         config = EngineArgs(**arguments).create_engine_config()
-    except (TypeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"vLLM cannot run {directory}: {reason}; change rollout.vllm, or use another model"
-        ) from error
-    if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
-        config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
-    try:
+        if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
+            config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
         return LLMEngine.from_vllm_config(config, disable_log_stats=True)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise start_error(error) from error
+    except LongtailError:  # of the plugin, which names its own field
+        raise
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise start_error(directory, error) from error
 
 
 def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:
@@ -95,15 +91,15 @@ def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:
     return max(limits.max_step_tokens, _GPU_STEP_TOKENS) + drafts
 
 
-def start_error(error: Exception) -> ConfigError:
-    """Return why vLLM does not start, in one sentence, and what to change."""
+def start_error(directory: Path, error: Exception) -> ConfigError:
+    """Return why vLLM cannot run a model, in one sentence, and what to change."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     said = reason.lower()
     remedy = next(
         (remedy for words, remedy in _REMEDIES if any(word in said for word in words)),
-        "rollout.vllm holds the arguments of its engine",
+        "change rollout.vllm, or use another model",
     )
-    return ConfigError(f"vLLM does not start: {reason[:_LONGEST]}; {remedy}")
+    return ConfigError(f"vLLM cannot run {directory}: {reason[:_LONGEST]}; {remedy}")
 
 
 def _kv_bytes(config: Any, limits: EngineLimits, dtype: torch.dtype) -> int:

@@ -42,17 +42,24 @@ def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(
 
 @pytest.mark.parametrize(
     ("version", "value", "level"),
-    [("0.32.0", "(0.32.0)", "ok"), ("of no distribution", "which is absent", "optional")],
+    [
+        ("0.32.0", "(0.32.0)", "ok"),
+        ("0.31.0", "of which 0.31.0 is not known", "optional"),
+        (None, "which is absent", "optional"),
+    ],
 )
 def test_it_says_what_a_machine_with_gpus_would_run(
-    monkeypatch: pytest.MonkeyPatch, version: str, value: str, level: str
+    monkeypatch: pytest.MonkeyPatch, version: str | None, value: str, level: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
     monkeypatch.setattr(precision, "fastest_dtype", lambda device: "bfloat16")
     monkeypatch.setattr(device, "multiplies_bfloat16", lambda device: True)
-    monkeypatch.setattr(machine, "vllm_version", lambda: version)
+    installed = doctor._installed
+    monkeypatch.setattr(
+        doctor, "_installed", lambda name: version if name == "vllm" else installed(name)
+    )
     found = examined()
     assert found["GPU 1"].value == "H100, 70.0 GB of 80.0 GB free"
     assert found["training on GPUs"].value.startswith("cluster.workers = 2: one for each GPU")

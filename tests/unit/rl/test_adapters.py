@@ -8,6 +8,7 @@ import torch
 
 from end_to_end.workshop import build, say
 from longtail.assembly import memory
+from longtail.assembly.policy import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.adapters import AdaptedModel
@@ -86,6 +87,19 @@ def test_frozen_matrices_in_the_dtype_of_autocast_change_no_bit(family):
     (scores, adapters), (same, others) = found
     assert torch.equal(scores, same)
     assert all(torch.equal(adapters[name], others[name]) for name in adapters)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_what_is_stored_in_more_bits_is_not_held_in_fewer(stored, tmp_path):
+    """Published weights have every bit that is stored."""
+    random_model("olmo2").to(stored).save_pretrained(tmp_path)
+    words = ["--learner.lora.rank=4", "--learner.autocast=true", f"--model.path={tmp_path}"]
+    model = open_policy(tmp_path, load(None, words), "cpu")
+    held = {p.dtype for name, p in model.model.named_parameters() if ".base_layer." in name}
+    assert held == {stored}
+    expected = read_tensors(tmp_path)
+    for name, tensor in model.published():
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
 
 
 def test_only_adapters_have_moments_and_gradients_and_the_base_stays():

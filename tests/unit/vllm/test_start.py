@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from longtail.engine.request import EngineLimits
@@ -15,14 +17,14 @@ FIELDS = {
     ),
     "Bfloat16 is only supported on GPUs with compute capability of at least 8.0.": "rollout.dtype",
     "libcudart.so.13: cannot open shared object file: No such file or directory": "this machine's",
-    "": "rollout.vllm holds the arguments",
+    "": "change rollout.vllm, or use another model",
 }
 """Errors of vLLM 0.32's start, and what the user is told to change."""
 
 
 @pytest.mark.parametrize("said", FIELDS)
 def test_an_error_of_vllms_start_is_one_sentence_with_the_field_to_change(said: str) -> None:
-    told = str(start_error(RuntimeError(f"{said}\n{'more ' * 200}" if said else "")))
+    told = str(start_error(Path("model"), RuntimeError(f"{said}\n{'more ' * 200}" if said else "")))
     assert "\n" not in told
     assert len(told) < 500
     assert FIELDS[said] in told
