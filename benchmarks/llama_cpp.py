@@ -62,7 +62,7 @@ def llama(path: Path, running: int, threads: int) -> Any:
 
 
 def written(server: Any, prompts: list[list[int]], lengths: list[int]) -> None:
-    """Let the server write a number of tokens after each prompt, all at a time."""
+    """Write a number of tokens after each prompt with the server, all at a time."""
 
     def ask(prompt: list[int], length: int) -> Any:
         asked = {"prompt": prompt, "n_predict": length, "ignore_eos": True, "temperature": 1.0}

@@ -19,7 +19,7 @@ FIELDS = {
     "libcudart.so.13: cannot open shared object file: No such file or directory": "this machine's",
     "": "change rollout.vllm, or use another model",
 }
-"""Errors of vLLM 0.32's start, and what the user is told to change."""
+"""Errors of vLLM 0.32's start, and words of the remedy in each."""
 
 
 @pytest.mark.parametrize("said", FIELDS)
