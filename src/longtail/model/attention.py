@@ -6,11 +6,12 @@ cache (`engine.kv_cache`). The decoder is the same code with both.
 """
 
 import abc
+import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import final
+from functools import cache, cached_property, partial
+from typing import Any, final
 
 import torch
 import torch.nn.functional as F
@@ -54,26 +55,34 @@ def causal_window_mask(
 class PackedAttention(Attention):
     """Differentiable causal attention within each of several concatenated sequences.
 
-    Adjacent sequences of equal length share one batched call, without a copy. Padding sequences of
-    similar length to share a call gains nothing on a heavy tail.
+    On a GPU in bfloat16 one call of FlashAttention takes all sequences. Elsewhere adjacent
+    sequences of equal length share one batched call, without a copy; padding sequences of similar
+    length to share a call gains nothing on a heavy tail.
     """
 
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
         self.cu_seqlens = tuple(cu_seqlens)
         """First token of each sequence, and the number of tokens."""
-        lengths = (end - start for start, end in itertools.pairwise(cu_seqlens))
-        self._runs = [
-            (len(list(run)), length) for length, run in itertools.groupby(lengths) if length
-        ]
+        self._lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+        self._starts: Tensor | None = None
+        """The same numbers on the GPU, from the first call there."""
 
     def attend(
         self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
     ) -> Heads:
-        """Attend sequence by sequence, without padding."""
-        sizes = [count * length for count, length in self._runs]
-        parts = zip(
-            *(torch.split(x, sizes) for x in (queries, keys, values)), self._runs, strict=True
-        )
+        """Attend within each sequence, without padding."""
+        if queries.is_cuda and torch.is_autocast_enabled("cuda"):  # norms of queries are float32
+            half = torch.get_autocast_dtype("cuda")
+            queries, keys, values = (x.to(half) for x in (queries, keys, values))
+        if queries.is_cuda and queries.dtype == torch.bfloat16 and (flash := _varlen(window)):
+            if self._starts is None:
+                starts = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=queries.device)
+                self._starts = starts
+            longest = max(self._lengths)
+            return flash(queries, keys, values, self._starts, self._starts, longest, longest)
+        runs = [(len(list(run)), n) for n, run in itertools.groupby(self._lengths) if n]
+        sizes = [count * length for count, length in runs]
+        parts = zip(*(torch.split(x, sizes) for x in (queries, keys, values)), runs, strict=True)
         return torch.cat([_attend_equal(q, k, v, count, window) for q, k, v, (count, _) in parts])
 
 
@@ -106,6 +115,23 @@ def first_places(places: Int[Tensor, "laid"]) -> Int[Tensor, "tokens"]:
     numbers = torch.arange(len(places), device=places.device)
     firsts = numbers.new_full((int(places.max()) + 1,), len(numbers))
     return firsts.scatter_reduce_(0, places, numbers, "amin")
+
+
+@cache
+def _varlen(window: int) -> Callable[..., Tensor] | None:
+    """Return causal FlashAttention of packed sequences; None where PyTorch has none for `window`.
+
+    PyTorch 2.10 has no windows; later ones ask for `enable_gqa`.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    named = inspect.signature(varlen_attn).parameters
+    more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in named else {}
+    if "window_size" in named:  # of the positions before a token, so without itself
+        return partial(varlen_attn, window_size=(window - 1, 0), **more)
+    return None if window else partial(varlen_attn, is_causal=True, **more)
 
 
 def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:
