@@ -46,6 +46,14 @@ def test_a_run_is_that_of_longtails_engine(drafter, own, tmp_path) -> None:
     assert "rollout/bookkeeping_share" not in metrics[-1]  # vLLM does not tell
 
 
+def test_a_run_whose_learner_is_on_a_gpu_is_the_same(own, tmp_path) -> None:
+    """The GPU is pretended: no tensor of the loop meets one of another device."""
+    path = tmp_path / "run"
+    words = ("--rollout.engine=vllm", "--run.device=cuda", "--learner.autocast=false")
+    with training(path, *words, program="support.pretend_training") as process:
+        assert same(finish(path, process), own)
+
+
 def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(
     own, tmp_path
 ) -> None:

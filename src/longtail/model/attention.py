@@ -124,14 +124,15 @@ def _varlen(window: int) -> Callable[..., Tensor] | None:
     PyTorch 2.10 has no windows; later ones ask for `enable_gqa`.
     """
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention import varlen
     except ImportError:
         return None
-    named = inspect.signature(varlen_attn).parameters
-    more: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in named else {}
+    attend: Any = varlen.varlen_attn
+    named = inspect.signature(attend).parameters
+    more = {"enable_gqa": True} if "enable_gqa" in named else {}
     if "window_size" in named:  # of the positions before a token, so without itself
-        return partial(varlen_attn, window_size=(window - 1, 0), **more)
-    return None if window else partial(varlen_attn, is_causal=True, **more)
+        return partial(attend, window_size=(window - 1, 0), **more)
+    return None if window else partial(attend, is_causal=True, **more)
 
 
 def _attend_equal(queries: Heads, keys: KVHeads, values: KVHeads, count: int, window: int) -> Heads:
