@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.errors import ClusterError
+from longtail.errors import ClusterError, NonFiniteError
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import fixed, native
 from longtail.rl.advantage import shaped_rewards
@@ -52,6 +52,24 @@ def test_an_update_has_the_same_bits_in_any_order_and_with_any_part_of_it_made_b
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert report.metrics == expected.metrics
     assert report.grad_norm > SETTINGS.max_grad_norm
+
+
+def test_float_sums_make_the_same_update_but_for_its_last_bits_and_refuse_the_same():
+    """In float64, where the last bits are far from what a test sees."""
+    exact, rounded = (
+        new_learner(SETTINGS.model_copy(update={"sums": sums})) for sums in ("exact", "float")
+    )
+    rounded.accumulate(BATCH.micro_batches[0], BATCH.sampling)
+    for learner in (exact, rounded):
+        learner.step([BATCH])
+    ours, theirs = state(rounded), state(exact)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-15)
+    assert exact.state_bytes() - rounded.state_bytes() == 8 * sum(
+        each.numel() for each in exact.learned().values()
+    )
+    with pytest.raises(NonFiniteError, match="no update was made"):
+        rounded.step(Plan(seed=2, bad_advantage=1).batches())
 
 
 @given(

@@ -13,8 +13,8 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import holds_bfloat16, shape_of
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
-from longtail.model.kernels.fixed import num_limbs
 from longtail.model.transformer import ModelConfig
+from longtail.rl.gradient_sums import sum_bytes
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
@@ -29,6 +29,7 @@ PASSING = (_ACTIVATIONS, _GRADIENTS)
 _REMEDIES = {
     _KV: "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
+    _GRADIENTS: "cluster.workers, or set learner.sums = 'float' or learner.lora",
     _DRAFTER: "spot.buffer_mb or spot.features_mb, or set speculation.drafter = 'history'",
 }
 
@@ -63,12 +64,14 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     weights = master * parameters
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
     trained, saved = shard, 0
+    casts = _BYTES["bfloat16"] * shard // master if learner.autocast is True else 0
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
-        if learner.autocast is True and holds_bfloat16(model_directory(config.model.path), learner):
+        if casts and holds_bfloat16(model_directory(config.model.path), learner):
             saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
-    numbers = num_limbs(getattr(torch, learner.dtype))  # of int64, for each gradient
-    sums = trained if config.is_sharded else 8 * numbers * trained // master
+            casts -= _BYTES["bfloat16"] * shape.num_layers * layer
+    each = sum_bytes(getattr(torch, learner.dtype), learner.sums)
+    sums = trained if config.is_sharded else each * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
         _VLLM: 0 if on_cpu else round(_vllm_share(config) * torch.cuda.mem_get_info(device)[1]),
@@ -76,7 +79,8 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
         if on_cpu
         else 0,
-        "weights and their copy": 2 * shard - saved,
+        "weights": shard - saved,
+        "weights in bfloat16": casts,
         _GRADIENTS: sums,
         "optimizer moments": 2 * trained,
         _ACTIVATIONS: 4 * scores * master

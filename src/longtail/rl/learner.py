@@ -27,12 +27,11 @@ from torch import Tensor
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError
 from longtail.model.hf.model import PolicyTransformer
-from longtail.model.kernels.fixed import num_limbs
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
-from longtail.rl.gradient_sums import GradientSums
+from longtail.rl.gradient_sums import GradientSums, sum_bytes
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
@@ -94,7 +93,7 @@ class Learner:
         self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=total_steps)
         self._reference = model.reference() if settings.kl_coef > 0 else None
         self._version = 0
-        self._sums = GradientSums(self._parameters)
+        self._sums = GradientSums(self._parameters, exact=settings.sums == "exact")
         self._holds_casts = False
         self._metrics = LearnerMetrics()
         """Metrics of the next step, with the seconds of what was accumulated."""
@@ -327,7 +326,7 @@ class Learner:
         """Return the bytes of the weights, and of the sums of their gradients and the moments."""
         sizes = [parameter.nbytes for parameter in self._model.parameters()]
         return sum(sizes) + sum(
-            2 * each.nbytes + 8 * num_limbs(each.dtype) * each.numel()
+            2 * each.nbytes + sum_bytes(each.dtype, self._settings.sums) * each.numel()
             for each in self._parameters.values()
         )
 

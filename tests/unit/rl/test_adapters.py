@@ -1,5 +1,6 @@
 """Adapters: what is published, what learns, what is kept, and what the reference is."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,21 @@ def adapted(family: str = "olmo2", seed: int = 0, **settings: Any) -> AdaptedMod
 def logprobs(model: Any) -> torch.Tensor:
     with torch.no_grad():
         return score(model, PACKED, SamplingParams(), max_logits=64 * 7).logprobs
+
+
+def test_matrices_are_merged_one_by_one(monkeypatch):
+    model, merged = adapted("olmo2"), []
+    for name, layer in model._adapted.items():
+        compute = layer.get_delta_weight
+        monkeypatch.setattr(
+            layer, "get_delta_weight", lambda *a, f=compute, n=name: merged.append(n) or f(*a)
+        )
+    counts = []
+    for _ in model.published():
+        counts.append(len(merged))
+    assert counts[0] <= 1
+    assert counts[-1] == len(model._adapted)
+    assert all(b - a <= 1 for a, b in itertools.pairwise(counts))
 
 
 def batch() -> TrainBatch:

@@ -7,7 +7,8 @@ A, B                   gradients, moments, checkpoints (PEFT's files)
 
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -97,8 +98,20 @@ class AdaptedModel(CausalModel):
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, the adapters added, by the names of the model's files."""
-        yield from self._in_files(self._merged(self.model.named_parameters())).items()
+        """Yield all weights, the adapters added, by the names of the model's files.
+
+        A matrix is merged when it is asked for, unless the files divide it otherwise (experts).
+        """
+        frozen = _frozen(self.model.named_parameters())
+        names = {id(tensor): name for name, tensor in frozen.items()}
+        files = self._in_files(dict(frozen))
+        deltas, found = self._deltas(), {names.get(id(tensor)) for tensor in files.values()}
+        if not deltas.keys() <= found:
+            yield from self._in_files(self._merged(self.model.named_parameters())).items()
+            return
+        for name, tensor in files.items():
+            delta = deltas.get(names.get(id(tensor), ""))
+            yield name, tensor if delta is None else tensor + delta().detach()
 
     def reference(self) -> Scorer:
         """Return the same model with its adapters off."""
@@ -136,16 +149,29 @@ class AdaptedModel(CausalModel):
 
     def _merged(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the model without adapters, with these added to the weights."""
-        found = {
-            name.replace(_WRAPPED, ""): tensor.detach()
-            for name, tensor in tensors
-            if ".lora_" not in name
+        found = _frozen(tensors)
+        return found | {
+            name: found[name] + delta().detach() for name, delta in self._deltas().items()
         }
-        for name, layer in self._adapted.items():
-            whose = getattr(layer, "parameter_name", "weight")  # experts are parameters
-            name = f"{name.replace(_WRAPPED, '')}.{whose}"
-            found[name] = found[name] + layer.get_delta_weight("default").detach()
-        return found
+
+    def _deltas(self) -> dict[str, Callable[[], Tensor]]:
+        """Return a function for each adapted weight that computes what its adapter adds."""
+        return {
+            # experts are parameters
+            f"{name.replace(_WRAPPED, '')}.{getattr(layer, 'parameter_name', 'weight')}": partial(
+                layer.get_delta_weight, "default"
+            )
+            for name, layer in self._adapted.items()
+        }
+
+
+def _frozen(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the weights beside the adapters, by their names in the model without adapters."""
+    return {
+        name.replace(_WRAPPED, ""): tensor.detach()
+        for name, tensor in tensors
+        if ".lora_" not in name
+    }
 
 
 @final
