@@ -41,13 +41,13 @@ def open_policy(directory: Path, config: RunConfig, device: torch.device | str) 
     dtype = DTYPES[config.learner.dtype]
     if not uses_transformers(directory, config.learner):
         return load_model(directory, dtype, device)
-    model, lora = read_pretrained(directory, dtype, device), config.learner.lora
+    lora = config.learner.lora
     if lora is None:
-        return CausalModel(model)
-    adapted = AdaptedModel(model, lora, config.run.seed)
+        return CausalModel(read_pretrained(directory, dtype, device))
+    adapted = AdaptedModel(read_pretrained(directory, dtype), lora, config.run.seed)
     if holds_bfloat16(directory, config.learner):
-        adapted.hold_frozen(torch.bfloat16)
-    return adapted
+        adapted.hold_frozen(torch.bfloat16)  # before a GPU would have to hold the wider ones
+    return adapted.to(device)
 
 
 def holds_bfloat16(directory: Path, own: LearnerSection) -> bool:
