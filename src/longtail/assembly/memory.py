@@ -5,9 +5,11 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 vLLM takes its share of the whole card, which must hold the weights and a text.
 """
 
+from typing import Any
+
 import torch
 
-from longtail.assembly.device import run_device
+from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import holds_bfloat16, shape_of
@@ -19,6 +21,8 @@ from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
 
+_KEYS_SHARE = 0.7
+"""Keys and values' part of what vLLM's weights leave, beside activations and graphs."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 _CPU = torch.device("cpu")
 _WEIGHTS, _VLLM = "rollout weights", "share of vLLM"
@@ -74,7 +78,7 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     sums = trained if config.is_sharded else each * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
-        _VLLM: 0 if on_cpu else round(_vllm_share(config) * torch.cuda.mem_get_info(device)[1]),
+        _VLLM: 0 if on_cpu else round(_vllm_share(config) * _card_bytes(device)),
         _WEIGHTS: parameters * small * (2 if rollout.dtype == "bfloat16" else 1) if on_cpu else 0,
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
         if on_cpu
@@ -111,7 +115,9 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
             f"{share / 1e9:.1f} GB of the GPU must hold the weights and one text, "
             f"{least / 1e9:.1f} GB: raise it, or set rollout.vllm.tensor_parallel_size"
         )
-    workers = 1 if share or config.cluster.address else config.cluster.workers
+    workers = 1 if config.cluster.address else config.cluster.workers
+    if share:
+        workers = min(workers, max(1, int(1 / worker_gpus(config))))
     needed = workers * sum(found.values())
     if available is not None and needed > available:
         largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
@@ -125,8 +131,25 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
 
 
 def _vllm_share(config: RunConfig) -> float:
-    """Return the share of a GPU that vLLM takes."""
-    return _argument(config, "gpu_memory_utilization", GPU_SHARE)
+    """Return the share of a GPU that the vLLM of a worker takes."""
+    return _argument(config, "gpu_memory_utilization", GPU_SHARE * min(1.0, worker_gpus(config)))
+
+
+def _card_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[1]
+
+
+def vllm_arguments(config: RunConfig, shape: ModelConfig) -> dict[str, Any]:
+    """Return arguments of vLLM on a GPU that workers share: none measures what others hold."""
+    if not 0 < worker_gpus(config) < 1:
+        return {}
+    share = _vllm_share(config)
+    weights = _BYTES[config.rollout.dtype] * count_parameters(shape)
+    rest = round(share * _card_bytes(run_device(config))) - weights
+    return {
+        "gpu_memory_utilization": share,
+        "kv_cache_memory_bytes": max(1, int(_KEYS_SHARE * rest)),
+    }
 
 
 def _argument(config: RunConfig, name: str, default: float) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly import memory, precision
-from longtail.assembly.device import run_device
+from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import check_policy, shape_of
@@ -189,12 +189,11 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    on_cpu = run_device(config).type == "cpu"
-    gpus = 0.0 if on_cpu else float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
+    gpus = worker_gpus(config)
     if not own.address:
         return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
     on_vllm = uses_vllm(config, folders[0])
-    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=on_cpu, on_vllm=on_vllm))
+    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=not gpus, on_vllm=on_vllm))
     return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
 
 

@@ -29,6 +29,8 @@ from longtail.assembly.drafters import (
     open_trainable,
     target_of,
 )
+from longtail.assembly.memory import vllm_arguments
+from longtail.assembly.policy import shape_of
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
@@ -136,7 +138,11 @@ def open_vllm(
             limits,
             dtype=DTYPES[config.rollout.dtype],
             drafter=drafter,
-            options={"additional_config": {KEY: settings}, **(config.rollout.vllm or {})},
+            options={
+                "additional_config": {KEY: settings},
+                **vllm_arguments(config, shape_of(files.directory)),
+                **(config.rollout.vllm or {}),
+            },
         )
     return generator, learned
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly.device import run_device
+from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import (
     FRESH,
     LearnedDrafter,
@@ -88,6 +88,7 @@ def build_components(
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
+        backend="nccl" if worker_gpus(config) >= 1 else "gloo",  # NCCL admits a GPU once
         tokenizer=tokenizer,
         # Each worker has its own seed, or all would train the same replica.
         drafting=None

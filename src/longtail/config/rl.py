@@ -183,6 +183,9 @@ class ClusterSection(Section):
     `cluster`)."""
     min_workers: Annotated[int, Field(ge=0)] = 0
     """Number of workers that a run needs; the others take part once hosts have room. 0 is all."""
+    gpus_per_worker: Annotated[float, Field(gt=0, le=64)] | None = None
+    """GPUs of a worker, on GPUs; 0.5 puts two workers on each. Unset is
+    `rollout.vllm.tensor_parallel_size`, or 1."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
     worker_timeout_s: Seconds = 180.0

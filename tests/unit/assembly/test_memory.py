@@ -100,6 +100,7 @@ def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
 ) -> None:
     own, shape, gpu = config("--run.device=cpu", *words), tiny_config(), torch.device("cuda")
     card = 4 * 10**9
+    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: gpu)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (round(free * card), card))
     if field is None:
         memory.check(own, shape, gpu)
@@ -109,3 +110,30 @@ def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
     else:
         with pytest.raises(ConfigError, match=field):
             memory.check(own, shape, gpu)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "share", "held"), [(None, 2, 0.4, 1), (0.5, 2, 0.2, 2), (0.25, 2, 0.1, 2)]
+)
+def test_workers_that_share_a_gpu_divide_vllms_part_of_it(
+    monkeypatch: pytest.MonkeyPatch, gpus: float | None, workers: int, share: float, held: int
+) -> None:
+    words = () if gpus is None else (f"--cluster.gpus_per_worker={gpus}",)
+    shape, card, device = tiny_config(), 4 * 10**9, torch.device("cuda")
+    own = load(None, [f"--cluster.workers={workers}", "--rollout.dtype=float32", *words])
+    monkeypatch.setattr(memory, "run_device", lambda _: device)
+    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card, card))
+    found = memory.estimate(own, shape, device)
+    assert found["share of vLLM"] == round(share * card)
+    given = memory.vllm_arguments(own, shape)
+    if gpus is None:
+        assert not given
+    else:
+        assert given["gpu_memory_utilization"] == pytest.approx(share)
+        weights = 4 * memory.count_parameters(shape)
+        assert 0 < given["kv_cache_memory_bytes"] < share * card - weights
+    needed = held * sum(found.values())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, card))
+    with pytest.raises(ConfigError, match="GB of memory"):
+        memory.check(own, shape, device)

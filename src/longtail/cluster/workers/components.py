@@ -1,6 +1,7 @@
 """The components of a worker."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -40,6 +41,8 @@ class WorkerComponents:
     """The learner's model, for saving; in main memory if it is sharded."""
     device: torch.device
     """Device of all computations."""
+    backend: Literal["gloo", "nccl"]
+    """What sums gradients: `nccl` where each worker has a GPU of its own."""
     tokenizer: Tokenizer
     drafting: Drafting | None
     """None if no drafter can be trained."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Literal, NamedTuple, final
+from typing import NamedTuple, final
 
 from torch import Tensor
 
@@ -167,8 +167,7 @@ class Worker:
         """Join a process group of learners; return the newest version in it, now this one's."""
         if size == 1:
             return self._components.learner.join(SINGLE_PROCESS)
-        is_gpu = self._components.device.type == "cuda"
-        backend: Literal["nccl", "gloo"] = "nccl" if is_gpu else "gloo"
+        backend = self._components.backend
         group = TorchProcessGroup(rank, size, address, backend=backend, timeout_s=timeout_s)
         return self._components.learner.join(group)
 
