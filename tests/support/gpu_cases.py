@@ -5,6 +5,7 @@ python -m support.gpu_cases FOLDER
 
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from longtail.config.sft import SftTrainSection
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.causal import CausalModel
 from longtail.model.hf.model import PolicyTransformer, empty_model
+from longtail.rl.collectives import TorchProcessGroup
 from longtail.rl.data.examples import Example
 from longtail.rl.learner import Learner
 from longtail.rl.sft_learner import SftLearner
@@ -87,6 +89,17 @@ def drafter(device: str) -> Learned:
     return dict(made.layer.named_parameters())
 
 
+def summed(device: str) -> Learned:
+    """Sums over the ranks of a group without NCCL, as workers that share a GPU have it."""
+    whole = [torch.arange(n, device=device) for n in (5, 7)]
+    tensors = {"one": whole[0], "other": whole[1], "float": torch.ones(3, device=device)}
+    with tempfile.TemporaryDirectory() as folder:
+        group = TorchProcessGroup(0, 1, f"file://{folder}/at", backend="gloo", timeout_s=60.0)
+        group.all_reduce(list(tensors.values()))
+        group.close()
+    return tensors
+
+
 CASES: dict[str, Callable[[str], Learned]] = {
     "float64": whole,
     "tied": half("qwen2"),
@@ -95,6 +108,7 @@ CASES: dict[str, Callable[[str], Learned]] = {
     "transformers": transformers,
     "adapters": adapters,
     "supervised": supervised,
+    "summed": summed,
     "drafter": drafter,
 }
 
