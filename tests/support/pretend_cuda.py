@@ -14,6 +14,7 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ def load(folder: Path) -> None:
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """Make tensors for the device `cuda` possible; yield the names of the operations on it."""
+    """Make tensors for the device `cuda` possible in this thread; yield the operations on it."""
+    mode, called = _card()
+    with mode():
+        yield called
+
+
+@cache
+def _card() -> tuple[Any, list[str]]:
+    """Let PyTorch believe in the GPU; return the mode for tensors on it, and their operations."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map
@@ -119,8 +128,7 @@ def pretended() -> Iterator[list[str]]:
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
     torch._C._set_only_lift_cpu_tensors(True)
     torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters of our class
-    with Mode():
-        yield called
+    return Mode, called
 
 
 def _visible(starts: Any, window: Any) -> Any:

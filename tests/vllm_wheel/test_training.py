@@ -46,10 +46,15 @@ def test_a_run_is_that_of_longtails_engine(drafter, own, tmp_path) -> None:
     assert "rollout/bookkeeping_share" not in metrics[-1]  # vLLM does not tell
 
 
-def test_a_run_whose_learner_is_on_a_gpu_is_the_same(own, tmp_path) -> None:
+SHARING = ("--cluster.workers=2", "--cluster.gpus_per_worker=0.5",
+           "--rollout.vllm={kv_cache_memory_bytes = 300000000}")  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), SHARING], ids=["one-worker", "two-workers-on-a-gpu"])
+def test_a_run_on_a_gpu_is_the_same(more, own, tmp_path) -> None:
     """The GPU is pretended: no tensor of the loop meets one of another device."""
     path = tmp_path / "run"
-    words = ("--rollout.engine=vllm", "--run.device=cuda", "--learner.autocast=false")
+    words = ("--rollout.engine=vllm", "--run.device=cuda", "--learner.autocast=false", *more)
     with training(path, *words, program="support.pretend_training") as process:
         assert same(finish(path, process), own)
 
