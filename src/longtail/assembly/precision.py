@@ -32,8 +32,9 @@ def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether inference in a dtype is not emulated on a device."""
     if dtype == torch.float16:
         return False
-    is_native = device.type == "cpu" and native.layout(dtype) is not None
-    return dtype != torch.bfloat16 or is_native or multiplies_bfloat16(device)
+    if dtype != torch.bfloat16 or multiplies_bfloat16(device):
+        return True
+    return device.type == "cpu" and native.layout(dtype) is not None  # may compile: last
 
 
 def fastest_dtype(device: torch.device) -> str:

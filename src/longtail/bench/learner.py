@@ -8,7 +8,7 @@
     trl            TRL's loss over the whole batch, eight sequences at a time, as it would
 
 Texts are random tokens of heavy-tailed lengths; every second group of eight has an advantage. All
-contestants take turns, under bfloat16 autocast where the processor multiplies it.
+contestants take turns on the run's device, under bfloat16 autocast where it multiplies it.
 """
 
 import sys
@@ -40,7 +40,7 @@ from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.packing import pack_rollouts
-from longtail.system.device import multiplies_bfloat16, set_threads
+from longtail.system.device import choose_device, multiplies_bfloat16, now, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 
 _GROUP = 8
@@ -91,7 +91,9 @@ class StepBatch:
             reward=0.0,
         )
 
-    def turn(self, indices: Sequence[int], batches: Sequence[Sequence[int]]) -> dict[str, Any]:
+    def turn(
+        self, indices: Sequence[int], batches: Sequence[Sequence[int]], autocast: bool
+    ) -> dict[str, Any]:
         """Return the job of `learner_worker` for some texts; `batches` index into them."""
         return {
             "texts": [list(self.texts[i]) for i in indices],
@@ -99,12 +101,8 @@ class StepBatch:
             "advantages": [self.advantages[i] for i in indices],
             "batches": [list(members) for members in batches],
             "num_sequences": len(self.texts),
-            "autocast": _autocasts(),
+            "autocast": autocast,
         }
-
-
-def _autocasts() -> bool:
-    return multiplies_bfloat16(torch.device("cpu"))
 
 
 def make_texts(
@@ -135,7 +133,9 @@ class Products:
 
     def __init__(self, model: Transformer, batch: TrainBatch) -> None:
         layers = [m for m in model.modules() if isinstance(m, Linear) and m is not model.head]
-        self._dtype = torch.bfloat16 if _autocasts() else torch.float32
+        self._device = model.device
+        autocasts = multiplies_bfloat16(model.device)
+        self._dtype = torch.bfloat16 if autocasts else torch.float32
         self._layers = [each.weight.detach().to(self._dtype) for each in layers]
         self._head = model.head.weight.detach().to(self._dtype)
         self._rows = [one.packed.num_tokens for one in batch.micro_batches]
@@ -154,6 +154,7 @@ class Products:
             for weight in self._layers:
                 self._compute(weight, tokens)
             self._compute(self._head, scored)
+        now(self._device)
 
     def _compute(self, weight: Tensor, rows: int) -> None:
         x, grad = (self._input(rows, size) for size in reversed(weight.shape))
@@ -165,7 +166,7 @@ class Products:
         """Return numbers of some size, made once; rows as the learner pads them."""
         rows = -(-rows // ROWS) * ROWS
         if (rows, size) not in self._inputs:
-            self._inputs[rows, size] = torch.randn(rows, size).to(self._dtype)
+            self._inputs[rows, size] = torch.randn(rows, size, device=self._device).to(self._dtype)
         return self._inputs[rows, size]
 
 
@@ -179,6 +180,7 @@ class Measured:
     answers: Mapping[str, Sequence[Mapping[str, float]]]
     """Answers of `learner_worker` by kind."""
     descriptions: Mapping[str, str]
+    device: str
 
     @property
     def parts(self) -> dict[str, dict[str, Spread]]:
@@ -207,12 +209,14 @@ def run(options: LearnerBenchOptions) -> int:
     log = progress("learner")
     config = load(files.locate(options.run), options.overrides)
     directory = model_directory(config.model.path, log)
-    model = load_model(directory, torch.float32)
+    device = choose_device(config.run.device)
+    model = load_model(directory, torch.float32, device)
     completions = config.rollout.prompts_per_step * config.rollout.group_size
     batch = make_batch(options, completions, model.config.vocab_size)
     packed = batch.packed(config.learner.tokens_per_micro_batch)
     products = Products(model, packed)
-    same = {"autocast": _autocasts(), "loss": "grpo"}  # what the other trainers compute
+    autocast = multiplies_bfloat16(device)
+    same = {"autocast": autocast, "loss": "grpo"}  # what the other trainers compute
     section = config.learner.model_copy(update=same)
     chosen = policies(model, directory, options.contestants)
     learners = {name: Learner(each, section) for name, each in chosen.items()}
@@ -221,18 +225,26 @@ def run(options: LearnerBenchOptions) -> int:
         name: partial(_own_step, each, packed, ours[name]) for name, each in learners.items()
     }
     functions["products"] = products.run
-    turns = _peer_turns(options, config, batch)
+    turns = _peer_turns(options, config, batch, autocast)
     answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in turns}
     with ExitStack() as stack:
         descriptions = {}
         for kind, (python, turn) in turns.items():
             log(f"loading {kind}")
-            peer = stack.enter_context(open_trainer(python, kind, directory, options.threads))
+            peer = stack.enter_context(
+                open_trainer(python, kind, directory, options.threads, device)
+            )
             descriptions[kind] = peer.description
             functions[kind] = partial(_peer_step, peer, turn, answers[kind])
         log("measuring")
         seconds = paired(functions, repeats=options.repeats)
-    measured = Measured(seconds=seconds, reports=ours, answers=answers, descriptions=descriptions)
+    measured = Measured(
+        seconds=seconds,
+        reports=ours,
+        answers=answers,
+        descriptions=descriptions,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+    )
     result = _result(config, packed, products, measured)
     result["state_mb"] = {name: each.state_bytes() / 1e6 for name, each in learners.items()}
     state = result["state_mb"]
@@ -252,9 +264,9 @@ def policies(model: PolicyTransformer, directory: Path, names: Sequence[str]) ->
     """Return a model as longtail's learner trains it: by our decoder, and by transformers' code."""
     found: dict[str, Policy] = {"longtail": model}
     if "modelled" in names:
-        found["modelled"] = CausalModel(read_pretrained(directory, torch.float32))
+        found["modelled"] = CausalModel(read_pretrained(directory, torch.float32, model.device))
     if "adapters" in names:
-        read = read_pretrained(directory, torch.float32)
+        read = read_pretrained(directory, torch.float32, model.device)
         found["adapters"] = AdaptedModel(read, LoraSection(), seed=0)
     return found
 
@@ -264,19 +276,21 @@ def _own_step(learner: Learner, packed: TrainBatch, reports: list[LearnerReport]
 
 
 def _peer_turns(
-    options: LearnerBenchOptions, config: RunConfig, batch: StepBatch
+    options: LearnerBenchOptions, config: RunConfig, batch: StepBatch, autocast: bool
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return interpreter and job of each other trainer."""
     by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
     lengths = [len(batch.texts[i]) for i in by_length]
-    padded = batch.turn(by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch))
+    padded = batch.turn(
+        by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch), autocast
+    )
     turns = {}
     if "transformers" in options.contestants:
         turns["transformers"] = (options.peer_python or sys.executable, padded)
     if options.peer_python is not None:
         whole = range(len(batch.texts))
         micro_batches = [whole[i : i + _GROUP] for i in whole[::_GROUP]]
-        turns["trl"] = (options.peer_python, batch.turn(whole, micro_batches))
+        turns["trl"] = (options.peer_python, batch.turn(whole, micro_batches, autocast))
     return turns
 
 
@@ -292,9 +306,11 @@ def fill_rows(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return cuts
 
 
-def open_trainer(python: str, kind: str, directory: Path, threads: int) -> PeerProcess:
+def open_trainer(
+    python: str, kind: str, directory: Path, threads: int, device: torch.device
+) -> PeerProcess:
     """Start another trainer of a model, `transformers` or `trl`; it answers jobs of StepBatch."""
-    spec = {"kind": kind, "model_dir": str(directory), "threads": threads}
+    spec = {"kind": kind, "model_dir": str(directory), "threads": threads, "device": device.type}
     return PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
 
 
@@ -317,7 +333,7 @@ def _table(config: RunConfig, packed: TrainBatch, measured: Measured) -> Table:
     parts, seconds = measured.parts, measured.seconds
     title = f"learner, {config.model.path}: {tokens} tokens, {scored} scored"
     return Table(
-        f"{title}; micro-batches: {len(packed.micro_batches)}",
+        f"{title}; micro-batches: {len(packed.micro_batches)}; {measured.device}",
         {
             "": lambda name: name,
             "step s": lambda name: Spread.of(seconds[name]),
@@ -341,6 +357,7 @@ def _result(
     return {
         "bench": "learner",
         "model": config.model.path,
+        "device": measured.device,
         "budget": config.learner.tokens_per_micro_batch,
         "num_tokens": tokens,
         "num_scored": scored,

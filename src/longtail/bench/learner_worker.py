@@ -1,6 +1,7 @@
 """A training step of transformers or of TRL in a process of its own; run by path, not imported.
 
-    python -I learner_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1}
+    python -I learner_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1,
+                                 "device": "cpu"}
 
     --> {"texts": [[1, 2, 3]], "prompt_lens": [1], "advantages": [1.0],
          "batches": [[0]], "num_sequences": 1, "autocast": true}
@@ -78,7 +79,7 @@ def load_trl(spec: dict[str, Any]) -> tuple[str, Any, Loss]:
     )
     arguments = trl.GRPOConfig(
         output_dir=tempfile.mkdtemp(),
-        use_cpu=True,
+        use_cpu=spec["device"] == "cpu",
         bf16=True,
         report_to=[],
         loss_type="grpo",
@@ -112,6 +113,7 @@ def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(spec["threads"])
     load = {"transformers": load_transformers, "trl": load_trl}[spec["kind"]]
     description, model, loss = load(spec)
+    model.to(spec["device"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     print(json.dumps({"ready": description}), file=replies, flush=True)
     for line in sys.stdin:
@@ -124,13 +126,15 @@ def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[s
 
     forward = backward = total = 0.0
     for members in turn["batches"]:
-        batch, start = padded(turn, members), time.perf_counter()
-        with torch.autocast("cpu", torch.bfloat16, enabled=turn["autocast"]):
+        device, batch = model.device, padded(turn, members)
+        start = time.perf_counter()
+        batch = {name: each.to(device) for name, each in batch.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=turn["autocast"]):
             part = loss(batch, turn["num_sequences"])
-        middle = time.perf_counter()
+        middle = now(device)
         part.backward()
         forward += middle - start
-        backward += time.perf_counter() - middle
+        backward += now(device) - middle
         total += float(part.detach())
     start = time.perf_counter()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -139,10 +143,19 @@ def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[s
     return {
         "forward": forward,
         "backward": backward,
-        "update": time.perf_counter() - start,
+        "update": now(model.device) - start,
         "loss": total,
         "grad_norm": float(norm),
     }
+
+
+def now(device: Any) -> float:
+    """Return the time at which a device has done what it was told."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 if __name__ == "__main__":

@@ -142,13 +142,17 @@ class VllmBenchOptions:
 
     python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
     run: _Run = "smollm2"
-    texts: Annotated[int, Option("texts of a turn, new ones in each", low=1)] = 16
+    texts: Annotated[
+        int, Option("texts of a turn, new ones in each, at least the number running", low=1)
+    ] = 16
     depth: Annotated[int, Option("depth of the draft chains", low=1, high=16)] = 4
     dtype: Annotated[Literal["float32", "bfloat16"], Option("dtype of vLLM")] = "float32"
     block_rows: Annotated[
         int, Option("rows per product of engines with the plugin; 0: all", low=0)
     ] = 0
-    max_running: Annotated[int, Option("requests running at a time", low=1)] = 8
+    batches: Annotated[
+        tuple[int, ...], Option("numbers of requests running at a time", low=1, high=1024)
+    ] = (8,)
     repeats: _Repeats = 3
     json: Json = False
     overrides: _Overrides = ()

@@ -9,7 +9,8 @@
 
 The last three need a run whose drafter is a directory. Each rule is a vLLM in the interpreter of
 its environment; all write the same prompts with the same seeds in turns, groups in the order of the
-run. Learned and coupled drafts change no text.
+run. `rollout.vllm` has further arguments of all engines. Learned and coupled drafts change no
+text.
 """
 
 import tempfile
@@ -55,6 +56,8 @@ _PACKAGES = Path(longtail.__file__).parent.parent
 
 Reply = Mapping[str, Any]
 """Answer of a vLLM for one turn."""
+Turns = Mapping[str, Sequence[Reply]]
+"""Answers of each rule."""
 
 
 def run(options: VllmBenchOptions) -> int:
@@ -65,17 +68,31 @@ def run(options: VllmBenchOptions) -> int:
     config = load(
         files.locate(options.run), (f"--rollout.dtype={options.dtype}", *options.overrides)
     )
-    subject = open_subject(config, (1 + options.repeats) * options.texts, log)
-    engine, turns = measure(subject, own_drafter(config), options, log)
-    result = {"bench": "vllm", "engine": engine, **_shown(options), **figures(turns)}
+    subject = open_subject(config, (1 + options.repeats) * _most_texts(options), log)
+    engine, turns = measure(subject, config, options, log)
+    found = {running: figures(each) for running, each in turns.items()}
+    result = {"bench": "vllm", "engine": engine, **_shown(options), "running": found}
     title = (
         f"{engine}, run {options.run} in {options.dtype}, chains of {options.depth}, temperature "
-        f"{subject.sampling.temperature:g}, {options.texts} texts a turn, {options.max_running} "
-        f"running, one thread ({pinned(cpus)})"
+        f"{subject.sampling.temperature:g}, one thread ({pinned(cpus)})"
     )
-    print_card([table(title, turns)], result, json_only=options.json)
-    kept = (result["differing_share"][rule] for rule in EXACT if rule in turns)
+    tables = [
+        table(f"{title}, {running} running, {max(options.texts, running)} texts a turn", each)
+        for running, each in turns.items()
+    ]
+    print_card(tables, result, json_only=options.json)
+    kept = (
+        each["differing_share"][rule]
+        for each in found.values()
+        for rule in EXACT
+        if rule in each["differing_share"]
+    )
     return 0 if all(is_kept(share, options) for share in kept) else 1
+
+
+def _most_texts(options: VllmBenchOptions) -> int:
+    """Return the texts of a round: of a turn with each number running."""
+    return sum(max(options.texts, running) for running in options.batches)
 
 
 def own_drafter(config: RunConfig) -> str | None:
@@ -85,27 +102,39 @@ def own_drafter(config: RunConfig) -> str | None:
 
 
 def measure(
-    subject: Subject, drafter: str | None, options: VllmBenchOptions, log: Log
-) -> tuple[str, dict[str, list[Reply]]]:
-    """Start one vLLM for each rule and have them write in turns; return its name and the turns."""
-    turns: dict[str, list[Reply]] = {rule: [] for rule in RULES if drafter or rule in WITHOUT}
+    subject: Subject, config: RunConfig, options: VllmBenchOptions, log: Log
+) -> tuple[str, dict[int, dict[str, list[Reply]]]]:
+    """Start one vLLM for each rule and have them write in turns.
+
+    Return its name and the turns of each rule for each number running.
+    """
+    drafter = own_drafter(config)
+    rules = [rule for rule in RULES if drafter or rule in WITHOUT]
+    turns: dict[int, dict[str, list[Reply]]] = {
+        running: {rule: [] for rule in rules} for running in options.batches
+    }
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
-        spec = _spec(subject, options)
+        spec = _spec(subject, options) | {"arguments": dict(config.rollout.vllm or {})}
         if drafter is not None:
             spec |= _export(drafter, subject, options, Path(place) / "drafter", log)
         engines = {}
-        for rule in turns:
+        for rule in rules:
             log(f"starting vLLM: {rule}")
             peer = PeerProcess(
                 options.python, ENGINE_WORKER, "vllm", {**spec, "rule": rule}, flag="--python"
             )
             engines[rule] = stack.enter_context(peer)
         for number in range(-1, options.repeats):  # the first round warms up
-            for rule, engine in engines.items():
-                log(f"round {number + 1} of {options.repeats}: {rule}")
-                reply = engine.ask(_turn(subject, options, number + 1))
-                if number >= 0:
-                    turns[rule].append(reply)
+            first = (number + 1) * _most_texts(options)
+            for running in options.batches:
+                count = max(options.texts, running)
+                turn = _turn(subject, count, number + 1, first) | {"running": running}
+                first += count
+                for rule, engine in engines.items():
+                    log(f"round {number + 1} of {options.repeats}: {running} running, {rule}")
+                    reply = engine.ask(turn)
+                    if number >= 0:
+                        turns[running][rule].append(reply)
     return engines["plain"].description, turns
 
 
@@ -131,20 +160,19 @@ def _spec(subject: Subject, options: VllmBenchOptions) -> dict[str, Any]:
         "dtype": options.dtype,
         "block_rows": options.block_rows,
         "max_len": subject.max_len + options.depth + 1,
-        "max_running": options.max_running,
+        "max_running": max(options.batches),
         "packages": str(_PACKAGES),
         "threads": 1,
     }
 
 
-def _turn(subject: Subject, options: VllmBenchOptions, number: int) -> dict[str, Any]:
+def _turn(subject: Subject, count: int, number: int, first: int) -> dict[str, Any]:
     """Return the job of one turn; its seeds are noise keys."""
-    requests = subject.requests(options.texts, number, first=number * options.texts)
+    requests = subject.requests(count, number, first=first)
     return {
         "prompts": [list(each.prompt_tokens) for each in requests],
         "seeds": [each.noise_key for each in requests],
         "lengths": [subject.sampling.max_tokens] * len(requests),
-        "running": options.max_running,
         "temperature": subject.sampling.temperature,
         "stop_token_ids": list(subject.sampling.stop_token_ids),
     }
@@ -175,7 +203,7 @@ def speeds(turns: Sequence[Reply]) -> list[float]:
     return [each["num_tokens"] / each["seconds"] for each in turns]
 
 
-def figures(turns: Mapping[str, Sequence[Reply]]) -> dict[str, Any]:
+def figures(turns: Turns) -> dict[str, Any]:
     """Return the figures of all rules for JSON."""
     plain = turns["plain"]
     compared = [rule for rule in COMPARED if rule in turns]
@@ -188,7 +216,7 @@ def figures(turns: Mapping[str, Sequence[Reply]]) -> dict[str, Any]:
     }
 
 
-def table(title: str, turns: Mapping[str, Sequence[Reply]]) -> Table:
+def table(title: str, turns: Turns) -> Table:
     """Return acceptance, speed and texts of each rule."""
     plain = turns["plain"]
     rows = [

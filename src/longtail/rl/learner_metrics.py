@@ -4,7 +4,6 @@ Sums are rounded once (`math.fsum`), so they do not depend on which rank compute
 """
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, fields
@@ -15,6 +14,7 @@ import torch
 from longtail.rl.collectives import ProcessGroup
 from longtail.rl.logprobs import TokenScores
 from longtail.rl.loss import LossInputs, LossOutput
+from longtail.system.device import now
 from longtail.types import TrainBatch
 
 Section = Literal["logprob", "backward", "update"]
@@ -154,9 +154,9 @@ class LearnerMetrics:
     @contextmanager
     def timed(self, section: Section, device: torch.device) -> Iterator[None]:
         """Add the seconds until the device has finished its work to `section`."""
-        start = _now(device)
+        start = now(device)
         yield
-        self.seconds[section] += _now(device) - start
+        self.seconds[section] += now(device) - start
 
     def gather(
         self, group: ProcessGroup, names: Sequence[str], own: Mapping[str, MetricsRow]
@@ -213,9 +213,3 @@ class LearnerMetrics:
             update_seconds=self.seconds["backward"] + self.seconds["update"],
             sent_bytes=self.sent_bytes,
         )
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import final
 
@@ -106,3 +107,10 @@ def choose_device(name: str) -> torch.device:
             "numbered from 0"
         )
     return device
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds at which a device has done what it was told."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -10,9 +10,9 @@
 KIND is `transformers` or `vllm`. Both sample at temperature 1, without truncation, and write as
 many tokens after each prompt as `lengths` has, at most `running` texts at a time.
 
-A vLLM with a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`) gets texts that
-end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and answers with `tokens`,
-`num_drafts` and `num_accepted`, too. The rules:
+A vLLM with a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
+of vLLM) gets texts that end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and
+answers with `tokens`, `num_drafts` and `num_accepted`, too. The rules:
 
     plain          longtail's keyed noise, no drafts
     loop           the same, with longtail's generator around it, as `longtail train` has it
@@ -102,6 +102,7 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
         enable_prefix_caching=False,  # turns repeat their prompts
         seed=0,
         **more,
+        **spec.get("arguments", {}),
     )
 
     def generate(turn: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def load_loop(spec: dict[str, Any]) -> tuple[str, Generate]:
         lambda tokens: "",
         EngineLimits(max_running=running, max_step_tokens=2048, max_len=longest),
         dtype=getattr(torch, spec["dtype"]),
-        options={"enable_prefix_caching": False},
+        options={"enable_prefix_caching": False, **spec["arguments"]},
     )
 
     def generate(turn: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def drafting(spec: dict[str, Any]) -> dict[str, Any]:
 
     plugin.register()
     rule = spec["rule"]
-    options: dict[str, Any] = {"enforce_eager": True, "disable_log_stats": False}
+    options: dict[str, Any] = {"enforce_eager": v1_cpu.is_cpu(), "disable_log_stats": False}
     if rule in ("plain", "learned", "coupled"):
         own: dict[str, Any] = {"block_rows": spec["block_rows"] or None}
         if rule == "learned":
