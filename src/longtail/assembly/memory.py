@@ -5,6 +5,7 @@ Every part is an upper bound at its own moment; the sum is what to have, not wha
 vLLM takes its share of the whole card, which must hold the weights and a text.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -118,7 +119,7 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
     workers = 1 if config.cluster.address else config.cluster.workers
     if share:
         workers = min(workers, max(1, int(1 / worker_gpus(config))))
-    needed = workers * sum(found.values())
+    needed = workers * (sum(found.values()) - _asleep(config, found))
     if available is not None and needed > available:
         largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
@@ -128,6 +129,17 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
             f"the run needs up to {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
             f"are free; most is for {largest}: lower {remedy} (--dry-run shows all parts)"
         )
+
+
+def _asleep(config: RunConfig, found: Mapping[str, int]) -> int:
+    """Return the bytes that a vLLM that may sleep leaves to the learner, in turns.
+
+    A worker that learns ahead of others may hold gradients while it generates.
+    """
+    if not _argument(config, "enable_sleep_mode", 0.0):
+        return 0
+    passing = PASSING if config.cluster.workers == 1 else (_ACTIVATIONS,)
+    return min(found.get(_VLLM, 0), sum(found.get(name, 0) for name in passing))
 
 
 def _vllm_share(config: RunConfig) -> float:
@@ -155,7 +167,7 @@ def vllm_arguments(config: RunConfig, shape: ModelConfig) -> dict[str, Any]:
 def _argument(config: RunConfig, name: str, default: float) -> float:
     """Return a number among vLLM's arguments; what is none is refused by vLLM itself."""
     given = (config.rollout.vllm or {}).get(name)
-    return float(given) if isinstance(given, int | float) else default
+    return float(given) if isinstance(given, int | float) else default  # true is 1
 
 
 def _least_share(config: RunConfig, shape: ModelConfig) -> int:

@@ -102,7 +102,8 @@ class RolloutSection(Section):
     """`own`: longtail's engine, on CPUs, for the families of its decoder. `vllm`: vLLM in each
     worker's process, for any architecture. `auto` is `own` where that can be."""
     vllm: Table | None = None
-    """Arguments of vLLM's engine, as {gpu_memory_utilization = 0.5, tensor_parallel_size = 2}."""
+    """Arguments of vLLM's engine, as {gpu_memory_utilization = 0.5, tensor_parallel_size = 2}; with
+    {enable_sleep_mode = true} a GPU belongs to vLLM and the learner in turns."""
     prompts_per_step: Count = 16
     """Number of prompts per step, each with `group_size` completions."""
     group_size: Count = 8

@@ -93,6 +93,7 @@ class VllmGenerator(ActiveRequests):
     def submit(self, request: Request, begun: Completion | None = None) -> None:
         """Queue a request; vLLM reads what is begun as a part of the prompt."""
         active = self._checked(request, begun)
+        self._wake()
         prompt = {"prompt_token_ids": active.tokens.copy()}
         params = _params(request.sampling, request.noise_key, active.num_generated)
         name = self._engine.add_request(request.request_id, prompt, params)
@@ -193,6 +194,7 @@ class VllmGenerator(ActiveRequests):
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
+        self._wake()
         self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
         self._engine.reset_prefix_cache()
         self._policy_version = version
@@ -201,12 +203,23 @@ class VllmGenerator(ActiveRequests):
         """Draft with other weights."""
         assert self._drafter is not None, "no drafter was given"
         assert self._drafter.tensors is not None, "this drafter has no weights"
+        self._wake()
         self._engine.collective_rpc(LOAD_DRAFTER, args=(dict(self._drafter.tensors(tensors)),))
         assert self._depths is not None, "as there is a drafter"
         self._depths.begin()
 
     def sleep(self, *, fully: bool = False) -> None:
-        """Do nothing: vLLM keeps its memory, of which `rollout.vllm` says how much it is."""
+        """Free what vLLM holds, until it is needed, if `enable_sleep_mode` allows it.
+
+        Weights wait in main memory (vLLM's level 1), the cache is dropped; else vLLM keeps all.
+        """
+        may_sleep = getattr(self._engine.model_config, "enable_sleep_mode", False)
+        if may_sleep and not self._active and not self._engine.is_sleeping():
+            self._engine.sleep(level=1)
+
+    def _wake(self) -> None:
+        if self._engine.is_sleeping():
+            self._engine.wake_up()
 
     def close(self) -> None:
         """End vLLM's executor."""

@@ -112,6 +112,25 @@ def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
             memory.check(own, shape, gpu)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(
+    monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    shape, card, device = tiny_config(), 4 * 10**9, torch.device("cuda")
+    words = ("--rollout.vllm={enable_sleep_mode = true}", f"--cluster.workers={workers}")
+    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card, card))
+    awake, own = config(f"--cluster.workers={workers}"), config(*words)
+    found = memory.estimate(own, shape, device)
+    passing = found["activations and scores"] + (found["gradients"] if workers == 1 else 0)
+    free = sum(found.values()) - passing
+    assert 0 < passing < found["share of vLLM"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, card))
+    memory.check(own, shape, device)
+    with pytest.raises(ConfigError):
+        memory.check(awake, shape, device)
+
+
 @pytest.mark.parametrize(
     ("gpus", "workers", "share", "held"), [(None, 2, 0.4, 1), (0.5, 2, 0.2, 2), (0.25, 2, 0.1, 2)]
 )
