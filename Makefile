@@ -10,7 +10,7 @@ PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-de
 MINUTES ?= 20
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz chaos lint format bench bench-hosts docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz chaos lint format bench bench-hosts bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -30,6 +30,7 @@ help:
 	@echo "make lint         ruff, import-linter and mypy"
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        engine, learner and whole runs, on Qwen2.5-Coder-0.5B and on SmolLM2"
+	@echo "make bench-gpu    engines, loop, pair, learner and exactness on a GPU, in eight minutes"
 	@echo "make bench-hosts  runs over hosts in network namespaces, in a quarter of an hour; needs root"
 	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
@@ -193,6 +194,11 @@ bench: develop model
 	for what in engine learner e2e; do \
 		$(BIN)/longtail bench $$what gsm --model.path $(MODEL) && $(BIN)/longtail bench $$what || exit 1; \
 	done
+
+# On a GPU, with the python of an environment that has longtail and vLLM; POLICY is a quickstart's.
+bench-gpu:
+	$(or $(LONGTAIL_VLLM_PYTHON),python3) benchmarks/gpu.py --model $(or $(POLICY),runs/quickstart-sft) \
+		$(if $(LARGE),--large $(LARGE)) $(if $(REASONER),--reasoner $(REASONER))
 
 # Writes benchmarks/hosts.txt and hosts.json. QUICK=1 only tries it.
 bench-hosts: develop

@@ -69,7 +69,8 @@ def print_card(
 
 def environment() -> dict[str, Any]:
     """Return what a figure depends on: machine, library versions, threads."""
-    return {
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return gpu | {
         "cpu": machine.cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

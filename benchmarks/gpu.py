@@ -1,0 +1,171 @@
+"""What a GPU is measured by, in the order of its worth; each part has a limit, nothing is fetched.
+
+    python benchmarks/gpu.py --model DIR [--large DIR] [--reasoner DIR] [-- --section.key=VALUE ...]
+
+    engines   plain, by longtail's generator, with the learned drafter: tokens/s at 1, 8, 32 texts
+    loop      three training steps without a drafter, and with the learned one
+    large     as engines, of a model of the same texts and the cost of a 6B
+    pair      a step without and with longtail, two workers on the GPU
+    learner   one step beside its products: the share of the GPU's rate
+    exact     texts that differ from plain decoding's, batch-invariant, with Triton's attention
+    reasoner  as engines, of a reasoning model on worded problems
+
+Run it with the python of an environment that has longtail and vLLM. Each part's output goes to
+OUT/PART.txt whatever happens to it; the last line is one JSON object.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_QUICK = "compilation_config = {mode = 0, cudagraph_mode = 'FULL_DECODE_ONLY'}"
+"""vLLM without inductor, which alone takes a minute to start."""
+_TRITON = f"attention_backend = 'TRITON_ATTN', {_QUICK}"
+_FAILED = 15
+"""Lines of a failed part that are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Commands of `longtail`, one after another, and the most seconds of all.
+
+    Example: Part(limit_s=60, commands=[["doctor"]])
+    """
+
+    limit_s: int
+    commands: Sequence[Sequence[str]]
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def vllm(more: str, kv_gb: float = 3.0) -> str:
+    """Return arguments of vLLM; engines side by side must not measure each other's memory."""
+    return f"--rollout.vllm={{kv_cache_memory_bytes = {int(kv_gb * 1e9)}, {more}}}"
+
+
+def parts(options: argparse.Namespace) -> dict[str, Part]:
+    """Return the parts whose models were given."""
+    python = ["--python", sys.executable, "--dtype", "bfloat16", "--repeats", "2"]
+    sums = ["quickstart", f"--model.path={options.model}", "--rollout.max_tokens=640"]
+    engines = ["bench", "vllm", *python, *sums, "--batches", "1,8,32", vllm(_QUICK)]
+    loop = ["train", *sums, "--run.steps=3", "--run.device=cuda", vllm(_QUICK)]
+    share = ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", "--run.device=cuda"]
+    found = {
+        "engines": Part(limit_s=150, commands=[engines]),
+        "loop": Part(
+            limit_s=120,
+            commands=[
+                [*loop, f"--run.dir={options.out}/runs/{name}", f"--speculation.drafter={name}"]
+                for name in ("none", "fresh")
+            ],
+        ),
+        "pair": Part(
+            limit_s=180,
+            commands=[
+                ["bench", "e2e", *sums, "--arms", "off,all", "--steps", "3", *share, vllm(_QUICK)]
+            ],
+        ),
+        "learner": Part(
+            limit_s=60,
+            commands=[
+                [*("bench", "learner", *sums, "--contestants", "transformers"),
+                 *("--mean-tokens", "256", "--learner.tokens_per_micro_batch=4096"),
+                 *("--rollout.prompts_per_step=8", "--rollout.group_size=8")],
+            ],
+        ),
+        "exact": Part(
+            limit_s=120,
+            commands=[[*engines[:-2], "1,32", vllm(_TRITON)]],
+            environment={"VLLM_BATCH_INVARIANT": "1"},
+        ),
+    }  # fmt: skip
+    if options.large is not None:
+        large = [word.replace(str(options.model), str(options.large)) for word in engines[:-1]]
+        found["large"] = Part(limit_s=150, commands=[[*large, vllm(_QUICK, 4.0)]])
+    if options.reasoner is not None:
+        words = ["gsm", f"--model.path={options.reasoner}", "--batches", "1,8,32"]
+        found["reasoner"] = Part(
+            limit_s=150, commands=[["bench", "vllm", *python, *words, vllm(_QUICK)]]
+        )
+    order = [*("engines", "loop", "large", "pair", "learner", "exact", "reasoner")]
+    chosen = options.only.split(",") if options.only else order
+    return {name: found[name] for name in order if name in found and name in chosen}
+
+
+def run(part: Part, log: Path, overrides: Sequence[str], limit_s: float) -> tuple[int, float]:
+    """Run a part's commands until one fails or its time is over; return status and seconds."""
+    began, code = time.monotonic(), 0
+    environment = {**os.environ, "VLLM_NO_USAGE_STATS": "1", **part.environment}
+    with log.open("w") as out:
+        for words in part.commands:
+            left = limit_s - (time.monotonic() - began)
+            given = {each.partition("=")[0] for each in overrides}
+            kept = [each for each in words if each.partition("=")[0] not in given]
+            command = [sys.executable, "-m", "longtail.cli.main", *kept, *overrides]
+            print("$", " ".join(command[3:]), file=out, flush=True)
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=environment,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(max(left, 1.0))
+            except subprocess.TimeoutExpired:
+                code = 124
+            finally:
+                stop(process)
+            if code:
+                break
+    return code, time.monotonic() - began
+
+
+def stop(process: "subprocess.Popen[bytes]") -> None:
+    """End a command and the engines that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main() -> int:
+    """Measure all parts that the time allows."""
+    words, overrides = list(sys.argv[1:]), []
+    if "--" in words:
+        words, overrides = words[: words.index("--")], words[words.index("--") + 1 :]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, required=True, help="policy of the quickstart")
+    parser.add_argument("--large", type=Path, help="the same function in a large shape")
+    parser.add_argument("--reasoner", type=Path, help="a reasoning model")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--only", default="", help="parts, divided by commas")
+    parser.add_argument("--minutes", type=float, default=8.0)
+    options = parser.parse_args(words)
+    options.out.mkdir(parents=True, exist_ok=True)
+    end, found = time.monotonic() + 60 * options.minutes, {}
+    for name, part in parts(options).items():
+        limit_s = min(part.limit_s, end - time.monotonic())
+        if limit_s < 20:
+            print(f"{name:<10} left out: no time", flush=True)
+            continue
+        log = options.out / f"{name}.txt"
+        code, seconds = run(part, log, overrides, limit_s)
+        lines = log.read_text(errors="replace").splitlines()
+        print(f"{name:<10} {'ok' if code == 0 else f'failed ({code})'} in {seconds:.0f} s: {log}")
+        if code:
+            print("\n".join(lines[-_FAILED:]), flush=True)
+        found[name] = {"code": code, "seconds": round(seconds, 1)}
+        if lines and lines[-1].startswith("{"):
+            found[name]["result"] = json.loads(lines[-1])
+    print(json.dumps({"bench": "gpu", "parts": found}))
+    return 1 if any(each["code"] for each in found.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
