@@ -1,13 +1,16 @@
 """The start of vLLM's engine in this process; its errors name fields of a run's configuration."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, LongtailError
+from longtail.system.device import to_stderr
 from longtail.vllm.depths import MAX_DEPTH, VllmDrafter
 from longtail.vllm.guards import KEY
 
@@ -36,6 +39,13 @@ _REMEDIES = (
     ),
 )
 """Words of vLLM 0.32 and 0.33 in an error of its start, and what helps."""
+_PHASES = (
+    ("Starting to load model", "loads the weights"),
+    ("Loading weights took", "measures the memory of a step"),
+    ("Dynamo bytecode transform", "compiles the model; later starts read it"),
+    ("KV cache size", "warms up and captures its graphs"),
+)
+"""Words of vLLM's log at the beginning of a phase of its start, and what it does from there on."""
 
 
 def start(
@@ -76,11 +86,41 @@ def start(
         config = EngineArgs(**arguments).create_engine_config()
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
-        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        with phases(to_stderr):  # the configuration removes handlers
+            return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except LongtailError:  # of the plugin, which names its own field
         raise
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise start_error(directory, error) from error
+
+
+@contextmanager
+def phases(log: Callable[[str], None]) -> Iterator[None]:
+    """Log the phases of a start from what vLLM tells its own logger."""
+    logger, handler = logging.getLogger("vllm"), _Phases(log)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, logging.INFO))  # its own handler keeps the level of the user
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@final
+class _Phases(logging.Handler):
+    def __init__(self, log: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self._log, self._said = log, set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Log the phase that a record begins, once."""
+        text = record.getMessage()
+        for words, phase in _PHASES:
+            if words in text and words not in self._said:
+                self._said.add(words)
+                self._log(f"vLLM {phase}")
 
 
 def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:
