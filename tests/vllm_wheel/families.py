@@ -1,9 +1,10 @@
 """A tiny random model of one family: written by vLLM, learned by transformers' code; run by path.
 
-    python -I families.py FAMILY DIR SRC TESTS
+    python -I families.py FAMILY DIR DRAFTER SRC TESTS
 
 One JSON object on standard output: the largest gap of a logprob between vLLM and the learner,
-before and after a step of the learner whose weights vLLM takes.
+before and after a step of the learner whose weights vLLM takes; all texts; drafted tokens. DRAFTER
+is `none`, or `learned` by vLLM.
 """
 
 import json
@@ -46,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def main(family: str, place: str, *packages: str) -> None:
+def main(family: str, place: str, drafter: str, *packages: str) -> None:
     """Write, learn, and write again."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -71,6 +72,9 @@ def main(family: str, place: str, *packages: str) -> None:
         lambda tokens: "",
         EngineLimits(max_running=4, max_step_tokens=64, max_len=64),
         dtype=torch.float32,
+        options={"additional_config": {"longtail": {"drafter": drafter}}}
+        if drafter != "none"
+        else {},
     )
     asked = [
         Request(
@@ -81,10 +85,15 @@ def main(family: str, place: str, *packages: str) -> None:
         )
         for index in range(6)
     ]
-    gaps = []
+    gaps: list[float] = []
+    tokens: list[list[int]] = []
+    drafted: list[int] = []
     for version in range(2):
         generator.load_policy(version, learner.published())
-        done = generator.generate(asked)
+        done = generator.generate(
+            asked, lambda step: drafted.extend(each.num_drafted for each in step.verified)
+        )
+        tokens += [list(each.tokens) for each in done]
         gaps.append(gap(policy, asked, done))
         texts = [
             rollout(
@@ -96,7 +105,8 @@ def main(family: str, place: str, *packages: str) -> None:
         ]
         advantages = [1.0 if index % 2 else -1.0 for index in range(len(texts))]
         learner.step([pack_rollouts(texts, advantages, sampling=SamplingParams(), budget=256)])
-    print(json.dumps({"gaps": gaps}), file=replies, flush=True)
+    found = {"gaps": gaps, "tokens": tokens, "drafted": sum(drafted)}
+    print(json.dumps(found), file=replies, flush=True)
 
 
 def make(family: str, path: Path) -> None:
