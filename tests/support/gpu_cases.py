@@ -47,7 +47,7 @@ def own(family: Any, device: str, dtype: torch.dtype) -> PolicyTransformer:
 def step(model: Any, vocab: int = 128, **changes: Any) -> Learned:
     """A step of a learner with two updates."""
     learner = Learner(model, SETTINGS.model_copy(update=changes), total_steps=4)
-    batches = Plan(seed=2, mini_batches=2, budget=40).batches()
+    batches = Plan(seed=2, lengths=((3, 5), (2, 9), (4, 1)), mini_batches=2).batches()
     for one in (one for batch in batches for one in batch.micro_batches):
         one.packed.tokens.remainder_(vocab)
     learner.step(batches)

@@ -13,44 +13,21 @@ import pytest
 
 TESTS = Path(__file__).parents[2]
 CLOSE = {
-    "float64": 1e-14,
-    "transformers": 1e-6,
-    "adapters": 1e-6,
-    "supervised": 1e-14,
-    "summed": 1e-14,
-}
+    "float64": 1e-14, "transformers": 1e-6, "adapters": 1e-6, "supervised": 1e-14, "summed": 1e-14,
+    "tied": 1e-3, "normed queries": 1e-3, "windows": 1e-3,
+    "drafter": 1e-2,  # Muon divides by the size of small gradients
+}  # fmt: skip
 """Largest difference of a weight, over the largest weight."""
-HALF = ("tied", "normed queries", "windows")
+HALF = {"tied", "normed queries", "windows"}
 """Decoders whose products are in bfloat16."""
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[float, int]]:
-    """Difference of the weights, and calls of FlashAttention's backward pass, by case."""
-    if shutil.which("g++") is None:
-        pytest.skip("a C++ compiler makes the pretended GPU")
-    command = [sys.executable, "-m", "support.gpu_cases", str(tmp_path_factory.mktemp("gpu"))]
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="a C++ compiler makes the pretended GPU")
+def test_all_that_learns_does_so_on_a_gpu_in_bfloat16_by_flash_attention(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "support.gpu_cases", str(tmp_path)]
     made = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=600)
     assert made.returncode == 0, made.stderr[-3000:]
-    return json.loads(made.stdout.splitlines()[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CLOSE)
-def test_weights_are_those_of_the_cpu(found, case):
-    difference, _ = found[case]
-    assert difference < CLOSE[case]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", HALF)
-def test_in_bfloat16_flash_attention_takes_the_packed_sequences(found, case):
-    difference, calls = found[case]
-    assert calls > 0
-    assert difference < 1e-3
-
-
-@pytest.mark.slow
-def test_a_drafter_learns(found):
-    difference, _ = found["drafter"]
-    assert 0 < difference < 1e-2  # Muon divides by the size of small gradients
+    found = json.loads(made.stdout.splitlines()[-1])
+    assert {name for name, (apart, _) in found.items() if apart <= CLOSE[name]} == CLOSE.keys()
+    assert {name for name, (_, flash) in found.items() if flash} == HALF
