@@ -150,7 +150,7 @@ def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[s
 
 
 def now(device: Any) -> float:
-    """Return the time at which a device has done what it was told."""
+    """Wait for a device, and return the time."""
     import torch
 
     if device.type == "cuda":

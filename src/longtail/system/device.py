@@ -110,7 +110,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds at which a device has done what it was told."""
+    """Wait for a device, and return the time in seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

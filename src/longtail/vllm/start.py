@@ -96,7 +96,7 @@ def start(
 
 @contextmanager
 def phases(log: Callable[[str], None]) -> Iterator[None]:
-    """Log the phases of a start from what vLLM tells its own logger."""
+    """Log the phases of a start, as vLLM's own log has them."""
     logger, handler = logging.getLogger("vllm"), _Phases(log)
     level = logger.level
     logger.addHandler(handler)

@@ -42,7 +42,7 @@ class WorkerComponents:
     device: torch.device
     """Device of all computations."""
     backend: Literal["gloo", "nccl"]
-    """What sums gradients: `nccl` where each worker has a GPU of its own."""
+    """Library that sums gradients: `nccl` where each worker has a GPU of its own."""
     tokenizer: Tokenizer
     drafting: Drafting | None
     """None if no drafter can be trained."""
