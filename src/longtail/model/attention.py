@@ -74,7 +74,8 @@ class PackedAttention(Attention):
         if queries.is_cuda and torch.is_autocast_enabled("cuda"):  # norms of queries are float32
             half = torch.get_autocast_dtype("cuda")
             queries, keys, values = (x.to(half) for x in (queries, keys, values))
-        if queries.is_cuda and queries.dtype == torch.bfloat16 and (flash := _varlen(window)):
+        fits = queries.dtype == torch.bfloat16 and queries.shape[-1] in range(8, 257, 8)
+        if queries.is_cuda and fits and (flash := _varlen(window)):
             if self._starts is None:
                 starts = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=queries.device)
                 self._starts = starts

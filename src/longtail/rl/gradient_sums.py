@@ -5,8 +5,8 @@
     settle                 sums x factor become the gradients that the optimizer reads
 
 Floating-point sums depend on the order of their terms, so an update would depend on the number of
-workers, and on which micro-batch was ready first. `model.kernels.fixed` has the arithmetic. They
-take half of the memory, and are there for who needs it.
+workers, and on which micro-batch was ready first. `model.kernels.fixed` has the arithmetic.
+`exact=False` adds floating-point numbers all the same, in half of the memory.
 """
 
 import math

@@ -219,6 +219,7 @@ class VllmGenerator(ActiveRequests):
 
     def _wake(self) -> None:
         if self._engine.is_sleeping():
+            torch.cuda.empty_cache()  # what the learner has freed
             self._engine.wake_up()
 
     def close(self) -> None:
