@@ -77,8 +77,7 @@ class PackedAttention(Attention):
         fits = queries.dtype == torch.bfloat16 and queries.shape[-1] in range(8, 257, 8)
         if queries.is_cuda and fits and (flash := _varlen(window)):
             if self._starts is None:
-                starts = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=queries.device)
-                self._starts = starts
+                self._starts = torch.tensor(self.cu_seqlens, device=queries.device).int()
             longest = max(self._lengths)
             return flash(queries, keys, values, self._starts, self._starts, longest, longest)
         runs = [(len(list(run)), n) for n, run in itertools.groupby(self._lengths) if n]
