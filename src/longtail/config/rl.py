@@ -102,8 +102,7 @@ class RolloutSection(Section):
     """`own`: longtail's engine, on CPUs, for the families of its decoder. `vllm`: vLLM in each
     worker's process, for any architecture. `auto` is `own` where that can be."""
     vllm: Table | None = None
-    """Arguments of vLLM's engine, as {gpu_memory_utilization = 0.5, tensor_parallel_size = 2}; with
-    {enable_sleep_mode = true} a GPU belongs to vLLM and the learner in turns."""
+    """Arguments of vLLM's engine: {gpu_memory_utilization = 0.5, enable_sleep_mode = true}."""
     prompts_per_step: Count = 16
     """Number of prompts per step, each with `group_size` completions."""
     group_size: Count = 8
@@ -185,8 +184,7 @@ class ClusterSection(Section):
     min_workers: Annotated[int, Field(ge=0)] = 0
     """Number of workers that a run needs; the others take part once hosts have room. 0 is all."""
     gpus_per_worker: Annotated[float, Field(gt=0, le=64)] | None = None
-    """GPUs of a worker, on GPUs; 0.5 puts two workers on each. Unset is
-    `rollout.vllm.tensor_parallel_size`, or 1."""
+    """GPUs of a worker; 0.5 puts two on each. Unset is vLLM's tensor_parallel_size, or 1."""
     address: str = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
     worker_timeout_s: Seconds = 180.0
@@ -247,12 +245,11 @@ class LearnerSection(OptimizerSection):
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the master weights; float64 is the reference."""
     sums: Literal["exact", "float"] = "exact"
-    """Sums of gradients: `exact` are whole numbers of 8 bytes a weight, the same bits for any
-    number and order of workers; `float` takes half of that, and its last bits depend on them."""
+    """Sums of gradients: `exact` (8 bytes a weight) has the same bits for any number and order of
+    workers, `float` takes half of that."""
     sharding: Literal["none", "full"] = "none"
     """`full`: each worker holds one shard of master weights, gradients, moments and reference
-    (FSDP2), and all weights in main memory. A lost worker ends the run; the next start resumes
-    from its newest checkpoint."""
+    (FSDP2), and all weights in main memory. A lost worker ends the run, which can be resumed."""
 
 
 class EvalSection(Section):

@@ -38,9 +38,9 @@ def test_a_step_on_a_gpu_has_room_for_prompts_beside_all_drafts(own: int, prompt
     assert step_tokens(limits, on_cpu=True) == own
 
 
-def test_phases_of_a_start_are_told_once_whatever_vllm_prints() -> None:
+def test_phases_of_a_start_are_told_once_whatever_vllm_prints(monkeypatch) -> None:
     logger, told = logging.getLogger("vllm"), []
-    logger.setLevel(logging.ERROR)
+    monkeypatch.setattr(logger, "level", logging.ERROR)
     with phases(told.append):
         for _ in range(2):
             logging.getLogger("vllm.v1").info("Starting to load model %s...", "m")
