@@ -395,6 +395,6 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
     if learner.lora is not None and learner.model == "own":
         yield "learner.model = 'own': learner.lora needs transformers' code; leave out one of them"
     if learner.lora is not None and learner.sharding == "full":
-        yield "learner.sharding = 'full': adapters (learner.lora) have no shards; leave one out"
+        yield "learner.sharding = 'full': learner.lora trains adapters, not sharded; leave one out"
     if learner.autocast is True and learner.dtype == "float64":
         yield "learner.autocast = true: learner.dtype = 'float64' is the exact reference; drop one"
