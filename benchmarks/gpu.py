@@ -50,53 +50,38 @@ def vllm(more: str, kv_gb: float = 3.0) -> str:
     return f"--rollout.vllm={{kv_cache_memory_bytes = {int(kv_gb * 1e9)}, {more}}}"
 
 
-def parts(options: argparse.Namespace) -> dict[str, Part]:
-    """Return the parts whose models were given."""
+def engines(recipe: Sequence[str], batches: str, arguments: str, limit_s: int, **more: str) -> Part:
+    """Return the part that compares engines on a recipe; `more` is its environment."""
     python = ["--python", sys.executable, "--dtype", "bfloat16", "--repeats", "2"]
-    sums = ["quickstart", f"--model.path={options.model}", "--rollout.max_tokens=640"]
-    engines = ["bench", "vllm", *python, *sums, "--batches", "1,8,32", vllm(_QUICK)]
+    command = ["bench", "vllm", *recipe, *python, "--batches", batches, arguments]
+    return Part(limit_s=limit_s, commands=[command], environment=more)
+
+
+def parts(options: argparse.Namespace) -> dict[str, Part]:
+    """Return the parts whose models were given, in order."""
+    longest = "--rollout.max_tokens=640"
+    sums = ["quickstart", f"--model.path={options.model}", longest]
+    large = ["quickstart", f"--model.path={options.large}", longest]
     loop = ["train", *sums, "--run.steps=3", "--run.device=cuda", vllm(_QUICK)]
-    share = ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", "--run.device=cuda"]
+    pair = ["bench", "e2e", *sums, "--arms", "off,all", "--steps", "3", "--run.device=cuda"]
+    pair += ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", vllm(_QUICK)]
+    learner = ["bench", "learner", *sums, "--contestants", "transformers", "--mean-tokens", "256"]
+    learner += ["--learner.tokens_per_micro_batch=4096", "--rollout.prompts_per_step=8"]
+    learner += ["--rollout.group_size=8"]
+    places = {name: f"--run.dir={options.out}/runs/{name}" for name in ("none", "fresh")}
+    loops = [[*loop, f"--speculation.drafter={name}", place] for name, place in places.items()]
+    reasoner = ["gsm", f"--model.path={options.reasoner}"]
     found = {
-        "engines": Part(limit_s=150, commands=[engines]),
-        "loop": Part(
-            limit_s=120,
-            commands=[
-                [*loop, f"--run.dir={options.out}/runs/{name}", f"--speculation.drafter={name}"]
-                for name in ("none", "fresh")
-            ],
-        ),
-        "pair": Part(
-            limit_s=180,
-            commands=[
-                ["bench", "e2e", *sums, "--arms", "off,all", "--steps", "3", *share, vllm(_QUICK)]
-            ],
-        ),
-        "learner": Part(
-            limit_s=60,
-            commands=[
-                [*("bench", "learner", *sums, "--contestants", "transformers"),
-                 *("--mean-tokens", "256", "--learner.tokens_per_micro_batch=4096"),
-                 *("--rollout.prompts_per_step=8", "--rollout.group_size=8")],
-            ],
-        ),
-        "exact": Part(
-            limit_s=120,
-            commands=[[*engines[:-2], "1,32", vllm(_TRITON)]],
-            environment={"VLLM_BATCH_INVARIANT": "1"},
-        ),
-    }  # fmt: skip
-    if options.large is not None:
-        large = [word.replace(str(options.model), str(options.large)) for word in engines[:-1]]
-        found["large"] = Part(limit_s=150, commands=[[*large, vllm(_QUICK, 4.0)]])
-    if options.reasoner is not None:
-        words = ["gsm", f"--model.path={options.reasoner}", "--batches", "1,8,32"]
-        found["reasoner"] = Part(
-            limit_s=150, commands=[["bench", "vllm", *python, *words, vllm(_QUICK)]]
-        )
-    order = [*("engines", "loop", "large", "pair", "learner", "exact", "reasoner")]
-    chosen = options.only.split(",") if options.only else order
-    return {name: found[name] for name in order if name in found and name in chosen}
+        "engines": engines(sums, "1,8,32", vllm(_QUICK), 150),
+        "loop": Part(limit_s=120, commands=loops),
+        "large": options.large and engines(large, "1,8,32", vllm(_QUICK, 4.0), 150),
+        "pair": Part(limit_s=180, commands=[pair]),
+        "learner": Part(limit_s=60, commands=[learner]),
+        "exact": engines(sums, "1,32", vllm(_TRITON), 120, VLLM_BATCH_INVARIANT="1"),
+        "reasoner": options.reasoner and engines(reasoner, "1,8,32", vllm(_QUICK), 150),
+    }
+    chosen = options.only.split(",") if options.only else found
+    return {name: part for name, part in found.items() if part and name in chosen}
 
 
 def run(part: Part, log: Path, overrides: Sequence[str], limit_s: float) -> tuple[int, float]:

@@ -14,16 +14,16 @@ RELEASE = "0.2.0"
 BUDGETS = {
     "top level": 1339,
     "assembly": 1600,
-    "bench": 3369,
+    "bench": 3368,
     "cli": 753,
     "cluster": 4966,
     "config": 1233,
     "drafter": 4977,
     "engine": 3195,
     "integrations": 1640,
-    "model": 5078,
+    "model": 5095,
     "programs": 1185,
-    "rl": 4413,
+    "rl": 4397,
     "run": 1402,
     "serve": 915,
     "speculation": 1090,
@@ -31,7 +31,7 @@ BUDGETS = {
     "tuner": 1190,
     "view": 1115,
     "vllm": 3382,
-    "tests": 36740,
+    "tests": 36738,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 WORDS, WORDS_OF_IDEA = 17000, 300

@@ -93,8 +93,8 @@ def test_kernels_and_torch_add_with_the_same_bits(numbers, factor, dtype, thread
             patch.setattr(torch, "get_num_threads", lambda: threads)
             sums, largest, out = fixed.new_sums(part), torch.ones(1), torch.empty_like(part)
             for _ in range(3):
-                fixed.add_fixed(sums, part, largest[0])
-            fixed.from_fixed(sums, factor, out)
+                fixed.add_gradient(sums, part, largest[0])
+            fixed.write_gradient(sums, factor, out)
             found.append((sums, largest, out))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
     added = torch.where(part.abs() < fixed.LIMIT, part, 0.0).double()

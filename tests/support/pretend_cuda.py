@@ -112,8 +112,18 @@ def _card() -> tuple[Any, list[str]]:
         save_file({name: getattr(x, "held", x) for name, x in tensors.items()}, *rest, **named)
 
     safetensors.save_file = save
+    answer()
+    torch._C._set_only_lift_cpu_tensors(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters of our class
+    return Mode, called
+
+
+def answer(**more: Any) -> None:
+    """Let `torch.cuda` answer for one card as large as an H100, and with `more`."""
+    import torch
+
     size = GIGABYTES * 10**9
-    for name, value in {
+    answers: dict[str, Any] = {
         "_lazy_init": None,
         "is_available": True,
         "device_count": 1,
@@ -124,11 +134,10 @@ def _card() -> tuple[Any, list[str]]:
         "mem_get_info": (size, size),
         "synchronize": None,
         "empty_cache": None,
-    }.items():
+        **more,
+    }
+    for name, value in answers.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
-    torch._C._set_only_lift_cpu_tensors(True)
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # parameters of our class
-    return Mode, called
 
 
 def _visible(starts: Any, window: Any) -> Any:

@@ -26,20 +26,9 @@ class Found(BaseException):
 
 def pretend() -> None:
     """Let vLLM find an H100 with Triton."""
-    import torch
+    from support.pretend_cuda import answer
 
-    for name, value in {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "get_device_capability": (9, 0),
-        "get_device_name": _CARD.name,
-        "get_device_properties": _CARD,
-        "mem_get_info": (70 * 2**30, 80 * 2**30),
-        "is_bf16_supported": True,
-        "set_device": None,
-    }.items():
-        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    answer(get_device_name=_CARD.name, get_device_properties=_CARD, set_device=None)
     sys.modules.update({name: ModuleType(name) for name in _EXTENSIONS})
     import vllm.platforms as platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform

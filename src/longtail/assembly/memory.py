@@ -16,8 +16,8 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.policy import holds_bfloat16, shape_of
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
+from longtail.model.kernels.fixed import sum_bytes
 from longtail.model.transformer import ModelConfig
-from longtail.rl.gradient_sums import sum_bytes
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
@@ -75,7 +75,7 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
         if casts and holds_bfloat16(model_directory(config.model.path), learner):
             saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
             casts -= _BYTES["bfloat16"] * shape.num_layers * layer
-    each = sum_bytes(getattr(torch, learner.dtype), learner.sums)
+    each = sum_bytes(getattr(torch, learner.dtype), exact=learner.sums == "exact")
     sums = trained if config.is_sharded else each * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
@@ -106,7 +106,7 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
 def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) -> None:
     """Raise ConfigError if a run may need more memory than is free.
 
-    Of a cluster only this host is known, with one worker at least. A GPU has one worker.
+    Of a cluster one worker is counted, and of GPUs one with all workers that share it.
     """
     available, found = available_bytes(device), estimate(config, shape, device)
     share = found.get(_VLLM, 0)

@@ -91,9 +91,7 @@ class StepBatch:
             reward=0.0,
         )
 
-    def turn(
-        self, indices: Sequence[int], batches: Sequence[Sequence[int]], autocast: bool
-    ) -> dict[str, Any]:
+    def turn(self, indices: Sequence[int], batches: Sequence[Sequence[int]]) -> dict[str, Any]:
         """Return the job of `learner_worker` for some texts; `batches` index into them."""
         return {
             "texts": [list(self.texts[i]) for i in indices],
@@ -101,7 +99,6 @@ class StepBatch:
             "advantages": [self.advantages[i] for i in indices],
             "batches": [list(members) for members in batches],
             "num_sequences": len(self.texts),
-            "autocast": autocast,
         }
 
 
@@ -215,8 +212,8 @@ def run(options: LearnerBenchOptions) -> int:
     batch = make_batch(options, completions, model.config.vocab_size)
     packed = batch.packed(config.learner.tokens_per_micro_batch)
     products = Products(model, packed)
-    autocast = multiplies_bfloat16(device)
-    same = {"autocast": autocast, "loss": "grpo"}  # what the other trainers compute
+    # what the other trainers compute
+    same = {"autocast": multiplies_bfloat16(device), "loss": "grpo"}
     section = config.learner.model_copy(update=same)
     chosen = policies(model, directory, options.contestants)
     learners = {name: Learner(each, section) for name, each in chosen.items()}
@@ -225,7 +222,7 @@ def run(options: LearnerBenchOptions) -> int:
         name: partial(_own_step, each, packed, ours[name]) for name, each in learners.items()
     }
     functions["products"] = products.run
-    turns = _peer_turns(options, config, batch, autocast)
+    turns = _peer_turns(options, config, batch)
     answers: dict[str, list[dict[str, float]]] = {kind: [] for kind in turns}
     with ExitStack() as stack:
         descriptions = {}
@@ -276,21 +273,19 @@ def _own_step(learner: Learner, packed: TrainBatch, reports: list[LearnerReport]
 
 
 def _peer_turns(
-    options: LearnerBenchOptions, config: RunConfig, batch: StepBatch, autocast: bool
+    options: LearnerBenchOptions, config: RunConfig, batch: StepBatch
 ) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return interpreter and job of each other trainer."""
     by_length = sorted(batch.kept, key=lambda i: len(batch.texts[i]))
     lengths = [len(batch.texts[i]) for i in by_length]
-    padded = batch.turn(
-        by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch), autocast
-    )
+    padded = batch.turn(by_length, fill_rows(lengths, config.learner.tokens_per_micro_batch))
     turns = {}
     if "transformers" in options.contestants:
         turns["transformers"] = (options.peer_python or sys.executable, padded)
     if options.peer_python is not None:
         whole = range(len(batch.texts))
         micro_batches = [whole[i : i + _GROUP] for i in whole[::_GROUP]]
-        turns["trl"] = (options.peer_python, batch.turn(whole, micro_batches, autocast))
+        turns["trl"] = (options.peer_python, batch.turn(whole, micro_batches))
     return turns
 
 
@@ -310,7 +305,8 @@ def open_trainer(
     python: str, kind: str, directory: Path, threads: int, device: torch.device
 ) -> PeerProcess:
     """Start another trainer of a model, `transformers` or `trl`; it answers jobs of StepBatch."""
-    spec = {"kind": kind, "model_dir": str(directory), "threads": threads, "device": device.type}
+    where = {"device": device.type, "autocast": multiplies_bfloat16(device)}
+    spec = {"kind": kind, "model_dir": str(directory), "threads": threads, **where}
     return PeerProcess(python, _WORKER, kind, spec, flag="--peer-python")
 
 

@@ -1,10 +1,10 @@
 """A training step of transformers or of TRL in a process of its own; run by path, not imported.
 
     python -I learner_worker.py {"kind": "transformers", "model_dir": DIR, "threads": 1,
-                                 "device": "cpu"}
+                                 "device": "cpu", "autocast": true}
 
     --> {"texts": [[1, 2, 3]], "prompt_lens": [1], "advantages": [1.0],
-         "batches": [[0]], "num_sequences": 1, "autocast": true}
+         "batches": [[0]], "num_sequences": 1}
     <-- {"ready": "transformers 5.23.0, sdpa"}             once, when the model is loaded
     <-- {"forward": 1.0, "backward": 2.1, "update": 0.4, "loss": 0.0, "grad_norm": 1.5}
 
@@ -117,10 +117,13 @@ def main(spec: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     print(json.dumps({"ready": description}), file=replies, flush=True)
     for line in sys.stdin:
-        print(json.dumps(step(json.loads(line), model, loss, optimizer)), file=replies, flush=True)
+        seconds = step(json.loads(line), model, loss, optimizer, spec["autocast"])
+        print(json.dumps(seconds), file=replies, flush=True)
 
 
-def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[str, float]:
+def step(
+    turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any, autocast: bool
+) -> dict[str, float]:
     """Make one update and return its seconds."""
     import torch
 
@@ -129,7 +132,7 @@ def step(turn: dict[str, Any], model: Any, loss: Loss, optimizer: Any) -> dict[s
         device, batch = model.device, padded(turn, members)
         start = time.perf_counter()
         batch = {name: each.to(device) for name, each in batch.items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=turn["autocast"]):
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             part = loss(batch, turn["num_sequences"])
         middle = now(device)
         part.backward()

@@ -68,7 +68,7 @@ def run(options: VllmBenchOptions) -> int:
     config = load(
         files.locate(options.run), (f"--rollout.dtype={options.dtype}", *options.overrides)
     )
-    subject = open_subject(config, (1 + options.repeats) * _most_texts(options), log)
+    subject = open_subject(config, (1 + options.repeats) * _texts_of_a_round(options), log)
     engine, turns = measure(subject, config, options, log)
     found = {running: figures(each) for running, each in turns.items()}
     result = {"bench": "vllm", "engine": engine, **_shown(options), "running": found}
@@ -90,8 +90,8 @@ def run(options: VllmBenchOptions) -> int:
     return 0 if all(is_kept(share, options) for share in kept) else 1
 
 
-def _most_texts(options: VllmBenchOptions) -> int:
-    """Return the texts of a round: of a turn with each number running."""
+def _texts_of_a_round(options: VllmBenchOptions) -> int:
+    """Return the number of texts of a round, a turn with each number running."""
     return sum(max(options.texts, running) for running in options.batches)
 
 
@@ -125,7 +125,7 @@ def measure(
             )
             engines[rule] = stack.enter_context(peer)
         for number in range(-1, options.repeats):  # the first round warms up
-            first = (number + 1) * _most_texts(options)
+            first = (number + 1) * _texts_of_a_round(options)
             for running in options.batches:
                 count = max(options.texts, running)
                 turn = _turn(subject, count, number + 1, first) | {"running": running}

@@ -63,9 +63,12 @@ class PackedAttention(Attention):
     def __init__(self, cu_seqlens: Sequence[int]) -> None:
         self.cu_seqlens = tuple(cu_seqlens)
         """First token of each sequence, and the number of tokens."""
-        self._lengths = [end - start for start, end in itertools.pairwise(cu_seqlens)]
+        lengths = (end - start for start, end in itertools.pairwise(cu_seqlens))
+        self._runs = [
+            (len(list(run)), length) for length, run in itertools.groupby(lengths) if length
+        ]
         self._starts: Tensor | None = None
-        """The same numbers on the GPU, from the first call there."""
+        """`cu_seqlens` on the GPU, from the first call there."""
 
     def attend(
         self, layer: int, queries: Heads, keys: KVHeads, values: KVHeads, window: int
@@ -78,11 +81,12 @@ class PackedAttention(Attention):
         if queries.is_cuda and fits and (flash := _varlen(window)):
             if self._starts is None:
                 self._starts = torch.tensor(self.cu_seqlens, device=queries.device).int()
-            longest = max(self._lengths)
+            longest = max(length for _, length in self._runs)
             return flash(queries, keys, values, self._starts, self._starts, longest, longest)
-        runs = [(len(list(run)), n) for n, run in itertools.groupby(self._lengths) if n]
-        sizes = [count * length for count, length in runs]
-        parts = zip(*(torch.split(x, sizes) for x in (queries, keys, values)), runs, strict=True)
+        sizes = [count * length for count, length in self._runs]
+        parts = zip(
+            *(torch.split(x, sizes) for x in (queries, keys, values)), self._runs, strict=True
+        )
         return torch.cat([_attend_equal(q, k, v, count, window) for q, k, v, (count, _) in parts])
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import NonFiniteError
-from longtail.model.kernels.fixed import LIMIT, add_fixed, from_fixed, new_sums, num_limbs
+from longtail.model.kernels.fixed import LIMIT, add_gradient, new_sums, write_gradient
 from longtail.rl.collectives import ProcessGroup
 from longtail.rl.learner_metrics import MetricsRow
 from longtail.rl.optim import loss_error
@@ -61,21 +61,12 @@ class GradientSums:
     def _fold(self, owner: str, largest: Tensor, *_: Any) -> None:
         parameter = self._parameters[owner]
         gradient, parameter.grad = parameter.grad, None
-        if gradient is None:
-            return
-        if self._exact:
-            add_fixed(self._of(owner), gradient, largest)
-            return
-        self._of(owner).add_(gradient)
-        most = torch.linalg.vector_norm(gradient, torch.inf)
-        largest.copy_(torch.where(most.isfinite(), most, torch.inf))
+        if gradient is not None:
+            add_gradient(self._of(owner), gradient, largest)
 
     def _of(self, owner: str) -> Tensor:
         if owner not in self._sums:
-            parameter = self._parameters[owner]
-            self._sums[owner] = (
-                new_sums(parameter) if self._exact else torch.zeros_like(parameter.detach())
-            )
+            self._sums[owner] = new_sums(self._parameters[owner], exact=self._exact)
         return self._sums[owner]
 
     def agree(self, group: ProcessGroup, names: Sequence[str]) -> set[str]:
@@ -119,20 +110,11 @@ class GradientSums:
     def settle(self, factor: float) -> None:
         """Give every parameter the sum times a factor as its gradient; the sums are freed."""
         for owner, parameter in self._parameters.items():
-            sums = self._of(owner)
-            if self._exact:
-                parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
-                from_fixed(sums, factor, parameter.grad)
-            else:
-                parameter.grad = sums.mul_(factor)
-            del sums, self._sums[owner]
+            parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
+            write_gradient(self._of(owner), factor, parameter.grad)
+            del self._sums[owner]
 
     def clear(self) -> None:
         """Free the sums and forget what is in them."""
         self._sums.clear()
         self.rows.clear()
-
-
-def sum_bytes(dtype: torch.dtype, sums: str) -> int:
-    """Return the bytes of the sum of a gradient's entry, by `learner.sums`."""
-    return 8 * num_limbs(dtype) if sums == "exact" else dtype.itemsize

@@ -27,11 +27,12 @@ from torch import Tensor
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError
 from longtail.model.hf.model import PolicyTransformer
+from longtail.model.kernels.fixed import sum_bytes
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
-from longtail.rl.gradient_sums import GradientSums, sum_bytes
+from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
@@ -324,9 +325,10 @@ class Learner:
 
     def state_bytes(self) -> int:
         """Return the bytes of the weights, and of the sums of their gradients and the moments."""
+        exact = self._settings.sums == "exact"
         sizes = [parameter.nbytes for parameter in self._model.parameters()]
         return sum(sizes) + sum(
-            2 * each.nbytes + sum_bytes(each.dtype, self._settings.sums) * each.numel()
+            2 * each.nbytes + sum_bytes(each.dtype, exact=exact) * each.numel()
             for each in self._parameters.values()
         )
 

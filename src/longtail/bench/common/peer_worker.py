@@ -93,17 +93,17 @@ def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
     more = drafting(spec) if "rule" in spec else {"disable_log_stats": True}
     import vllm
 
-    engine = vllm.LLM(
-        model=spec["model_dir"],
-        skip_tokenizer_init=True,
-        dtype=spec["dtype"],
-        max_model_len=spec["max_len"],
-        max_num_seqs=spec["max_running"],
-        enable_prefix_caching=False,  # turns repeat their prompts
-        seed=0,
+    arguments = {
+        "model": spec["model_dir"],
+        "skip_tokenizer_init": True,
+        "dtype": spec["dtype"],
+        "max_model_len": spec["max_len"],
+        "max_num_seqs": spec["max_running"],
+        "enable_prefix_caching": False,  # turns repeat their prompts
+        "seed": 0,
         **more,
-        **spec.get("arguments", {}),
-    )
+    }
+    engine = vllm.LLM(**(arguments | spec.get("arguments", {})))
 
     def generate(turn: dict[str, Any]) -> dict[str, Any]:
         before = draft_counts(engine)

@@ -107,7 +107,7 @@ class AdaptedModel(CausalModel):
         files = self._in_files(dict(frozen))
         deltas, found = self._deltas(), {names.get(id(tensor)) for tensor in files.values()}
         if not deltas.keys() <= found:
-            yield from self._in_files(self._merged(self.model.named_parameters())).items()
+            yield from self._in_files(self._merged(frozen)).items()
             return
         for name, tensor in files.items():
             delta = deltas.get(names.get(id(tensor), ""))
@@ -144,14 +144,13 @@ class AdaptedModel(CausalModel):
 
     def save_merged(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the model with the adapters added, as a Hugging Face directory."""
-        merged = self._merged(self.model.state_dict().items())
+        merged = self._merged(_frozen(self.model.state_dict().items()))
         self._save_whole(path, eos_ids, bos_id, state_dict=merged)
 
-    def _merged(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _merged(self, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of the model without adapters, with these added to the weights."""
-        found = _frozen(tensors)
-        return found | {
-            name: found[name] + delta().detach() for name, delta in self._deltas().items()
+        return frozen | {
+            name: frozen[name] + delta().detach() for name, delta in self._deltas().items()
         }
 
     def _deltas(self) -> dict[str, Callable[[], Tensor]]:

@@ -4,7 +4,8 @@
     first number, int64     329853488333
     second number           the remainder in steps of 2^-80; for float64 alone
 
-float32 gradients have one number, which the C kernels and PyTorch's operations compute alike.
+float32 gradients have one number, which the C kernels and PyTorch's operations compute alike. Sums
+that are not exact are of the gradient's own dtype, in half of the memory.
 """
 
 import torch
@@ -25,18 +26,28 @@ def num_limbs(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float64 else 1
 
 
-def new_sums(parameter: Tensor) -> Tensor:
-    """Return zeros for the sums of a parameter's gradients: [limbs, size], int64."""
-    size = (num_limbs(parameter.dtype), parameter.numel())
-    return torch.zeros(size, dtype=torch.int64, device=parameter.device)
+def sum_bytes(dtype: torch.dtype, *, exact: bool) -> int:
+    """Return the bytes of the sum of one entry of a gradient."""
+    return 8 * num_limbs(dtype) if exact else dtype.itemsize
 
 
-def add_fixed(sums: Tensor, gradient: Tensor, largest: Tensor) -> None:
+def new_sums(parameter: Tensor, *, exact: bool = True) -> Tensor:
+    """Return zeros for the sums of a parameter's gradients: [limbs, size], int64 if exact."""
+    limbs, dtype = (num_limbs(parameter.dtype), torch.int64) if exact else (1, parameter.dtype)
+    return torch.zeros(limbs, parameter.numel(), dtype=dtype, device=parameter.device)
+
+
+def add_gradient(sums: Tensor, gradient: Tensor, largest: Tensor) -> None:
     """Add a gradient, rounded to even, and write its largest magnitude: infinity if not finite.
 
-    Entries from LIMIT on are not added. `largest`: one float32.
+    Entries from LIMIT on are not added to exact sums. `largest`: one float32.
     """
     gradient = gradient.contiguous()
+    if sums.is_floating_point():
+        sums[0].add_(gradient.view(-1))
+        most = torch.linalg.vector_norm(gradient, torch.inf)
+        largest.copy_(torch.where(most.isfinite(), most, torch.inf))
+        return
     functions = native.functions(gradient.dtype) if gradient.device.type == "cpu" else None
     if functions is not None:
         size, threads = gradient.numel(), torch.get_num_threads()
@@ -54,8 +65,11 @@ def add_fixed(sums: Tensor, gradient: Tensor, largest: Tensor) -> None:
             rest = (rest - whole) * 2.0**BITS
 
 
-def from_fixed(sums: Tensor, factor: float, gradient: Tensor) -> None:
+def write_gradient(sums: Tensor, factor: float, gradient: Tensor) -> None:
     """Write sums times a factor to a dense gradient; one rounding in the end."""
+    if sums.is_floating_point():
+        torch.mul(sums[0], factor, out=gradient.view(-1))
+        return
     functions = native.functions(gradient.dtype) if gradient.device.type == "cpu" else None
     if functions is not None:
         size, threads = gradient.numel(), torch.get_num_threads()
