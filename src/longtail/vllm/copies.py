@@ -50,12 +50,6 @@ class Texts:
         """Weights of a prompt's tokens in its hash; the sum may overflow."""
         self._begun = torch.zeros(size + 1, device=device, dtype=torch.int64)
         self._num_begun = 0
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget all texts."""
-        self._lengths.zero_()
-        self._prompts.fill_(-1)
         self._free = list(range(len(self._tokens) - 1))
         self._places: dict[str, int] = {}
         self._numbers: dict[str, int] = {}

@@ -220,10 +220,10 @@ def admit_learned(config: Any) -> None:
             f"pipeline_parallel_size = {parallel.pipeline_parallel_size}: the last stage has no "
             "embedding, which a learned drafter reads; use tensor_parallel_size"
         )
-    elif getattr(config, "lora_config", None) is not None:
+    elif (adapters := getattr(config, "lora_config", None)) and adapters.max_loras > 1:
         problem = (
-            "enable_lora: states of several adapters make no one drafter; merge the adapter, or "
-            "give a trained drafter as speculative_config"
+            f"max_loras = {adapters.max_loras}: states of several adapters make no one drafter; "
+            "set it to 1, or give a trained drafter as speculative_config"
         )
     else:
         return

@@ -87,10 +87,8 @@ class Learned:
 
     def __init__(self, block: Block, texts: Texts, *, copies: bool) -> None:
         self.block, self.texts, self._copies = block, texts, copies
-        self._begin()
-
-    def _begin(self) -> None:
-        device, depth = self.block.parts.device, self.block.depth
+        self._has_changed = False
+        device, depth = block.parts.device, block.depth
         expected = [0.1 + 0.08 * min(matched, 6) for matched in range(LONGEST + 1)]
         self._copied = _Rates.of(expected, device)
         self._drafted = _Rates.of([0.4] * depth, device)
@@ -105,14 +103,8 @@ class Learned:
         }
 
     def policy_changed(self) -> None:
-        """Follow new weights of the target."""
-        self.block.renew()
-
-    def forget(self) -> None:
-        """Begin anew."""
-        self.block.forget()
-        self.texts.forget()
-        self._begin()
+        """Follow new weights of the target at the next step: they may be loaded one by one."""
+        self._has_changed = True
 
     @torch.inference_mode()
     def step(
@@ -127,6 +119,9 @@ class Learned:
 
         `roots` are the newest tokens; a request within its prompt has none.
         """
+        if self._has_changed:
+            self._has_changed = False
+            self.block.renew()
         rows, places = step.rows(has_root, self.block.depth), step.given[1]
         self.block.observe(rows)
         at, states = rows.positions[:, :1] + 1, rows.states[:, 0]

@@ -70,7 +70,10 @@ class LearnedProposer:
         self.learned: Learned | None = None
 
     def load_model(self, model: Any) -> None:
-        """Read the target's parts; vLLM calls it once the target is loaded."""
+        """Do nothing (vLLM calls it): see `open`."""
+
+    def open(self, model: Any) -> None:
+        """Read the parts of a target that is loaded."""
         self.learned = open_learned(model, self._config, self._settings)
 
     def drafts(

@@ -6,7 +6,6 @@ makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 an
 
 import os
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -32,9 +31,6 @@ def patches() -> list[Patch]:
         "num_speculative_tokens",
     )
     make = check(runner, "init_speculator", "vllm_config device req_states")
-    load = check(
-        runner.GPUModelRunner, "load_model", "self", then="load_dummy_weights args model kwargs"
-    )
     sample = check(
         module_of(f"{_GPU}.sample.gumbel"),
         "gumbel_sample",
@@ -51,21 +47,7 @@ def patches() -> list[Patch]:
             return make(vllm_config, device, req_states)
         return made(vllm_config, device, req_states, settings, sample)
 
-    return [
-        Patch(owner=runner, name="init_speculator", replacement=init_speculator),
-        Patch(owner=runner.GPUModelRunner, name="load_model", replacement=_loading(load)),
-    ]
-
-
-def _loading(stock: Callable[..., None]) -> Callable[..., None]:
-    @wraps(stock)
-    def load_model(self: Any, *args: Any, **options: Any) -> None:
-        """Load the target and read its parts."""
-        stock(self, *args, **options)
-        if isinstance(self.speculator, LearnedSpeculator):
-            self.speculator.load_model(self.model)
-
-    return load_model
+    return [Patch(owner=runner, name="init_speculator", replacement=init_speculator)]
 
 
 class LearnedSpeculator:
@@ -96,8 +78,8 @@ class LearnedSpeculator:
     def capture(self) -> None:
         """Do nothing."""
 
-    def load_model(self, model: Any) -> None:
-        """Read the target's parts."""
+    def open(self, model: Any) -> None:
+        """Read the parts of a target that is loaded."""
         self.learned = open_learned(model, self._config, self._settings)
         size = len(self._drafts), self.learned.block.parts.vocab_size
         self._full = torch.empty(size, device=self._drafts.device)

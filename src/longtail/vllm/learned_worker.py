@@ -1,8 +1,10 @@
-"""The learned drafter in a worker: its start, new weights of the target, sleep, saving.
+"""The learned drafter in a worker: its start, new weights of the target, saving.
 
-reload_weights, finish_weight_update, longtail_load_policy      earlier texts count less
-sleep(2), wake_up                                               its memory was given up: anew
+load_model                                                      the drafter reads the target's parts
+load_weights, reload_weights, finish_weight_update, add_lora    earlier texts count less
 collective_rpc("longtail_save_drafter", args=(DIRECTORY,))      a drafter directory
+
+Its memory is taken after that of the weights, outside of vLLM's pool: sleep leaves it alone.
 """
 
 import logging
@@ -34,8 +36,6 @@ from longtail.vllm.ridge import Block, Parts
 logger = logging.getLogger("vllm.plugins.longtail")
 
 METHOD, SAVE_IF_LEARNED = "longtail_save_drafter", "longtail_save_if_learned"
-_DEEP = 2
-"""Level of sleep at which vLLM gives up its weights, and what lies beside them."""
 
 
 def patches(runner: str) -> list[Patch]:
@@ -47,24 +47,21 @@ def patches(runner: str) -> list[Patch]:
     )  # fmt: skip
     owner = class_of(module, "GPUModelRunner")
     reload = "self weights_iterator weights_path is_checkpoint_format"
-    found = [
-        Patch(
-            owner=owner, name="reload_weights",
-            replacement=_renewing(check(owner, "reload_weights", reload), lambda runner: runner),
-        ),
-        Patch(
-            owner=holder, name="finish_weight_update",
-            replacement=_renewing(
-                check(holder, "finish_weight_update", "self"), lambda worker: worker.model_runner
-            ),
+    renewing = (
+        (owner, "reload_weights", reload, learned_of),
+        (holder, "finish_weight_update", "self", _of_worker),
+        (holder, "add_lora", "self lora_request", _of_worker),
+    )
+    load = check(holder, "load_model", "self", then="load_dummy_weights")
+    return [
+        Patch(owner=holder, name="load_model", replacement=_loading(load)),
+        *(
+            Patch(owner=of, name=name, replacement=_renewing(check(of, name, known), find))
+            for of, name, known, find in renewing
         ),
         Patch(owner=worker, name=METHOD, replacement=save_drafter),
         Patch(owner=worker, name=SAVE_IF_LEARNED, replacement=save_if_learned),
-    ]  # fmt: skip
-    sleep, wake = check(holder, "sleep", "self level"), check(holder, "wake_up", "self tags")
-    found.append(Patch(owner=holder, name="sleep", replacement=_sleeping(sleep)))
-    found.append(Patch(owner=holder, name="wake_up", replacement=_waking(wake)))
-    return found
+    ]
 
 
 def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
@@ -78,50 +75,48 @@ def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
         "longtail: vLLM learns its own drafter, chains of up to %d, sums of %d MB",
         block.depth, block.sums.products.nbytes >> 20,
     )  # fmt: skip
-    return Learned(block, Texts(running, length, parts.device), copies=settings.history)
+    learned = Learned(block, Texts(running, length, parts.device), copies=settings.history)
+    # TRL, verl, SkyRL and prime-rl load weights into the model itself.
+    model.load_weights = _renewing(model.load_weights, lambda _: learned)
+    return learned
+
+
+def _drafter_of(runner: Any) -> Any:
+    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
 def learned_of(runner: Any) -> Learned | None:
     """Return the learned drafter of either model runner; None in other ranks and engines."""
-    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    return getattr(holder, "learned", None)
+    return getattr(_drafter_of(runner), "learned", None)
 
 
-def _renewing(stock: Callable[..., Any], runner_of: Callable[[Any], Any]) -> Callable[..., Any]:
+def _loading(stock: Callable[..., None]) -> Callable[..., None]:
+    @wraps(stock)
+    def load_model(self: Any, *args: Any, **options: Any) -> None:
+        """Load the target; a learned drafter reads its parts."""
+        stock(self, *args, **options)
+        if (opened := getattr(_drafter_of(self.model_runner), "open", None)) is not None:
+            opened(self.model_runner.model)
+
+    return load_model
+
+
+def _of_worker(worker: Any) -> Learned | None:
+    return learned_of(worker.model_runner)
+
+
+def _renewing(
+    stock: Callable[..., Any], find: Callable[[Any], Learned | None]
+) -> Callable[..., Any]:
     @wraps(stock)
     def act(self: Any, *args: Any, **options: Any) -> Any:
         """Take new weights of the target; a learned drafter follows."""
         result = stock(self, *args, **options)
-        if (learned := learned_of(runner_of(self))) is not None:
+        if (learned := find(self)) is not None:
             learned.policy_changed()
         return result
 
     return act
-
-
-def _sleeping(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def sleep(self: Any, level: int = 1) -> Any:
-        """Sleep; note how deeply."""
-        self.longtail_slept_deeply = level >= _DEEP
-        return stock(self, level)
-
-    return sleep
-
-
-def _waking(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def wake_up(self: Any, tags: list[str] | None = None) -> Any:
-        """Wake up; a drafter whose memory was given up begins anew."""
-        result = stock(self, tags)
-        has_weights = tags is None or "weights" in tags
-        if has_weights and getattr(self, "longtail_slept_deeply", False):
-            self.longtail_slept_deeply = False
-            if (learned := learned_of(self.model_runner)) is not None:
-                learned.forget()
-        return result
-
-    return wake_up
 
 
 def save_if_learned(worker: Any, directory: str) -> None:

@@ -77,7 +77,7 @@ class Parts:
                     "reads; use another drafter"
                 )
         return Parts(
-            embed=embed,
+            embed=_without_adapters(embed, text),
             head=head,
             scale=float(processor.scale),
             soft_cap=processor.soft_cap,
@@ -101,6 +101,27 @@ class Parts:
         found = weight[places].to(self.dtype) * is_mine[:, None]
         biases = None if bias is None else tensor_model_parallel_all_reduce(bias[places] * is_mine)
         return tensor_model_parallel_all_reduce(found), biases
+
+
+def _without_adapters(embed: Callable[[Tensor], Tensor], model: Any) -> Callable[[Tensor], Tensor]:
+    """Return an embedding of any tokens: that of an engine with adapters reads a step's alone."""
+    modules: Any = model.modules() if isinstance(model, nn.Module) else ()
+    adapted = [
+        each for each in modules if hasattr(getattr(each, "base_layer", None), "num_embeddings")
+    ]
+    if not adapted:
+        return embed
+
+    def plain(tokens: Tensor) -> Tensor:
+        for module in adapted:
+            module.forward = module.base_layer.forward
+        try:
+            return embed(tokens)
+        finally:
+            for module in adapted:
+                del module.forward
+
+    return plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +270,6 @@ class Block:
             for own, saved in zip(self.sums.products, sums["products"], strict=False):
                 own.copy_(saved.to(own) * by[:, None] * by)
             self.sums.counts.copy_(sums["counts"])
-
-    def forget(self) -> None:
-        """Begin anew, as after its memory was given up."""
-        for each in (self.sums.products, self.sums.counts):
-            each.zero_()
-        self.sums.steps.fill_(1.0)
-        self._num_held, self._streams = 0, None
-        self._begin()
 
     def renew(self) -> None:
         """Follow a new policy: earlier rows count less, those in the buffer not at all."""

@@ -12,6 +12,7 @@ longtail's engine where both compute the same logits.
 """
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ from longtail.vllm.guards import (
     module_of,
 )
 
-_READ = ("positions", "query_start_loc", "input_batch", "requests", "sampler", "device")
+_READ = (
+    "positions", "query_start_loc", "input_batch", "requests", "sampler", "device", "vllm_config",
+)  # fmt: skip
 """Attributes of a model runner that are read in every step."""
 
 
@@ -151,9 +154,16 @@ def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
     for name in runner.input_batch.req_ids:
         state = runner.requests[name]
         if not hasattr(state, "longtail_key"):
-            state.longtail_key = request_key(name, getattr(state.sampling_params, "seed", None))
+            given = getattr(state.sampling_params, "seed", None)
+            state.longtail_key = request_key(_engine(runner), name) if given is None else given
         keys.append(state.longtail_key)
     return torch.tensor(keys, dtype=torch.int64).to(runner.device, non_blocking=True)
+
+
+def _engine(runner: Any) -> str:
+    """Return what tells engines apart that number their requests alike."""
+    config = runner.vllm_config
+    return f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
 
 
 # ---- the samplers
@@ -260,14 +270,18 @@ def _numbers_otherwise(drafter: Any) -> bool:
 
 REJECTED = -1
 """Token in place of rejected drafts, as vLLM expects it."""
+_APPENDED = re.compile("-[0-9a-f]{8}$")
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM decodes greedily."""
 
 
-def request_key(name: str, seed: int | None) -> int:
-    """Return the noise key of a request: its seed, else a hash of its id."""
-    if seed is not None:
-        return seed
+def request_key(engine: str, name: str) -> int:
+    """Return the noise key of a request without a seed: a hash of its id.
+
+    `LLM` numbers its requests, so a program that runs again writes the same texts, drafted or not.
+    What vLLM appends to an id is random and left out.
+    """
+    name = f"{engine} {_APPENDED.sub('', name)}"
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 

@@ -91,7 +91,7 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     [
         ({"runner_type": "pooling"}, "does not generate"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: the last stage has no"),
-        ({"lora_config": object()}, "enable_lora"),
+        ({"lora_config": SimpleNamespace(max_loras=2)}, "max_loras = 2"),
     ],
 )
 def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):

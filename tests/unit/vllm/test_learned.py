@@ -16,7 +16,7 @@ from longtail.sampling import gumbel_noise
 from longtail.vllm.guards import VllmSettings
 from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
-from longtail.vllm.learned_worker import open_learned
+from longtail.vllm.learned_worker import _loading, open_learned
 from unit.vllm.test_ridge import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
 
 LENGTH, CHUNK = 96, 5
@@ -179,7 +179,7 @@ def sample(logits: Any, index: Any, temperature: Any, seeds: Any, at: Any, **_: 
 def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None:
     chosen = VllmSettings(drafter="learned", depth=DEPTH, history=history)
     v1 = LearnedProposer(CONFIG, chosen)
-    v1.load_model(model())
+    v1.open(model())
     table = SimpleNamespace(
         req_id_to_index={},
         prompt_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)),
@@ -187,7 +187,7 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
         all_token_ids=SimpleNamespace(gpu=torch.zeros(4, LENGTH, dtype=torch.int32)),
     )
     v2 = LearnedSpeculator(CONFIG, torch.device("cpu"), table, chosen, sample)
-    v2.load_model(model())
+    v2.open(model())
     running, places, free, begun = dict[str, Request](), dict[str, int](), [2, 0, 3, 1], 0
     accepted, drafted = [], []
     generator = np.random.default_rng(0)
@@ -225,3 +225,36 @@ def test_a_drafter_of_another_model_is_refused_as_a_beginning(tmp_path: Any) -> 
     wanted = VllmSettings(drafter="learned", begin=str(tmp_path / "absent"))
     with pytest.raises(ConfigError, match="is not a directory"):
         open_learned(model(), CONFIG, wanted)
+
+
+def test_weights_that_are_loaded_one_by_one_change_the_policy_once() -> None:
+    """As TRL does; the step after them counts earlier texts a quarter."""
+    target = model()
+    learned = open_learned(target, CONFIG, VllmSettings(drafter="learned"))
+    learned.block.sums.products.fill_(1.0)
+    for name in ("a", "b"):
+        target.load_weights([(name, torch.zeros(1))])
+    assert learned.block.sums.products.unique() == 1
+    for _ in range(2):
+        v1 = LearnedProposer(CONFIG, VllmSettings(drafter="learned"))
+        v1.learned = learned
+        v1_drafts(v1, take(["r"], [Request(key=0, text=[1, 2, 3], prompt_len=3)]))
+    assert learned.block.sums.products.unique() == 0.25
+
+
+def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool() -> None:
+    """What lies in vLLM's pool of weights is lost when it sleeps deeply, as TRL and verl let it."""
+    order = list[str]()
+
+    class Worker:
+        model_runner = SimpleNamespace(
+            model="target",
+            drafter=SimpleNamespace(open=lambda model: order.append(f"open {model}")),
+        )
+
+        def load_model(self, *, load_dummy_weights: bool = False) -> None:
+            order.append("weights")
+
+    Worker.load_model = _loading(Worker.load_model)  # type: ignore[method-assign]
+    Worker().load_model()
+    assert order == ["weights", "open target"]

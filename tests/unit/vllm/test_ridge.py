@@ -27,6 +27,7 @@ def model(**changes: object) -> SimpleNamespace:
         "lm_head": HEAD,
         "logits_processor": processor,
         "embed_input_ids": EMBEDDING.__getitem__,
+        "load_weights": lambda weights: None,
     }
     return SimpleNamespace(**{**parts, **changes})
 
@@ -173,9 +174,6 @@ def test_saved_sums_go_on_in_any_steps() -> None:
     saved = {"products": block.sums.products * 4, "steps": steps, "counts": block.sums.counts}
     other.resume(saved)
     assert torch.allclose(other.sums.products, block.sums.products)
-    other.forget()
-    assert other.sums.num_tokens == 0
-    assert not other.is_ready
 
 
 @pytest.mark.parametrize(

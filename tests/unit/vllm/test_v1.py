@@ -35,7 +35,11 @@ class Engine:
     """A runner that decodes requests step by step, with drafts from `drafts_of(text)`."""
 
     def __init__(self, vllm, temperatures, seeds, top_k=None):
-        self.runner = vllm.runner(None, "cpu")
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(seed=0),
+            parallel_config=SimpleNamespace(data_parallel_rank=0),
+        )
+        self.runner = vllm.runner(config, "cpu")
         self.names = [f"request-{index}" for index in range(len(seeds))]
         self.texts = [[index] * PROMPT for index in range(len(seeds))]
         for name, seed in zip(self.names, seeds, strict=True):
@@ -152,8 +156,11 @@ def test_drafts_stay_vllms_where_rows_are_not_one_per_request(vllm):
 
 
 def test_requests_without_a_seed_have_keys_of_their_own():
-    assert request_key("a", 7) == 7
-    assert request_key("a", None) == request_key("a", None) != request_key("b", None)
+    key = request_key("0.0", "12-0a1b2c3d")
+    assert key == request_key("0.0", "12-ffffffff") == request_key("0.0", "12")
+    assert (
+        len({key, request_key("0.0", "13"), request_key("0.1", "12"), request_key("0.0", "1")}) == 4
+    )
 
 
 def test_a_batch_of_greedy_requests_is_left_to_vllm(vllm):
