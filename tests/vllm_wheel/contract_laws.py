@@ -1,7 +1,8 @@
 """The laws of `support.contract` on vLLM; run by path in an environment with its wheel.
 
-    python -I contract_laws.py SRC TESTS
+    python -I contract_laws.py v1|v2 SRC TESTS
 
+V2 schedules ahead, as on a GPU; its noise is vLLM's, and its texts are not longtail's engine's.
 One JSON object on standard output: the error of each law, or an empty text.
 """
 
@@ -15,18 +16,23 @@ from contextlib import contextmanager
 from typing import Any
 
 
-def main(packages: list[str]) -> None:
+def main(runner: str, *packages: str) -> None:
     """Check all laws."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:0] = packages
+    if runner == "v2":
+        from vllm_wheel import runner_v2
+
+        runner_v2.choose()
     import torch
 
     torch.set_num_threads(1)
     from support import contract
 
     found = {}
-    for law in contract.LAWS:
+    own = contract.law_1_texts_are_those_of_longtails_engine
+    for law in [law for law in contract.LAWS if runner == "v1" or law is not own]:
         print(f"law {law.__name__}", file=sys.stderr, flush=True)
         try:
             law(opening)
@@ -49,6 +55,8 @@ def opening(drafter: str) -> Iterator[Any]:
     config = contract.config(drafter, vllm=small)
     opened = open_vllm(config, contract.LIMITS, names, target, target.model, print)
     generator: Any = opened[0]
+    scheduler = generator._engine.vllm_config.scheduler_config
+    assert bool(scheduler.async_scheduling) == ("TRITON_INTERPRET" in os.environ)
     pool = generator._scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     try:
@@ -61,4 +69,4 @@ def opening(drafter: str) -> Iterator[Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -76,6 +76,7 @@ def main(directory: str, *words: str) -> None:
             {
                 "v2": config.use_v2_model_runner,
                 "graphs": str(config.compilation_config.cudagraph_mode),
+                "ahead": config.scheduler_config.async_scheduling,
                 "method": drafts and drafts.method,
                 "depth": drafts and drafts.num_speculative_tokens,
                 "share": config.cache_config.gpu_memory_utilization,

@@ -1,7 +1,8 @@
 """Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
 
     python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR,
-                         "run": DIR, "prompts": [[1, 2]], "seeds": [7]} SRC TESTS
+                         "run": DIR, "prompts": [[1, 2]], "seeds": [7], "runner": "v1",
+                         "turns": 5, "scenes": ["plain", "ridge"]} SRC TESTS
 
 One JSON object on standard output: the texts of every scene, and what it counted.
 """
@@ -25,16 +26,21 @@ def main(job: dict[str, Any], *packages: str) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     sys.path[:0] = packages
+    if job["runner"] == "v2":
+        from vllm_wheel import runner_v2
+
+        runner_v2.choose()
     from longtail.vllm import plugin
 
     plugin.register()
-    scenes: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "plain": plain, "eagle3": eagle3, "eagle1": eagle1, "ridge": ridge,
-        "draft_model": draft_model, "cramped": cramped, "live": live, "learned": learned,
-        "v2": v2,
-    }  # fmt: skip
+    scenes: tuple[Callable[[dict[str, Any]], Any], ...] = (
+        stock, plain, eagle3, eagle1, ridge, draft_model, cramped, live, learned
+    )  # fmt: skip
     found = {}
-    for name, scene in scenes.items():
+    for scene in scenes:
+        name = scene.__name__
+        if name not in job["scenes"]:
+            continue
         print(f"scene {name}", file=sys.stderr, flush=True)
         try:
             found[name] = scene(job)
@@ -51,9 +57,11 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
 
     from longtail.vllm.plugin import require
 
-    settings: dict[str, Any] = {}
+    own: dict[str, Any] = {"longtail": {}}
     if drafter == "learned":
-        settings = {"drafter": "learned", "depth": DEPTH}
+        own = {"longtail": {"drafter": "learned", "depth": DEPTH}}
+    elif drafter == "stock":
+        own = {}
     elif drafter is not None:
         method = {"eagle1": "eagle", "ridge": "eagle", "target": "draft_model"}.get(
             drafter, "eagle3"
@@ -72,10 +80,12 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
         enforce_eager=True,
         disable_log_stats=False,
         seed=0,
-        additional_config={"longtail": settings},
+        additional_config=own,
         **options,
     )
-    assert require(llm)[0]["runner"] == "v1"
+    assert drafter == "stock" or require(llm)[0]["runner"] == job["runner"]
+    scheduling = llm.llm_engine.vllm_config.scheduler_config
+    assert bool(scheduling.async_scheduling) == (job["runner"] == "v2")
     yield llm
     llm.llm_engine.engine_core.shutdown()
 
@@ -125,6 +135,12 @@ def texts(job: dict[str, Any], llm: Any, *, backwards: bool = False) -> dict[str
             and hasattr(each, "value")
         },
     }
+
+
+def stock(job: dict[str, Any]) -> Any:
+    """vLLM without the plugin."""
+    with engine(job, "stock") as llm:
+        return texts(job, llm)
 
 
 def plain(job: dict[str, Any]) -> Any:
@@ -185,20 +201,13 @@ def learned(job: dict[str, Any]) -> Any:
     found: dict[str, Any] = {}
     options = {"num_gpu_blocks_override": 12, "block_size": 32}
     with engine(job, "learned", enable_prefix_caching=True, **options) as llm:
-        found["turns"] = [texts(job, llm, backwards=bool(turn % 2)) for turn in range(5)]
+        found["turns"] = [texts(job, llm, backwards=bool(turn % 2)) for turn in range(job["turns"])]
         (found["status"],) = llm.collective_rpc("longtail_status")
         llm.collective_rpc("reload_weights", kwargs={"weights_path": job["target"]})
         llm.reset_prefix_cache()
         found["renewed"] = texts(job, llm)
         (found["saved"],) = llm.collective_rpc("longtail_save_drafter", args=(job["saved"],))
     return found
-
-
-def v2(_job: dict[str, Any]) -> Any:
-    """Check the functions of Model Runner V2, which this wheel has and cannot run."""
-    from longtail.vllm import learned_v2, learned_worker
-
-    return [str(each) for each in (*learned_v2.patches(), *learned_worker.patches("v2"))]
 
 
 def refused(act: Callable[[], object]) -> str:

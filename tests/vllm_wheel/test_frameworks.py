@@ -33,7 +33,7 @@ def test_trl_trains_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> 
 
 def test_verls_option_reaches_vllm_and_its_weights_change_the_policy(tmp_path: Path) -> None:
     found = run("verl", str(tmp_path), str(toy.REASONER))
-    assert found["method"] == "ngram"  # what a learned drafter stands for
+    assert found["method"] == "ngram"  # what a learned drafter stands for with V1
     assert "learned" in " ".join(found["words"])
     first, after, second, last = found["counts"]
     assert after == pytest.approx(first / 4)

@@ -10,14 +10,14 @@ from support import toy
 from vllm_wheel.runs import NEEDS_VLLM, play
 
 pytestmark = NEEDS_VLLM
-EAGLE = {"method": "eagle3", "depth": 8}
+EAGLE = {"method": "eagle3", "depth": 8, "ahead": True}
 CASES: dict[str, dict[str, Any]] = {
-    "none": {"method": None, "depth": None},
-    "fresh": {"method": "ngram", "depth": 4},
-    "history": {"method": "ngram", "depth": 8},
+    "none": {"method": None, "depth": None, "ahead": True},
+    "fresh": {"method": "ngram_gpu", "depth": 4, "ahead": True},
+    "history": {"method": "ngram", "depth": 8, "ahead": False},
     str(toy.DRAFTERS["eagle3"]): EAGLE,
 }
-"""Names of drafters, and what vLLM's speculation is then."""
+"""Names of drafters, what vLLM's speculation is then, and whether it schedules steps ahead."""
 SHARING = ("--cluster.workers=2", "--cluster.gpus_per_worker=0.5")
 
 

@@ -4,6 +4,7 @@ vLLM has a table of depths by the number of running requests. Each choice of the
 some steps, since a step verifies what the step before it drafted.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,10 +69,13 @@ class Taken:
 class Depths:
     """The depth of drafts in vLLM's table, from its own steps."""
 
-    def __init__(self, tuner: Tuner, most: int = MAX_DEPTH) -> None:
+    def __init__(self, tuner: Tuner, most: int = MAX_DEPTH, *, ahead: bool = False) -> None:
+        """`ahead`: a step is scheduled before the one before has ended."""
         self._tuner, self._most = tuner, most
         self._plan = Plan(strategy=None)
-        self._running = self._left = self._before = 0
+        self._running = self._left = 0
+        self._latest = deque([0], maxlen=2 + ahead)
+        """Depths at which the step that ends next verified and drafted, and later ones."""
         self.depth = 0
         """Tokens to draft ahead; 0: plain decoding."""
         self._tuner.begin(None, 1)
@@ -83,21 +87,22 @@ class Depths:
 
     def choose(self, running: int) -> Switch | None:
         """Choose the depth of the next step; return the change between drafting and not."""
-        self._before = self.depth
+        before = self.depth
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
             self._plan = self._tuner.plan(self._batch(running, running))
             strategy = self._plan.strategy
             self.depth = 0 if strategy is None else min(strategy.depth, self._most)
-        if bool(self.depth) == bool(self._before):
+        self._latest.append(self.depth)
+        if bool(self.depth) == bool(before):
             return None
         reason = self._plan.reason or f"{running} running, measured in vLLM's steps"
         return Switch(drafts=bool(self.depth), reason=reason)
 
     def learn(self, step: Taken) -> None:
         """Learn from a step that verified and drafted at one depth."""
-        if self.depth != self._before or not step.num_running:
+        if len(set(self._latest)) > 1 or not step.num_running:
             return
         num_nodes = sum(drafted for drafted, _ in step.verified)
         outcome = Outcome(

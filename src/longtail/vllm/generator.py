@@ -76,7 +76,9 @@ class VllmGenerator(ActiveRequests):
         self._engine = start(directory, limits, dtype, drafter, options or {})
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._depths = None if drafter is None else Depths(drafter.tuner)
+        config = self._engine.vllm_config.scheduler_config
+        ahead = bool(config.async_scheduling)
+        self._depths = None if drafter is None else Depths(drafter.tuner, ahead=ahead)
         self._drafter = drafter
         self._scheduled = _Scheduled()
         self._names: dict[str, str] = {}
@@ -116,7 +118,7 @@ class VllmGenerator(ActiveRequests):
             table = self._scheduler.dynamic_sd_lookup
             table[:] = [self._depths.depth] * len(table)
         tuner_s = time.perf_counter() - began
-        result = _Results()
+        result, self._scheduled = _Results(), _Scheduled()
         for output in self._engine.step():
             if output.request_id in self._active:  # else it has ended here already
                 self._append(output, result)
@@ -194,6 +196,7 @@ class VllmGenerator(ActiveRequests):
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
+        self._finish_steps()
         self._wake()
         self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
         self._engine.reset_prefix_cache()
@@ -215,7 +218,14 @@ class VllmGenerator(ActiveRequests):
         """
         may_sleep = getattr(self._engine.model_config, "enable_sleep_mode", False)
         if may_sleep and not self._active and not self._engine.is_sleeping():
+            self._finish_steps()
             self._engine.sleep(level=1)
+
+    def _finish_steps(self) -> None:
+        """Wait for steps that were scheduled ahead; their requests have ended."""
+        core = self._engine.engine_core.engine_core
+        while getattr(core, "batch_queue", None):
+            self._engine.step()
 
     def _wake(self) -> None:
         if self._engine.is_sleeping():

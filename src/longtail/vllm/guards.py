@@ -59,10 +59,11 @@ class VllmSettings:
     def speculation(self, max_running: int) -> dict[str, Any]:
         """Return the speculative_config of the learned drafter.
 
-        It stands in the place of vLLM's n-gram search, the drafter without a model and a cache.
+        It stands in the place of vLLM's n-gram search, the drafter without a model and a cache: of
+        the search on the device, for which vLLM schedules steps ahead, or, in V1, of the other.
         """
         return {
-            "method": "ngram",
+            "method": "ngram_gpu",
             "num_speculative_tokens": self.depth,
             "num_speculative_tokens_per_batch_size": [(1, max_running, self.depth)],
             "prompt_lookup_max": 4,

@@ -17,7 +17,8 @@ def pace(scheduler: Any) -> None:
     """Choose the depth before each step of a scheduler, and learn from it afterwards."""
     schedule = check(scheduler, "schedule", "", then="throttle_prefills")
     update = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
-    depths = Depths(DepthTuner(), scheduler.num_spec_tokens)
+    ahead = bool(scheduler.vllm_config.scheduler_config.async_scheduling)
+    depths = Depths(DepthTuner(), scheduler.num_spec_tokens, ahead=ahead)
     began: dict[int, float] = {}
     ended = 0.0
 
@@ -35,7 +36,7 @@ def pace(scheduler: Any) -> None:
     def learned(scheduler_output: Any, model_runner_output: Any) -> Any:
         nonlocal ended
         now = time.perf_counter()
-        # With asynchronous scheduling a step begins before the one before has ended.
+        # A step that was scheduled ahead begins when the one before has ended.
         start = max(began.pop(id(scheduler_output), now), ended)
         ended = now
         depths.learn(_taken(scheduler_output, model_runner_output, now - start))

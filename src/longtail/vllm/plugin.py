@@ -191,6 +191,10 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
                 )
             self.speculative_config = asked.speculation(self.max_num_seqs or _MOST_RUNNING)
         config = stock(self, *args, **kwargs)
+        if asked is not None and asked.drafter is not None and not config.use_v2_model_runner:
+            self.async_scheduling = False
+            self.speculative_config["method"] = "ngram"
+            config = stock(self, *args, **kwargs)
         settings = requested(config.additional_config, os.environ)
         if settings is None:
             return config

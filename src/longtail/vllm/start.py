@@ -73,7 +73,6 @@ def start(
         "max_num_batched_tokens": step_tokens(limits, on_cpu=on_cpu),
         "logprobs_mode": "processed_logprobs",
         "enforce_eager": on_cpu,
-        "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "seed": 0,
@@ -86,6 +85,8 @@ def start(
         config = EngineArgs(**arguments).create_engine_config()
         if on_cpu and config.cache_config.kv_cache_memory_bytes is None:
             config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
+        if not config.use_v2_model_runner:  # the plugin reads V1's steps when they are done
+            config.scheduler_config.async_scheduling = False
         with phases(to_stderr):  # the configuration removes handlers
             return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except LongtailError:  # of the plugin, which names its own field

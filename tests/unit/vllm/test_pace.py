@@ -16,7 +16,9 @@ class Scheduler:
     max_num_running_reqs = 64
     num_spec_tokens = DEPTH
 
-    def __init__(self, running: int, stands: float) -> None:
+    def __init__(self, running: int, stands: float, ahead: bool) -> None:
+        scheduling = SimpleNamespace(async_scheduling=ahead)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduling)
         self.running, self.stands = [f"r{i}" for i in range(running)], stands
         self.dynamic_sd_lookup = [DEPTH] * 65
         self.depth = 0
@@ -34,17 +36,21 @@ class Scheduler:
         return {}
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("stands", "slope", "depths"), [(0.9, 0.05, {DEPTH}), (0.1, 0.4, {0})])
 def test_depth_follows_what_steps_took_and_yielded(
-    monkeypatch: pytest.MonkeyPatch, stands: float, slope: float, depths: set[int]
+    monkeypatch: pytest.MonkeyPatch, stands: float, slope: float, depths: set[int], ahead: bool
 ) -> None:
     clock = [0.0]
     monkeypatch.setattr(pace.time, "perf_counter", lambda: clock[0])
-    scheduler: Any = Scheduler(8, stands)
+    scheduler: Any = Scheduler(8, stands, ahead)
     pace.pace(scheduler)
-    found = []
+    found, outputs = [], []
     for _ in range(1200):
-        output = scheduler.schedule()
+        outputs.append(scheduler.schedule())
+        if ahead and len(outputs) == 1:
+            continue
+        output = outputs.pop(0)
         drafted = output.total_num_scheduled_tokens // 8 - 1
         clock[0] += 1.0 + slope * drafted
         sampled = [[0] * (1 + round(drafted * stands)) for _ in scheduler.running]

@@ -16,6 +16,13 @@ class Engine:
         self.model_config = SimpleNamespace(enable_sleep_mode=may_sleep)
         self.calls: list[str] = []
         self.asleep = False
+        self.queue = ["a step that was scheduled ahead"]
+        self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(batch_queue=self.queue))
+
+    def step(self) -> list[Any]:
+        assert not self.asleep
+        self.queue.pop()
+        return []
 
     def is_sleeping(self) -> bool:
         return self.asleep

@@ -1,0 +1,62 @@
+"""The whole Model Runner V2 of vLLM, which schedules ahead: its texts are those without the plugin.
+
+It runs on the CPU with its kernels under Triton's interpreter; as on a GPU but for the kernels'
+compilation, CUDA graphs and streams.
+"""
+
+import json
+from typing import Any
+
+import pytest
+
+from longtail.assembly.drafters import read_drafter
+from longtail.drafter.formats.layouts import write_layout
+from longtail.model.hf.model import load_model
+from support import toy
+from support.contract import toy_target
+from vllm_wheel.runs import NEEDS_VLLM, play
+from vllm_wheel.test_v1 import accepted_share
+
+pytestmark = NEEDS_VLLM
+SCENES = (("stock",), ("eagle1", "eagle3", "learned"))
+"""Scenes of two processes: the plugin serves all engines of one, or none."""
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("v2")
+    target, job = toy_target(), dict[str, Any]()
+    for recipe in ("eagle1", "eagle3"):
+        loaded = read_drafter(str(toy.DRAFTERS[recipe]), target, print, target.model.dtype)
+        assert loaded is not None
+        loaded.layer.fold()
+        write_layout(root / recipe, loaded, load_model(toy.REASONER))
+        job[recipe] = str(root / recipe)
+    prompts = [list(range(5 + index % 3, 25)) for index in range(7)]
+    job |= {"target": str(toy.REASONER), "prompts": prompts, "seeds": list(range(7))}
+    job |= {"runner": "v2", "turns": 3, "saved": str(root / "saved")}
+    found = dict[str, Any]()
+    for scenes in SCENES:
+        done = play("scenes.py", json.dumps(job | {"scenes": scenes}))
+        assert done.returncode == 0, done.stderr[-3000:]
+        found |= json.loads(done.stdout)
+    failed = [each["failed"] for each in found.values() if "failed" in each]
+    assert not failed
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
+def test_coupled_drafts_change_no_text(played: dict[str, Any], recipe: str) -> None:
+    turns = [played[recipe]] if recipe == "eagle1" else played[recipe]
+    for turn in turns:
+        assert turn["tokens"] == played["stock"]["tokens"]
+        assert turn["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+
+
+def test_vllm_learns_a_drafter_and_writes_the_same(played: dict[str, Any]) -> None:
+    learned = played["learned"]
+    for turn in (*learned["turns"], learned["renewed"]):
+        assert turn["tokens"] == played["stock"]["tokens"]
+    assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
+    assert accepted_share(learned["turns"][-2], learned["turns"][-1]) > 0.4
+    assert learned["status"]["learned"]["solves"] > 0
