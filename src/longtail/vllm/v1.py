@@ -161,7 +161,7 @@ def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
 
 
 def _engine(runner: Any) -> str:
-    """Return what tells engines apart that number their requests alike."""
+    """Return seed and rank of an engine, since every `LLM` numbers its requests from 0."""
     config = runner.vllm_config
     return f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
 
