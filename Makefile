@@ -10,7 +10,7 @@ PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-de
 MINUTES ?= 20
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz chaos lint format bench bench-hosts bench-gpu docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -31,7 +31,6 @@ help:
 	@echo "make format       ruff's formatter, in place"
 	@echo "make bench        engine, learner and whole runs, on Qwen2.5-Coder-0.5B and on SmolLM2"
 	@echo "make bench-gpu    engines, loop, pair, learner and exactness on a GPU, in eight minutes"
-	@echo "make bench-hosts  runs over hosts in network namespaces, in a quarter of an hour; needs root"
 	@echo "make docs         write the generated pages anew: command line, configuration"
 	@echo "make site         build docs/ as a site in build/site, with warnings as errors"
 	@echo "make figures      draw the pages' pictures anew from the cards in benchmarks/"
@@ -211,9 +210,6 @@ bench-gpu:
 		$(if $(LARGE),--large $(LARGE)) $(if $(REASONER),--reasoner $(REASONER))
 
 # Writes benchmarks/hosts.txt and hosts.json. QUICK=1 only tries it.
-bench-hosts: develop
-	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m hosts.figures $(if $(QUICK),--quick) benchmarks
-
 docs: develop
 	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md
 
