@@ -17,9 +17,9 @@ BUDGETS = {
     "bench": 3368,
     "cli": 753,
     "cluster": 4966,
-    "config": 1233,
+    "config": 1227,
     "drafter": 4977,
-    "engine": 3195,
+    "engine": 3186,
     "integrations": 1640,
     "model": 5095,
     "programs": 1185,
@@ -30,8 +30,8 @@ BUDGETS = {
     "system": 965,
     "tuner": 1190,
     "view": 1115,
-    "vllm": 3382,
-    "tests": 36738,
+    "vllm": 3397,
+    "tests": 36706,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 WORDS, WORDS_OF_IDEA = 17000, 300

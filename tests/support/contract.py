@@ -151,16 +151,16 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
 
 def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:
     """One that begins elsewhere, leaves and returns is the same, and counts once where it ends."""
-    asked, target = requests(), toy_target()
-    own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
-    plain, begun = own.generate(asked), dict[str, Completion]()
+    asked, begun = requests(), dict[str, Completion]()
+    with opening("none") as (own, _):
+        plain = own.generate(asked)
 
-    def give_up(report: StepReport) -> None:
-        for name, tokens, prompt_len in own.unfinished():
-            if len(tokens) - prompt_len > 4 * len(begun):
-                begun[name] = own.abort(name)
+        def give_up(report: StepReport) -> None:
+            for name, tokens, prompt_len in own.unfinished():
+                if len(tokens) - prompt_len > 4 * len(begun):
+                    begun[name] = own.abort(name)
 
-    ended = own.generate(asked, give_up)
+        ended = own.generate(asked, give_up)
     assert len(begun) > len(ended) > 0
     assert len(begun) + len(ended) == len(asked)
     endless = replace(asked[0], sampling=SamplingParams(max_tokens=100))

@@ -21,6 +21,7 @@ def main(runner: str, *packages: str) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     sys.path[:0] = packages
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if runner == "v2":
         from vllm_wheel import runner_v2
 
@@ -56,7 +57,8 @@ def opening(drafter: str) -> Iterator[Any]:
     opened = open_vllm(config, contract.LIMITS, names, target, target.model, print)
     generator: Any = opened[0]
     scheduler = generator._engine.vllm_config.scheduler_config
-    assert bool(scheduler.async_scheduling) == ("TRITON_INTERPRET" in os.environ)
+    ahead = os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" and drafter != "history"
+    assert bool(scheduler.async_scheduling) == ahead
     pool = generator._scheduler.kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     try:

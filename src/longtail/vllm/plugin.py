@@ -183,15 +183,16 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         asked = requested(self.additional_config, os.environ)
         if asked is not None and self.speculative_config is None:
             self.speculative_config = guards.speculation(os.environ)
-        if asked is not None and asked.drafter is not None:
+        learned = asked if asked is not None and asked.drafter is not None else None
+        if learned is not None:
             if self.speculative_config is not None:
                 raise ConfigError(
-                    f"longtail in vLLM: the drafter is {asked.drafter}, and there is a "
+                    f"longtail in vLLM: the drafter is {learned.drafter}, and there is a "
                     f"speculative_config ({self.speculative_config}): remove one of the two"
                 )
-            self.speculative_config = asked.speculation(self.max_num_seqs or _MOST_RUNNING)
+            self.speculative_config = learned.speculation(self.max_num_seqs or _MOST_RUNNING)
         config = stock(self, *args, **kwargs)
-        if asked is not None and asked.drafter is not None and not config.use_v2_model_runner:
+        if learned is not None and not config.use_v2_model_runner:
             self.async_scheduling = False
             self.speculative_config["method"] = "ngram"
             config = stock(self, *args, **kwargs)

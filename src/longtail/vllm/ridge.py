@@ -105,23 +105,20 @@ class Parts:
 
 def _without_adapters(embed: Callable[[Tensor], Tensor], model: Any) -> Callable[[Tensor], Tensor]:
     """Return an embedding of any tokens: that of an engine with adapters reads a step's alone."""
-    modules: Any = model.modules() if isinstance(model, nn.Module) else ()
-    adapted = [
-        each for each in modules if hasattr(getattr(each, "base_layer", None), "num_embeddings")
+    held: list[tuple[Any, Any]] = [
+        (each, getattr(each, "base_layer", None)) for each in model.modules()
     ]
-    if not adapted:
-        return embed
+    adapted = [(each, base) for each, base in held if hasattr(base, "num_embeddings")]
 
     def plain(tokens: Tensor) -> Tensor:
-        for module in adapted:
-            module.forward = module.base_layer.forward
-        try:
-            return embed(tokens)
-        finally:
-            for module in adapted:
-                del module.forward
+        for module, base in adapted:
+            module.forward = base.forward
+        found = embed(tokens)
+        for module, _ in adapted:
+            del module.forward
+        return found
 
-    return plain
+    return plain if adapted else embed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ def model(**changes: object) -> SimpleNamespace:
         "logits_processor": processor,
         "embed_input_ids": EMBEDDING.__getitem__,
         "load_weights": lambda weights: None,
+        "modules": list,
     }
     return SimpleNamespace(**{**parts, **changes})
 
