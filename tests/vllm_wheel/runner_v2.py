@@ -1,4 +1,7 @@
-"""Model Runner V2 on the CPU, with its kernels under Triton's interpreter: the wheel runs V1."""
+"""Model Runner V2 on the CPU, with its kernels under Triton's interpreter: the wheel runs V1.
+
+python -m vllm_wheel.runner_v2 train ...        the command line with it
+"""
 
 import os
 from typing import Any
@@ -32,3 +35,10 @@ def choose() -> None:
         scheduler.async_scheduling = ahead
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+if __name__ == "__main__":
+    choose()
+    from longtail.cli.main import main
+
+    raise SystemExit(main())
