@@ -20,6 +20,7 @@ from longtail.model.kernels.fixed import sum_bytes
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
+from longtail.vllm.guards import VllmSettings
 from longtail.vllm.start import GPU_SHARE
 
 _KEYS_SHARE = 0.7
@@ -79,7 +80,7 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     sums = trained if config.is_sharded else each * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
-        _VLLM: 0 if on_cpu else round(_vllm_share(config) * _card_bytes(device)),
+        _VLLM: 0 if on_cpu else round(_vllm_share(config) * torch.cuda.mem_get_info(device)[1]),
         _WEIGHTS: parameters * small * (2 if rollout.dtype == "bfloat16" else 1) if on_cpu else 0,
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
         if on_cpu
@@ -119,7 +120,7 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
     workers = 1 if config.cluster.address else config.cluster.workers
     if share:
         workers = min(workers, max(1, int(1 / worker_gpus(config))))
-    needed = workers * (sum(found.values()) - _asleep(config, found))
+    needed = workers * (sum(found.values()) - _asleep(config, shape, found))
     if available is not None and needed > available:
         largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
@@ -131,24 +132,22 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
         )
 
 
-def _asleep(config: RunConfig, found: Mapping[str, int]) -> int:
+def _asleep(config: RunConfig, shape: ModelConfig, found: Mapping[str, int]) -> int:
     """Return the bytes that a vLLM that may sleep leaves to the learner, in turns.
 
-    A worker that learns ahead of others may hold gradients while it generates.
+    A worker that learns ahead of others may hold gradients while it generates, and the sums of a
+    learned drafter stay where they are.
     """
     if not _argument(config, "enable_sleep_mode", 0.0):
         return 0
     passing = PASSING if config.cluster.workers == 1 else (_ACTIVATIONS,)
-    return min(found.get(_VLLM, 0), sum(found.get(name, 0) for name in passing))
+    sums = 4 * (VllmSettings().depth + 1) * (2 * shape.hidden_size) ** 2
+    return min(max(found.get(_VLLM, 0) - sums, 0), sum(found.get(name, 0) for name in passing))
 
 
 def _vllm_share(config: RunConfig) -> float:
     """Return the share of a GPU that the vLLM of a worker takes."""
     return _argument(config, "gpu_memory_utilization", GPU_SHARE * min(1.0, worker_gpus(config)))
-
-
-def _card_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[1]
 
 
 def vllm_arguments(config: RunConfig, shape: ModelConfig) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def vllm_arguments(config: RunConfig, shape: ModelConfig) -> dict[str, Any]:
         return {}
     share = _vllm_share(config)
     weights = _BYTES[config.rollout.dtype] * count_parameters(shape)
-    rest = round(share * _card_bytes(run_device(config))) - weights
+    rest = round(share * torch.cuda.mem_get_info(run_device(config))[1]) - weights
     return {
         "gpu_memory_utilization": share,
         "kv_cache_memory_bytes": max(1, int(_KEYS_SHARE * rest)),
