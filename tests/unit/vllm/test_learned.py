@@ -191,7 +191,7 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
     running, places, free, begun = dict[str, Request](), dict[str, int](), [2, 0, 3, 1], 0
     accepted, drafted = [], []
     generator = np.random.default_rng(0)
-    for number in range(260):
+    for number in range(160):
         while len(running) < 3:
             prompt = list(map(int, generator.integers(VOCAB, size=3 + 4 * (begun % 3 // 2))))
             running[f"r{begun}"] = Request(key=begun, text=prompt, prompt_len=len(prompt))
