@@ -81,9 +81,12 @@ $(MODEL): | install
 # stay together and share their fixtures. Hosts have steps of their own.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/hosts
 
+# The fast tests check shapes and types of every call, which doubles their time; so the others do not.
+UNCHECKED = -o addopts="-q --strict-markers --import-mode=importlib"
+
 # Each test runs once, the fast ones first. Their coverage takes twice as long, hence its own target.
 test: test-fast
-	$(PYTEST) -m slow
+	$(PYTEST) $(UNCHECKED) -m "slow and not shapes"
 
 # A processor with AVX2 and no AVX-512, on any x86-64: our kernels, PyTorch's and oneDNN's, and the
 # laws whose numbers come from them; shapes are checked by `make test` alone. A step of the
@@ -98,12 +101,12 @@ NUMERICS = 1_plain_decoding 1_speculation 3_logprobs 4_bits 4_neighbours 10_sums
 MORE = from longtail.system.machine import cpu_flags; exit("avx512f" not in cpu_flags())
 test-capped: develop
 	if $(BIN)/python -c '$(MORE)'; then \
-		$(CAPPED) $(PYTEST) -o addopts="-q --import-mode=importlib" \
+		$(CAPPED) $(PYTEST) $(UNCHECKED) \
 			$(KERNELS:%=tests/parity/test_%.py) $(NUMERICS:%=tests/laws/test_law%.py) \
 			tests/unit/rl/test_learner.py; \
 	fi
 	for layout in $(EMULATED); do \
-		LONGTAIL_ISA=$$layout-emulated $(PYTEST) -o addopts="-q --import-mode=importlib" \
+		LONGTAIL_ISA=$$layout-emulated $(PYTEST) $(UNCHECKED) \
 			-k "not float32" $(LAYOUTS:%=tests/parity/test_%.py) tests/laws/test_law4_bits.py \
 			|| exit 1; \
 	done
@@ -112,7 +115,7 @@ test-capped: develop
 		--rollout.prompts_per_step=2 --rollout.max_tokens=256 --data.heldout_size=4
 
 test-fast: develop
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow or shapes"
 
 coverage: develop
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered
@@ -120,7 +123,7 @@ coverage: develop
 # Its own environment, since the oldest versions must not replace those of $(VENV).
 test-min: BIN := $(VENV)-min/bin
 test-min: $(VENV)-min/.installed
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow or shapes"
 
 $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
