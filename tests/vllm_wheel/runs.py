@@ -27,12 +27,9 @@ OPTIONS = (
 )  # fmt: skip
 
 
-def play(
-    script: str, *words: str, last: tuple[str, ...] = ()
-) -> "subprocess.CompletedProcess[str]":
-    """Run a script of this directory; its last words are `PACKAGES` and `last`."""
-    path = str(Path(__file__).with_name(script))
-    command = [PYTHON, "-I", path, *words, *map(str, PACKAGES), *last]
+def play(script: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Run a script of this directory; its last words are `PACKAGES`."""
+    command = [PYTHON, "-I", str(Path(__file__).with_name(script)), *words, *map(str, PACKAGES)]
     return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 

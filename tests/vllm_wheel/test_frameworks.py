@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(*words: str) -> Any:
-    done = play("frameworks.py", *words, last=(str(FRAMEWORKS),))
+    done = play("frameworks.py", str(FRAMEWORKS), *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
