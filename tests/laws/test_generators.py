@@ -12,7 +12,7 @@ from support import contract
 
 @contextmanager
 def opening(drafter: str) -> Iterator[contract.Opened]:
-    asked, target = contract.config(drafter), contract.toy_target()
+    asked, target = contract.plan(drafter), contract.toy_target()
     names = drafter_names(drafter, target.name, learns=True)
     yield open_own(asked, contract.LIMITS, names, target, target.model, lambda line: None)
 

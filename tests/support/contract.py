@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from longtail.assembly.drafters import FRESH, LearnedDrafter, Target
+from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.worker import open_own
 from longtail.config.rl import RunConfig
 from longtail.drafter.weights import DRAFT_IDS, copy_parameters
@@ -60,15 +61,14 @@ def toy_target(seed: int | None = None) -> Target:
     )
 
 
-def config(drafter: str, **rollout: object) -> RunConfig:
-    """Return the configuration of a run with the toy model."""
-    return RunConfig.model_validate(
-        {
-            "model": {"path": str(toy.REASONER)},
-            "rollout": {"dtype": "float32", **rollout},
-            "speculation": {"drafter": drafter},
-        }
-    )
+def plan(drafter: str, **rollout: object) -> RunPlan:
+    """Return the plan of a run with the toy model."""
+    sections = {
+        "model": {"path": str(toy.REASONER)},
+        "rollout": {"dtype": "float32", **rollout},
+        "speculation": {"drafter": drafter},
+    }
+    return plan_run(RunConfig.model_validate(sections), toy.REASONER)
 
 
 def requests(num: int = NUM_REQUESTS, max_tokens: int = 40) -> list[Request]:
@@ -144,7 +144,7 @@ def law_1_drafts_change_no_text(opening: Open) -> None:
 def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
     """Every generator writes the texts of longtail's engine from equal weights and keys."""
     target = toy_target()
-    own = open_own(config("none"), LIMITS, [], target, target.model, lambda line: None)[0]
+    own = open_own(plan("none"), LIMITS, [], target, target.model, lambda line: None)[0]
     with opening(DRAFTERS[0]) as (generator, _):
         assert texts(generator.generate(requests())) == texts(own.generate(requests()))
 
@@ -152,7 +152,7 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
 def elsewhere(_: Open) -> AbstractContextManager[Opened]:
     """Open the generator in which texts begin: longtail's engine, where others have its noise."""
     target = toy_target()
-    return nullcontext(open_own(config("none"), LIMITS, [], target, target.model, print))
+    return nullcontext(open_own(plan("none"), LIMITS, [], target, target.model, print))
 
 
 def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:

@@ -48,6 +48,7 @@ def main(directory: str, *words: str) -> None:
     pretend()
     from vllm.v1.engine.llm_engine import LLMEngine
 
+    from longtail.assembly.plan import plan_run
     from longtail.assembly.precision import decided
     from longtail.assembly.vllm import open_vllm
     from longtail.assembly.worker import ModelFiles
@@ -67,7 +68,7 @@ def main(directory: str, *words: str) -> None:
     names = [own.speculation.drafter] if own.speculation.drafter != "none" else []
     limits = EngineLimits(max_running=64, max_step_tokens=2048, max_len=2048)
     try:
-        open_vllm(own, limits, names, files, load_model(path), print)
+        open_vllm(plan_run(own, path), limits, names, files, load_model(path), print)
     except Found as error:
         config = error.args[0]
     drafts = config.speculative_config

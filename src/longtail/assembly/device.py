@@ -32,18 +32,3 @@ def run_device(config: AnyConfig) -> torch.device:
     if isinstance(config, RunConfig) and config.rollout.engine == "own":
         return own_engine_device(config.run.device, "run.device")
     return choose_device(config.run.device)
-
-
-def worker_gpus(config: RunConfig) -> float:
-    """Return the GPUs of a worker; below 1 several workers share one. Raises ConfigError."""
-    if run_device(config).type == "cpu":
-        return 0.0
-    given = config.cluster.gpus_per_worker
-    parallel = float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
-    if given is not None and (given < parallel if parallel > 1 else given > 1 and given % 1):
-        raise ConfigError(
-            f"cluster.gpus_per_worker = {given:g}: give a whole number from "
-            f"rollout.vllm.tensor_parallel_size = {parallel:g} on, or for workers that share a GPU "
-            "a number below 1"
-        )
-    return parallel if given is None else given

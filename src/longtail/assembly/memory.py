@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
-from longtail.assembly.policy import holds_bfloat16, shape_of
+from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.policy import holds_bfloat16
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
 from longtail.model.kernels.fixed import sum_bytes
@@ -26,7 +26,6 @@ from longtail.vllm.start import GPU_SHARE
 _KEYS_SHARE = 0.7
 """Keys and values' part of what vLLM's weights leave, beside activations and graphs."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_CPU = torch.device("cpu")
 _WEIGHTS, _VLLM = "rollout weights", "share of vLLM"
 _KV, _ACTIVATIONS, _DRAFTER = "KV cache", "activations and scores", "drafter"
 _GRADIENTS = "gradients"
@@ -54,14 +53,14 @@ def _adapter_parameters(shape: ModelConfig, rank: int) -> int:
     return shape.num_layers * rank * ends
 
 
-def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) -> dict[str, int]:
+def estimate(plan: RunPlan) -> dict[str, int]:
     """Return the bytes of each use of memory by one worker.
 
     A CPU adds the packed copy of bfloat16 matrices, and whole weights gathered from shards; on a
     GPU weights and keys and values of the rollout are in vLLM's share.
     """
+    config, shape, on_cpu = plan.config, plan.shape, plan.device.type == "cpu"
     rollout, learner, spot = config.rollout, config.learner, config.spot
-    on_cpu = device.type == "cpu"
     small, master = _BYTES[rollout.dtype], _BYTES[learner.dtype]
     parameters, layer = count_parameters(shape), _layer_parameters(shape)
     longest = config.data.max_prompt_len + rollout.max_tokens
@@ -73,14 +72,14 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     casts = _BYTES["bfloat16"] * shard // master if learner.autocast is True else 0
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
-        if casts and holds_bfloat16(model_directory(config.model.path), learner):
+        if casts and holds_bfloat16(plan.directory, learner):
             saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
             casts -= _BYTES["bfloat16"] * shape.num_layers * layer
     each = sum_bytes(getattr(torch, learner.dtype), exact=learner.sums == "exact")
     sums = trained if config.is_sharded else each * trained // master
     has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
     found = {
-        _VLLM: 0 if on_cpu else round(_vllm_share(config) * torch.cuda.mem_get_info(device)[1]),
+        _VLLM: 0 if on_cpu else round(_vllm_share(plan) * torch.cuda.mem_get_info(plan.device)[1]),
         _WEIGHTS: parameters * small * (2 if rollout.dtype == "bfloat16" else 1) if on_cpu else 0,
         _KV: (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
         if on_cpu
@@ -104,23 +103,23 @@ def estimate(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU)
     return {name: size for name, size in found.items() if size}
 
 
-def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) -> None:
+def check(plan: RunPlan) -> None:
     """Raise ConfigError if a run may need more memory than is free.
 
     Of a cluster one worker is counted, and of GPUs one with all workers that share it.
     """
-    available, found = available_bytes(device), estimate(config, shape, device)
-    share = found.get(_VLLM, 0)
-    if 0 < share < (least := _least_share(config, shape)):
+    available, found = available_bytes(plan.device), estimate(plan)
+    share, config = found.get(_VLLM, 0), plan.config
+    if 0 < share < (least := _least_share(plan)):
         raise ConfigError(
-            f"rollout.vllm.gpu_memory_utilization = {_vllm_share(config):g}: vLLM's "
+            f"rollout.vllm.gpu_memory_utilization = {_vllm_share(plan):g}: vLLM's "
             f"{share / 1e9:.1f} GB of the GPU must hold the weights and one text, "
             f"{least / 1e9:.1f} GB: raise it, or set rollout.vllm.tensor_parallel_size"
         )
     workers = 1 if config.cluster.address else config.cluster.workers
     if share:
-        workers = min(workers, max(1, int(1 / worker_gpus(config))))
-    needed = workers * (sum(found.values()) - _asleep(config, shape, found))
+        workers = min(workers, max(1, int(1 / plan.gpus)))
+    needed = workers * (sum(found.values()) - _asleep(plan, found))
     if available is not None and needed > available:
         largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
@@ -132,58 +131,57 @@ def check(config: RunConfig, shape: ModelConfig, device: torch.device = _CPU) ->
         )
 
 
-def _asleep(config: RunConfig, shape: ModelConfig, found: Mapping[str, int]) -> int:
+def _asleep(plan: RunPlan, found: Mapping[str, int]) -> int:
     """Return the bytes that a vLLM that may sleep leaves to the learner, in turns.
 
     A worker that learns ahead of others may hold gradients while it generates, and the sums of a
     learned drafter stay where they are.
     """
-    if not _argument(config, "enable_sleep_mode", 0.0):
+    if not _argument(plan, "enable_sleep_mode", 0.0):
         return 0
-    passing = PASSING if config.cluster.workers == 1 else (_ACTIVATIONS,)
-    sums = 4 * (VllmSettings().depth + 1) * (2 * shape.hidden_size) ** 2
+    passing = PASSING if plan.config.cluster.workers == 1 else (_ACTIVATIONS,)
+    sums = 4 * (VllmSettings().depth + 1) * (2 * plan.shape.hidden_size) ** 2
     return min(max(found.get(_VLLM, 0) - sums, 0), sum(found.get(name, 0) for name in passing))
 
 
-def _vllm_share(config: RunConfig) -> float:
+def _vllm_share(plan: RunPlan) -> float:
     """Return the share of a GPU that the vLLM of a worker takes."""
-    return _argument(config, "gpu_memory_utilization", GPU_SHARE * min(1.0, worker_gpus(config)))
+    return _argument(plan, "gpu_memory_utilization", GPU_SHARE * min(1.0, plan.gpus))
 
 
-def vllm_arguments(config: RunConfig, shape: ModelConfig) -> dict[str, Any]:
+def vllm_arguments(plan: RunPlan) -> dict[str, Any]:
     """Return arguments of vLLM on a GPU that workers share: none measures what others hold."""
-    if not 0 < worker_gpus(config) < 1:
+    if not 0 < plan.gpus < 1:
         return {}
-    share = _vllm_share(config)
-    weights = _BYTES[config.rollout.dtype] * count_parameters(shape)
-    rest = round(share * torch.cuda.mem_get_info(run_device(config))[1]) - weights
+    share = _vllm_share(plan)
+    weights = _BYTES[plan.config.rollout.dtype] * count_parameters(plan.shape)
+    rest = round(share * torch.cuda.mem_get_info(plan.device)[1]) - weights
     return {
         "gpu_memory_utilization": share,
         "kv_cache_memory_bytes": max(1, int(_KEYS_SHARE * rest)),
     }
 
 
-def _argument(config: RunConfig, name: str, default: float) -> float:
+def _argument(plan: RunPlan, name: str, default: float) -> float:
     """Return a number among vLLM's arguments; what is none is refused by vLLM itself."""
-    given = (config.rollout.vllm or {}).get(name)
+    given = (plan.config.rollout.vllm or {}).get(name)
     return float(given) if isinstance(given, int | float) else default  # true is 1
 
 
-def _least_share(config: RunConfig, shape: ModelConfig) -> int:
+def _least_share(plan: RunPlan) -> int:
     """Return the bytes of each GPU that vLLM needs for the weights and one text."""
-    rollout, element = config.rollout, _BYTES[config.rollout.dtype]
-    longest = config.data.max_prompt_len + rollout.max_tokens
-    whole = element * count_parameters(shape) + longest * kv_bytes(shape, element)
-    return int(whole / _argument(config, "tensor_parallel_size", 1.0))
+    config, element = plan.config, _BYTES[plan.config.rollout.dtype]
+    longest = config.data.max_prompt_len + config.rollout.max_tokens
+    whole = element * count_parameters(plan.shape) + longest * kv_bytes(plan.shape, element)
+    return int(whole / _argument(plan, "tensor_parallel_size", 1.0))
 
 
 def report(config: RunConfig) -> str:
     """Return the parts and the free memory as lines."""
-    device, shape = run_device(config), model_shape(config.model.path)
-    found = estimate(config, shape, device)
-    available = available_bytes(device)
-    rows = {**found, "total": sum(found.values()), f"available on {device}": available}
-    lines = [f"memory, {count_parameters(shape):,} parameters (GB of each worker)"]
+    plan = plan_run(config, model_directory(config.model.path))
+    found, available = estimate(plan), available_bytes(plan.device)
+    rows = {**found, "total": sum(found.values()), f"available on {plan.device}": available}
+    lines = [f"memory, {count_parameters(plan.shape):,} parameters (GB of each worker)"]
     lines += [
         f"{name:<36}{'?' if size is None else f'{size / 1e9:.3f}':>10}"
         for name, size in rows.items()
@@ -196,11 +194,6 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return machine.memory().available
-
-
-def model_shape(path: str) -> ModelConfig:
-    """Read the shape of `model.path`, without its weights."""
-    return shape_of(model_directory(path))
 
 
 def kv_bytes(shape: ModelConfig, element: int) -> int:

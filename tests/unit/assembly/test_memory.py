@@ -1,8 +1,11 @@
+from pathlib import Path
+
 import pytest
 import torch
 
 from longtail.assembly import memory
-from longtail.config.rl import RunConfig, load
+from longtail.assembly.plan import RunPlan
+from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family, ModelConfig, Transformer
@@ -10,9 +13,20 @@ from longtail.system import machine
 from support.tiny_models import tiny_config, tiny_model
 
 
-def config(*words: str) -> RunConfig:
-    """Return a configuration whose dtypes and device do not depend on this machine."""
-    return load(None, ["--rollout.dtype=float32", "--run.device=cpu", *words])
+def planned(*words: str, gpus: float = 0.0) -> RunPlan:
+    """Return the plan of a small model, which does not depend on this machine."""
+    return RunPlan(
+        config=load(None, ["--rollout.dtype=float32", *words]),
+        directory=Path("model"),
+        shape=tiny_config(),
+        device=torch.device("cuda" if gpus else "cpu"),
+        gpus=gpus,
+        on_vllm=gpus > 0,
+    )
+
+
+def with_card(monkeypatch: pytest.MonkeyPatch, free: float, whole: float) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (round(free), round(whole)))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -71,13 +85,12 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family)
 def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], field: str
 ) -> None:
-    own, shape = config("--cluster.workers=2", *words), tiny_config()
-    needed = 2 * sum(memory.estimate(own, shape).values())
+    needed = 2 * sum(memory.estimate(planned("--cluster.workers=2", *words)).values())
 
     def check(available: int | None, *more: str) -> None:
         found = machine.Memory(total=needed, available=available)
         monkeypatch.setattr(memory.machine, "memory", lambda: found)
-        memory.check(config("--cluster.workers=2", *words, *more), shape)
+        memory.check(planned("--cluster.workers=2", *words, *more))
 
     check(needed)
     check(needed // 2, "--cluster.address=10.0.0.1:6379")  # the other worker has another host
@@ -98,61 +111,55 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
 def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], free: float, field: str | None
 ) -> None:
-    own, shape, gpu = config("--run.device=cpu", *words), tiny_config(), torch.device("cuda")
-    card = 4 * 10**9
-    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: gpu)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (round(free * card), card))
+    own, card = planned(*words, gpus=1.0), 4e9
+    with_card(monkeypatch, free * card, card)
     if field is None:
-        memory.check(own, shape, gpu)
-        found = memory.estimate(own, shape, gpu)
+        memory.check(own)
+        found = memory.estimate(own)
         assert found["share of vLLM"] == round(0.4 * card)
         assert {"KV cache", "rollout weights"}.isdisjoint(found)
     else:
         with pytest.raises(ConfigError, match=field):
-            memory.check(own, shape, gpu)
+            memory.check(own)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(
     monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    shape, card, device = tiny_config(), 4 * 10**9, torch.device("cuda")
-    words = ("--rollout.vllm={enable_sleep_mode = true}", f"--cluster.workers={workers}")
-    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card, card))
-    awake, own = config(f"--cluster.workers={workers}"), config(*words)
-    found = memory.estimate(own, shape, device)
+    card, words = 4e9, (f"--cluster.workers={workers}",)
+    with_card(monkeypatch, card, card)
+    own = planned("--rollout.vllm={enable_sleep_mode = true}", *words, gpus=1.0)
+    found = memory.estimate(own)
     passing = found["activations and scores"] + (found["gradients"] if workers == 1 else 0)
     free = sum(found.values()) - passing
     assert 0 < passing < found["share of vLLM"]
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, card))
-    memory.check(own, shape, device)
+    with_card(monkeypatch, free, card)
+    memory.check(own)
     with pytest.raises(ConfigError):
-        memory.check(awake, shape, device)
+        memory.check(planned(*words, gpus=1.0))
 
 
-@pytest.mark.parametrize(
-    ("gpus", "workers", "share", "held"), [(None, 2, 0.4, 1), (0.5, 2, 0.2, 2), (0.25, 2, 0.1, 2)]
-)
+@pytest.mark.parametrize(("gpus", "share", "held"), [(1.0, 0.4, 1), (0.5, 0.2, 2), (0.25, 0.1, 2)])
 def test_workers_that_share_a_gpu_divide_vllms_part_of_it(
-    monkeypatch: pytest.MonkeyPatch, gpus: float | None, workers: int, share: float, held: int
+    monkeypatch: pytest.MonkeyPatch, gpus: float, share: float, held: int
 ) -> None:
-    words = () if gpus is None else (f"--cluster.gpus_per_worker={gpus}",)
-    shape, card, device = tiny_config(), 4 * 10**9, torch.device("cuda")
-    own = load(None, [f"--cluster.workers={workers}", "--rollout.dtype=float32", *words])
-    monkeypatch.setattr(memory, "run_device", lambda _: device)
-    monkeypatch.setattr("longtail.assembly.device.run_device", lambda _: device)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (card, card))
-    found = memory.estimate(own, shape, device)
+    own, card = planned("--cluster.workers=2", gpus=gpus), 4e9
+    with_card(monkeypatch, card, card)
+    found = memory.estimate(own)
     assert found["share of vLLM"] == round(share * card)
-    given = memory.vllm_arguments(own, shape)
-    if gpus is None:
+    given = memory.vllm_arguments(own)
+    if gpus == 1:
         assert not given
     else:
         assert given["gpu_memory_utilization"] == pytest.approx(share)
-        weights = 4 * memory.count_parameters(shape)
+        weights = 4 * memory.count_parameters(own.shape)
         assert 0 < given["kv_cache_memory_bytes"] < share * card - weights
-    needed = held * sum(found.values())
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (needed - 1, card))
+    with_card(monkeypatch, held * sum(found.values()) - 1, card)
     with pytest.raises(ConfigError, match="GB of memory"):
-        memory.check(own, shape, device)
+        memory.check(own)
+
+
+def test_adapters_need_less_memory() -> None:
+    few, all_weights = planned("--learner.lora.rank=4"), planned()
+    assert sum(memory.estimate(few).values()) < sum(memory.estimate(all_weights).values())

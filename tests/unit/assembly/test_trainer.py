@@ -5,6 +5,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
 from longtail.assembly.trainer import TrainerComponents, assemble
+from longtail.assembly.plan import plan_run
 from longtail.assembly.worker import build_components
 from longtail.cluster.workers.components import WorkerComponents
 from longtail.cluster.workers.pool import Place
@@ -38,7 +39,7 @@ def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
 def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = _config(workshop, *words)
     limits = _assemble(workshop, *words).limits
-    return build_components(config, workshop.model, DRAFTERS, limits, Place())
+    return build_components(plan_run(config, workshop.model), DRAFTERS, limits, Place())
 
 
 def _batch() -> TrainBatch:
@@ -104,7 +105,7 @@ def test_the_engine_writes_under_the_weights_that_were_published(
     words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
     config = _config(workshop, *words)
     parts = assemble(config, tmp_path, lambda rows: {})
-    components = build_components(config, tmp_path, DRAFTERS, parts.limits, Place())
+    components = build_components(plan_run(config, tmp_path), DRAFTERS, parts.limits, Place())
     worker = Worker(components)
     worker.learn([_batch()])
     assert components.generator.policy_version == 0

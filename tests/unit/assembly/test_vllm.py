@@ -1,7 +1,5 @@
-"""`rollout.engine`: what generates, and what is refused before a run starts."""
+"""The drafter of a run that vLLM generates for."""
 
-import json
-from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
@@ -9,68 +7,13 @@ import pytest
 
 from longtail.assembly import vllm
 from longtail.assembly.drafters import fresh
-from longtail.assembly.vllm import uses_vllm
 from longtail.config.rl import load
 from longtail.errors import ConfigError
-from support import contract, toy
-
-
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "olmo2", "vocab_size": 9}))
-    return tmp_path
-
-
-@pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: Any = object()
-    monkeypatch.setattr(util, "find_spec", lambda name: found)
-    monkeypatch.setattr(metadata, "version", lambda name: "0.32.0")
+from support import contract
 
 
 def asked(*words: str) -> Any:
     return load(None, ["--run.dir=run", *words])
-
-
-def test_auto_is_the_own_engine_where_it_has_the_family() -> None:
-    assert not uses_vllm(asked(), toy.REASONER)
-    assert not uses_vllm(asked("--rollout.engine=own"), toy.REASONER)
-
-
-@pytest.mark.usefixtures("installed")
-def test_other_families_need_vllm(foreign: Path) -> None:
-    assert uses_vllm(asked(), foreign)
-    assert uses_vllm(asked("--rollout.engine=vllm"), toy.REASONER)
-    with pytest.raises(ConfigError, match=r"rollout\.engine = 'own': .*olmo2.*set it to 'vllm'"):
-        uses_vllm(asked("--rollout.engine=own"), foreign)
-
-
-def test_without_vllm_one_sentence_says_what_to_install(foreign: Path, monkeypatch) -> None:
-    monkeypatch.setattr(util, "find_spec", lambda name: None)
-    for config, directory in ((asked(), foreign), (asked("--rollout.engine=vllm"), toy.REASONER)):
-        with pytest.raises(ConfigError, match="pip install vllm"):
-            uses_vllm(config, directory)
-
-
-@pytest.mark.usefixtures("installed")
-def test_another_release_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.40.1")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.40\.1 is installed, and 0\.32 or 0\.33"):
-        uses_vllm(asked("--rollout.engine=vllm"), toy.REASONER)
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [
-        (("--rollout.min_p=0.1",), "rollout.min_p = 0.1"),
-        (("--learner.sharding=full", "--cluster.workers=2"), "learner.sharding = 'full'"),
-        (("--speculation.tuner=fixed", "--speculation.width=2"), "speculation.width = 2"),
-    ],
-)
-def test_what_vllm_cannot_do_is_refused_by_name(words: tuple[str, ...], field: str) -> None:
-    with pytest.raises(ConfigError, match=field):
-        uses_vllm(asked("--rollout.engine=vllm", *words), toy.REASONER)
 
 
 def test_vllm_has_one_drafter_the_first_that_it_can_run() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
+from longtail.assembly.plan import plan_run
 from longtail.bench.e2e import card
 from longtail.bench.e2e.arms import ArmResult, Plan, Texts, differing_share, make_plan
 from longtail.bench.e2e.run import must_park, run_arms
@@ -293,8 +294,7 @@ def test_arms_are_parked_if_all_may_need_more_than_is_free(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_of(workshop, arms=("off", "history"))
-    shape = memory.model_shape(str(workshop.model))
-    parts = memory.estimate(plan.arms["off"], shape)
+    parts = memory.estimate(plan_run(plan.arms["off"], workshop.model))
     # Activations and gradients are those of one arm at a time.
     both = 2 * sum(parts.values()) - sum(parts[name] for name in memory.PASSING)
     for free, expected in ((both, False), (both - 1, True), (None, False)):

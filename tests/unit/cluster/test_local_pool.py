@@ -6,6 +6,7 @@ import pytest
 
 from end_to_end.workshop import build
 from longtail.assembly.trainer import assemble
+from longtail.assembly.plan import plan_run
 from longtail.assembly.worker import build_worker
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import LocalWorkerPool
@@ -20,7 +21,7 @@ def test_wait_runs_the_task_and_returns_its_exception(tmp_path):
     workshop = build(tmp_path)
     config = load(None, workshop.words("run", "--speculation.drafter=none")[1:])
     parts = assemble(config, workshop.model, lambda rows: {}, on_progress=lambda progress: None)
-    make = partial(build_worker, config, workshop.model, (), parts.limits)
+    make = partial(build_worker, plan_run(config, workshop.model), (), parts.limits)
     pool = LocalWorkerPool(make, lambda progress: None)
     (ready,) = pool.wait(0.0)
     assert (ready.worker, ready.is_lost) == (0, False)

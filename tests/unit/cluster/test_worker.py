@@ -10,6 +10,7 @@ import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.assembly.drafters import drafter_names
+from longtail.assembly.plan import plan_run
 from longtail.assembly.worker import build_components
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.components import WorkerComponents
@@ -40,7 +41,7 @@ def make_components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = load(None, workshop.words("run", f"--speculation.drafter={drafter}", *words)[1:])
     limits = EngineLimits(max_running=8, max_step_tokens=64, max_len=64)
     names = drafter_names(config.speculation.drafter, config.model.path, learns=True)
-    return build_components(config, workshop.model, names, limits, Place())
+    return build_components(plan_run(config, workshop.model), names, limits, Place())
 
 
 @pytest.fixture

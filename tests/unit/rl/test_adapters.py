@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from end_to_end.workshop import build, say
-from longtail.assembly import memory
 from longtail.assembly.policy import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
@@ -22,7 +21,6 @@ from longtail.rl.packing import lay_out, pack_rollouts
 from longtail.types import SamplingParams, TrainBatch
 from support.causal import FAMILIES, PROMPTS, TEXTS, random_model
 from support.rollouts import rollout
-from support.tiny_models import tiny_config
 
 PACKED = lay_out(TEXTS, PROMPTS)
 
@@ -202,17 +200,6 @@ def test_lora_with_our_decoder_or_with_shards_is_refused_by_name():
         load(None, words)
     assert "learner.model = 'own': learner.lora needs" in str(error.value)
     assert "learner.sharding = 'full': learner.lora trains adapters" in str(error.value)
-
-
-def test_adapters_need_less_memory():
-    needed = [
-        sum(memory.estimate(load(None, ["--rollout.dtype=float32", *words]), SHAPE).values())
-        for words in (["--learner.lora.rank=4"], [])
-    ]
-    assert needed[0] < needed[1]
-
-
-SHAPE = tiny_config("llama")
 
 
 @pytest.mark.slow

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from longtail.assembly import memory
 from longtail.assembly.device import run_device
+from longtail.assembly.engine import model_directory
+from longtail.assembly.plan import plan_run
 from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card
@@ -48,11 +50,9 @@ def run(options: E2eBenchOptions) -> int:
 def must_park(plan: Plan) -> bool:
     """Return whether all arms together may need more memory than is free."""
     own = plan.arms[OFF]
-    device, shape = run_device(own), memory.model_shape(own.model.path)
-    available = memory.available_bytes(device)
-    parts = [
-        (each.cluster.workers, memory.estimate(each, shape, device)) for each in plan.arms.values()
-    ]
+    directory, available = model_directory(own.model.path), memory.available_bytes(run_device(own))
+    plans = [plan_run(each, directory) for each in plan.arms.values()]
+    parts = [(each.config.cluster.workers, memory.estimate(each)) for each in plans]
     passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
     return available is not None and needed > available and not own.is_sharded

