@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.plan import plan_run
+from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components
 from longtail.cluster.workers.components import WorkerComponents
 from longtail.cluster.workers.pool import Place

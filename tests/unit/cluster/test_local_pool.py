@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from end_to_end.workshop import build
-from longtail.assembly.trainer import assemble
 from longtail.assembly.plan import plan_run
+from longtail.assembly.trainer import assemble
 from longtail.assembly.worker import build_worker
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import LocalWorkerPool
