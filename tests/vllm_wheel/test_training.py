@@ -74,6 +74,13 @@ def test_requests_that_move_while_finished_groups_are_learned_from_change_no_tex
     assert metrics[-1]["speculation/accept_length"] > 1
 
 
+def test_a_policy_in_shards_learns_beside_vllm(tmp_path) -> None:
+    """FSDP2's process group and vLLM's are in one process; sums over shards round otherwise."""
+    shards = ("--learner.sharding=full", "--cluster.workers=2")
+    found = written(tmp_path / "vllm", "--rollout.engine=vllm", *shards)
+    assert same(found, written(tmp_path / "own", "--rollout.engine=own", *shards))
+
+
 def test_a_killed_worker_changes_no_text(own, tmp_path) -> None:
     """Two workers, of which an idle one trains the drafter; one is killed and replaced."""
     path = tmp_path / "run"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longtail.assembly.drafters import NONE, WEIGHTLESS
+from longtail.assembly.drafters import AUTO, FRESH, NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.policy import holds_bfloat16
@@ -56,8 +56,8 @@ def _adapter_parameters(shape: ModelConfig, rank: int) -> int:
 def estimate(plan: RunPlan) -> dict[str, int]:
     """Return the bytes of each use of memory by one worker.
 
-    A CPU adds the packed copy of bfloat16 matrices, and whole weights gathered from shards; on a
-    GPU weights and keys and values of the rollout are in vLLM's share.
+    A CPU adds the packed copy of bfloat16 matrices, and whole weights gathered from shards; a GPU
+    gathers layer by layer, and weights and keys and values of the rollout are in vLLM's share.
     """
     config, shape, on_cpu = plan.config, plan.shape, plan.device.type == "cpu"
     rollout, learner, spot = config.rollout, config.learner, config.spot
@@ -69,7 +69,10 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     weights = master * parameters
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
     trained, saved = shard, 0
-    casts = _BYTES["bfloat16"] * shard // master if learner.autocast is True else 0
+    alone = max(0, shape.num_layers - 2)  # embedding, head and two layers are whole at a time
+    casts = 0
+    if learner.autocast is True:  # on a GPU those of gathered layers stay until the pass ends
+        casts = _BYTES["bfloat16"] * (shard if on_cpu else weights) // master
     if learner.lora is not None:
         trained = master * _adapter_parameters(shape, learner.lora.rank)
         if casts and holds_bfloat16(plan.directory, learner):
@@ -77,7 +80,8 @@ def estimate(plan: RunPlan) -> dict[str, int]:
             casts -= _BYTES["bfloat16"] * shape.num_layers * layer
     each = sum_bytes(getattr(torch, learner.dtype), exact=learner.sums == "exact")
     sums = trained if config.is_sharded else each * trained // master
-    has_drafter = not set(config.speculation.drafter.split("+")) <= {NONE, *WEIGHTLESS}
+    names = set(config.speculation.drafter.split("+"))
+    untrained = {NONE, *WEIGHTLESS, *((AUTO, FRESH) if plan.on_vllm else ())}  # vLLM learns its own
     found = {
         _VLLM: 0 if on_cpu else round(_vllm_share(plan) * torch.cuda.mem_get_info(plan.device)[1]),
         _WEIGHTS: parameters * small * (2 if rollout.dtype == "bfloat16" else 1) if on_cpu else 0,
@@ -91,13 +95,15 @@ def estimate(plan: RunPlan) -> dict[str, int]:
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
         "reference model": shard if learner.kl_coef > 0 and learner.lora is None else 0,
-        "gathered weights": 2 * weights if config.is_sharded and on_cpu else 0,
+        "gathered weights": (2 * weights if on_cpu else weights - master * layer * alone)
+        if config.is_sharded
+        else 0,
         "undo of a step": 3 * trained
         if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded
         else 0,
         _DRAFTER: 4 * (7 * layer + 3 * min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size))
         + (spot.buffer_mb + spot.features_mb) * 2**20
-        if has_drafter
+        if not names <= untrained
         else 0,
     }
     return {name: size for name, size in found.items() if size}

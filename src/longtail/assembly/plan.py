@@ -50,20 +50,21 @@ def plan_run(config: RunConfig, directory: Path) -> RunPlan:
         shape = load_config(directory)
     except UnsupportedModelError as error:
         lacking = str(error)
-    _check_learner(config, directory)
+    gpus = 0.0 if device.type == "cpu" else _gpus(config)
+    _check_learner(config, directory, gpus)
     if not lacking and device.type == "cuda":
         lacking = "longtail's own engine generates on CPUs, and the run's device is a GPU"
     return RunPlan(
         config=config,
         directory=directory.absolute(),  # workers may have other working directories
         device=device,
-        gpus=0.0 if device.type == "cpu" else _gpus(config),
+        gpus=gpus,
         on_vllm=_uses_vllm(config, lacking),
         shape=equal_decoder(directory) if shape is None else shape,
     )
 
 
-def _check_learner(config: RunConfig, directory: Path) -> None:
+def _check_learner(config: RunConfig, directory: Path, gpus: float) -> None:
     """Raise ConfigError for what the learner cannot do."""
     if config.learner.lora is not None:
         import_peft()
@@ -75,6 +76,11 @@ def _check_learner(config: RunConfig, directory: Path) -> None:
         raise ConfigError(
             "learner.sharding = 'full': transformers' code is trained (learner.model), whose "
             "weights are not sharded; set 'none', or learner.model = 'own' for a family it has"
+        )
+    if 0 < gpus < 1:
+        raise ConfigError(
+            f"learner.sharding = 'full': workers share a GPU (cluster.gpus_per_worker = {gpus:g}), "
+            "which NCCL admits once; leave one of them out"
         )
     if torch.__version__ < _SHARDING_SINCE:
         raise ConfigError(
@@ -111,11 +117,6 @@ def _uses_vllm(config: RunConfig, reason: str) -> bool:
     version = vllm_version()
     if not version.startswith(TESTED_VERSIONS):
         raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
-    if config.is_sharded:
-        raise ConfigError(
-            "learner.sharding = 'full': its process group and vLLM's exclude each other in one "
-            "process; set it to 'none', or rollout.engine to 'own'"
-        )
     if config.speculation.tuner == "fixed" and config.speculation.width > 1:
         raise ConfigError(
             f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"

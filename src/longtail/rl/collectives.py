@@ -117,7 +117,10 @@ class TorchProcessGroup(ProcessGroup):
         self._timeout = timedelta(seconds=timeout_s)
         self._group: dist.ProcessGroup | None = None
         self._connected: Any = None
-        self._is_default = False
+        self._world: dist.ProcessGroup | None = None
+        """This group among torch.distributed's globals; None if it is not."""
+        self._world_before: dist.ProcessGroup | None = None
+        """The default group of another part of the process, such as vLLM's."""
         self._windows: SharedWindows | None = None
         self._sent_share = 0.0
         """Bytes that a sum of one byte sends to another host; gloo adds up in a ring of ranks."""
@@ -170,9 +173,11 @@ class TorchProcessGroup(ProcessGroup):
     def mesh(self) -> DeviceMesh:
         """Make these ranks, by the same connections, torch.distributed's global default group.
 
-        FSDP2 takes no other. It ends when this group is closed.
+        FSDP2 takes no other. It ends when this group is closed. Who made the default group before
+        keeps that as an object: vLLM of one process asks for the default only at its start.
         """
         device = self._device.type
+        self._world_before, dist.group.WORLD = dist.group.WORLD, None
         dist.Backend.register_backend("longtail", lambda *_: self._connected, devices=[device])
         dist.init_process_group(
             "longtail",
@@ -181,9 +186,9 @@ class TorchProcessGroup(ProcessGroup):
             world_size=self.size,
             timeout=self._timeout,
         )
-        self._is_default = True
-        assert dist.group.WORLD is not None
-        return DeviceMesh.from_group(dist.group.WORLD, device)
+        self._world = dist.group.WORLD
+        assert self._world is not None
+        return DeviceMesh.from_group(self._world, device)
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -208,9 +213,10 @@ class TorchProcessGroup(ProcessGroup):
         What was sharded over `mesh` keeps the connections, so they raise it after their timeout.
         """
         self._group = self._connected = None
-        if self._is_default:
-            self._is_default = False
-            dist.destroy_process_group()
+        if self._world is not None:
+            ended, self._world = self._world, None
+            dist.group.WORLD = self._world_before
+            dist.destroy_process_group(ended)
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:

@@ -104,7 +104,7 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     [
         ((), 1.0, None),
         ((), 0.39, "lower rollout.vllm.gpu_memory_utilization"),
-        ((), 1e-4, "lower spot.buffer_mb"),
+        ((), 1e-4, "lower learner.tokens_per_micro_batch"),
         (("--rollout.vllm", "{gpu_memory_utilization = 1e-6}"), 1.0, "gpu_memory_utilization"),
     ],
 )

@@ -72,7 +72,6 @@ def test_another_release_of_vllm_is_refused(models: Path, monkeypatch) -> None:
     ("words", "field"),
     [
         (("--rollout.min_p=0.1",), "rollout.min_p = 0.1"),
-        (SHARDS, "learner.sharding = 'full': its process group"),
         (("--speculation.tuner=fixed", "--speculation.width=2"), "speculation.width = 2"),
     ],
 )
@@ -94,6 +93,14 @@ def test_without_peft_the_command_that_installs_it_is_named(models: Path, monkey
     monkeypatch.setattr(machine.importlib, "import_module", missing)
     with pytest.raises(ConfigError, match=r"learner.lora needs peft .*pip install .*lora"):
         planned(models / "llama", "--learner.lora.rank=2")
+
+
+@pytest.mark.usefixtures("installed")
+def test_shards_are_on_gpus_of_their_own(models: Path, monkeypatch) -> None:
+    monkeypatch.setattr(plan, "run_device", lambda config: torch.device("cuda"))
+    assert planned(models / "llama", *SHARDS).on_vllm
+    with pytest.raises(ConfigError, match=r"learner.sharding = 'full': workers share a GPU"):
+        planned(models / "llama", *SHARDS, "--cluster.gpus_per_worker=0.5")
 
 
 @pytest.mark.usefixtures("installed")
