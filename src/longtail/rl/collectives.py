@@ -215,8 +215,9 @@ class TorchProcessGroup(ProcessGroup):
         self._group = self._connected = None
         if self._world is not None:
             ended, self._world = self._world, None
-            dist.group.WORLD = self._world_before
-            dist.destroy_process_group(ended)
+            if self._world_before is not None:
+                dist.group.WORLD = self._world_before
+            dist.destroy_process_group(ended)  # with all others, if it is the default one
 
     def _open_group(self) -> dist.ProcessGroup:
         if self._group is None:
