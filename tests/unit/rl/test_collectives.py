@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -228,3 +229,16 @@ def test_a_sum_sends_its_bytes_along_a_ring_of_which_other_hosts_are_counted(
 
     monkeypatch.setattr(TorchProcessGroup, "_store", at_home)
     assert sum(together(size, run)) == pytest.approx(links * 2 * (size - 1) / size * 8040)
+
+
+def test_the_default_group_of_another_part_of_the_process_comes_back(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        others = dist.group.WORLD
+        group = TorchProcessGroup(0, 1, f"file://{tmp_path}/meet", backend="gloo", timeout_s=5)
+        assert group.mesh().size() == 1
+        assert dist.group.WORLD is not others
+        group.close()
+        assert dist.group.WORLD is others
+    finally:
+        dist.destroy_process_group()
