@@ -18,7 +18,6 @@ _Overrides = Annotated[
 ]
 _Threads = Annotated[int, Option("compute threads of each contestant", low=1, high=1024)]
 _Repeats = Annotated[int, Option("measured turns of each contestant", low=1, high=1000)]
-_Precision = Literal["auto", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +90,6 @@ class LearnerBenchOptions:
     prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
     repeats: _Repeats = 3
     threads: _Threads = 1
-    peer_python: Annotated[
-        str | None, Option("python of an environment with TRL, to compare its trainer", "PATH")
-    ] = None
     json: Json = False
     overrides: _Overrides = ()
 
