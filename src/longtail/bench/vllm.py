@@ -26,9 +26,9 @@ import torch
 import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.bench.common.card import Table, by_position, print_card
-from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
+from longtail.bench.common.vllm_process import VllmProcess
 from longtail.bench.options import VllmBenchOptions
 from longtail.config import files
 from longtail.config.rl import RunConfig, load
@@ -120,10 +120,8 @@ def measure(
         engines = {}
         for rule in rules:
             log(f"starting vLLM: {rule}")
-            peer = PeerProcess(
-                options.python, ENGINE_WORKER, "vllm", {**spec, "rule": rule}, flag="--python"
-            )
-            engines[rule] = stack.enter_context(peer)
+            engine = VllmProcess(options.python, {**spec, "rule": rule}, flag="--python")
+            engines[rule] = stack.enter_context(engine)
         for number in range(-1, options.repeats):  # the first round warms up
             first = (number + 1) * _texts_of_a_round(options)
             for running in options.batches:
@@ -154,7 +152,6 @@ def _export(
 def _spec(subject: Subject, options: VllmBenchOptions) -> dict[str, Any]:
     """Return the job of the engines."""
     return {
-        "kind": "vllm",
         "model_dir": str(subject.target.directory),
         "depth": options.depth,
         "dtype": options.dtype,
