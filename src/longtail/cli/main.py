@@ -27,7 +27,7 @@ verbs:
   merge      write the whole model of a run that trained adapters
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
-  bench      measure whole runs, generation, the learner, or longtail inside TRL or vLLM
+  bench      measure whole runs, generation, the learner, or drafts in vLLM
   report     write the page that view shows as one file, with the run's data in it
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing

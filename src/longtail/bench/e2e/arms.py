@@ -206,10 +206,9 @@ class Arm:
         self._trainer.close()
         self._grader.close()
         self._run.close()
-        rollouts = self._place / "rollouts.jsonl"
-        if rollouts.exists():
-            rows = [json.loads(line) for line in rollouts.read_bytes().splitlines()]
-            self.result.texts = {row["request_id"]: row["text"] for row in rows}
+        lines = (self._place / "rollouts.jsonl").read_bytes().splitlines()
+        rows = [json.loads(line) for line in lines]
+        self.result.texts = {row["request_id"]: row["text"] for row in rows}
         return self.result
 
 

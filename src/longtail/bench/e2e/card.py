@@ -59,7 +59,7 @@ def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
     told = ((ALL, "idle workers at work"),) if ALL in found else begun
     clauses: list[str] = []
     for name, what in told:
-        if name not in found or not off.metrics:
+        if name not in found:
             continue
         own, plain = (each.column("timing_s/step") for each in (found[name], off))
         share = ratios(own, plain)
@@ -203,8 +203,7 @@ def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:
 
 
 def _median(result: ArmResult, name: str) -> float:
-    values = result.column(name)
-    return Spread.of(values).median if values else 0.0
+    return Spread.of(result.column(name)).median
 
 
 def _unnamed_share(result: ArmResult) -> float:
