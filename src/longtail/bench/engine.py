@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
+from longtail.bench.common.card import DISTURBED, Table, print_card
 from longtail.bench.common.subject import Drafters, Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
 from longtail.bench.common.vllm_process import VllmProcess
@@ -365,7 +365,7 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
     ]
     headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ",
                 "predicted s, nodes")  # fmt: skip
-    return Table(title, by_position(*headings), rows)
+    return Table(title, headings, rows)
 
 
 def as_json(

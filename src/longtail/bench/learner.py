@@ -281,7 +281,7 @@ class Measured:
 
     seconds: Mapping[str, Sequence[float]]
     steps: Mapping[str, Sequence[Mapping[str, float]]]
-    """What each step returned; the first is the warm-up."""
+    """Results of the steps; the first is the warm-up."""
 
     def spread(self, name: str, part: str) -> Spread | None:
         """Return the seconds of a part of a contestant's steps; None if it has no such part."""
@@ -307,15 +307,16 @@ def _table(result: Mapping[str, Any], measured: Measured) -> Table:
     title = "learner, {model}: {num_tokens} tokens, {num_scored} scored; micro-batches: "
     return Table(
         f"{title}{{micro_batches}}; {{device}}".format(**result),
-        {
-            "": lambda name: name,
-            "step s": lambda name: Spread.of(seconds[name]),
-            "forward s": lambda name: measured.spread(name, "forward"),
-            "backward s": lambda name: measured.spread(name, "backward"),
-            "update s": lambda name: measured.spread(name, "update"),
-            "over longtail": lambda name: ratios(seconds[name], seconds["longtail"]),
-        },
-        list(seconds),
+        ("", "step s", *(f"{part} s" for part in _PARTS), "over longtail"),
+        [
+            (
+                name,
+                Spread.of(own),
+                *(measured.spread(name, part) for part in _PARTS),
+                ratios(own, seconds["longtail"]),
+            )
+            for name, own in seconds.items()
+        ],
     )
 
 

@@ -12,14 +12,7 @@ It samples at temperature 1, without truncation, and writes as many tokens after
 
 With a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
 of vLLM) texts end by themselves, a turn has `seeds`, `temperature` and `stop_token_ids`, too, and
-the answer has `tokens`, `num_drafts` and `num_accepted`. The rules:
-
-    plain          longtail's keyed noise, no drafts
-    loop           the same, with longtail's generator around it, as `longtail train` has it
-    learned        a drafter that vLLM learns by itself
-    coupled        drafts with the noise of the target, verified by equality
-    greedy         vLLM's default: most likely drafts, its own sampler
-    probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
+the answer has `tokens`, `num_drafts` and `num_accepted`. `longtail.bench.vllm` lists the rules.
 
 vLLM's own rules run with the defects of its CPU path worked around, since noise would be compared
 otherwise. Only rules import longtail: from this environment, else from the folder `packages`.

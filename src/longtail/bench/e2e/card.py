@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longtail.bench.common.card import Table, by_position, numbers
+from longtail.bench.common.card import Table, numbers
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.arms import (
     ACCEPT,
@@ -90,6 +90,18 @@ def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
     """Return the comparison, accept lengths, and the parts of a step."""
     off, own, best = found[OFF], plan.arms[OFF], best_plain(found)
     workers = own.cluster.workers
+    arms = [
+        (
+            name,
+            _speedup(found[best], each, "step"),
+            _speedup(found[best], each, "rollout"),
+            _median(each, ACCEPT) or None,
+            f"{_idle_share(each):.0%}",
+            f"{_median(each, 'cluster/idle_utilization'):.0%}",
+            f"{differing_share(off, each):.2%}",
+        )
+        for name, each in found.items()
+    ]
     parts = [
         (
             name,
@@ -104,33 +116,21 @@ def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
             f"Training {own.model.path} end to end, {workers} worker{'s' * (workers > 1)}, "
             f"{threads_each(own.run.threads, workers)} thread(s) each, {plan.steps} steps in turn; "
             f"speedups over the arm {best}; median (lowest-highest) over steps",
-            {
-                "arm": lambda name: name,
-                "step speedup": lambda name: _speedup(found[best], found[name], "step"),
-                "rollout speedup": lambda name: _speedup(found[best], found[name], "rollout"),
-                "accept length": lambda name: _median(found[name], ACCEPT) or None,
-                "idle": lambda name: f"{_idle_share(found[name]):.0%}",
-                "idle time used": lambda name: (
-                    f"{_median(found[name], 'cluster/idle_utilization'):.0%}"
-                ),
-                "texts differ": lambda name: f"{differing_share(off, found[name]):.2%}",
-            },
-            list(found),
+            (
+                "arm",
+                "step speedup",
+                "rollout speedup",
+                "accept length",
+                "idle",
+                "idle time used",
+                "texts differ",
+            ),
+            arms,
         ),
         *_accept_table(found),
         Table(
             "Seconds of a step, medians",
-            by_position(
-                "arm",
-                *_PARTS,
-                "step",
-                "ahead",
-                "lent",
-                "stolen",
-                "stop",
-                "moved",
-                "unnamed",
-            ),
+            ("arm", *_PARTS, "step", "ahead", "lent", "stolen", "stop", "moved", "unnamed"),
             parts,
         ),
     ]
@@ -149,7 +149,7 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
     return [
         Table(
             "Accept length by step; 0 where nothing was drafted",
-            by_position("arm", *(str(step + 1) for step in steps)),
+            ("arm", *(str(step + 1) for step in steps)),
             cells,
         )
     ]
