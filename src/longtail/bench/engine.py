@@ -14,18 +14,23 @@ with its longest one. Rounds write the prompts after the first texts (`--warm`) 
 drafters, tuner and guard keep what they learn from round to round, as from step to step of a run.
 """
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
 from statistics import median
-from typing import Any, final
+from typing import Any
 
-from longtail.bench.common.card import DISTURBED, Table, by_position, print_card
-from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+
+from longtail.bench.common.card import DISTURBED, Table, print_card
 from longtail.bench.common.subject import Drafters, Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
+from longtail.bench.common.vllm_process import VllmProcess
 from longtail.bench.options import EngineBenchOptions
 from longtail.config import files
 from longtail.config.rl import load
@@ -33,6 +38,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.model.hf.causal import read_pretrained
 from longtail.speculation.drafter import Drafter
 from longtail.system.device import set_threads
 from longtail.tuner.budget import BudgetTuner
@@ -50,18 +56,15 @@ def run(options: EngineBenchOptions) -> int:
     set_threads(options.threads)
     log = progress("engine")
     config = load(files.locate(options.run), options.overrides)
-    num_texts = options.warm + (1 + options.repeats) * most_texts(options)
+    largest_round = max(options.texts, *options.batches)
+    num_texts = options.warm + (1 + options.repeats) * largest_round
     subject = open_subject(config, num_texts, log)
     drafters = Drafters(config.speculation.drafter, subject, options.warm, log)
     with ExitStack() as stack:
-        peers = {}
-        for kind, python in peer_pythons(options).items():
-            log(f"starting {kind}")
-            peer = start_peer(kind, python, options, subject)
-            peers[kind] = stack.enter_context(peer)
-        bench = EngineBench(subject, drafters, options, peers, log)
-        cells = [bench.measure(batch) for batch in options.batches]
-    descriptions = {kind: peer.description for kind, peer in peers.items()}
+        peers, descriptions = open_peers(options, subject, stack, log)
+        cells = [
+            measure(subject, drafters, options, peers, log, batch) for batch in options.batches
+        ]
     result = as_json(options, subject, cells, drafters=drafters.names, peers=descriptions)
     title = (
         f"Generation by {result['model']}, {result['dtype']}, {options.threads} thread(s), "
@@ -75,11 +78,6 @@ def run(options: EngineBenchOptions) -> int:
         json_only=options.json,
     )
     return 0
-
-
-def most_texts(options: EngineBenchOptions) -> int:
-    """Return the number of texts of the largest round."""
-    return max(options.texts, *options.batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,37 +101,12 @@ class Turn:
     """Expected over accepted nodes of these steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One contestant at one batch size; spreads are over the turns."""
-
-    name: str
-    tokens_per_s: Spread
-    over_plain: Spread
-    """Tokens/s over those of plain decoding, within each turn."""
-    accept_length: float
-    differing_share: float | None
-    """Share of the texts that are not those of plain decoding; None for another engine."""
-    seconds_share: float
-    """Median of the turns' predicted over measured seconds; 0 without drafts."""
-    nodes_share: float
-    """Median of the turns' expected over accepted nodes."""
+Peer = Callable[[Mapping[str, Any]], Turn]
+"""Another engine: prompts, lengths of the texts after them and the number running -> its turn."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
-    """All contestants at one batch size."""
-
-    batch: int
-    num_texts: int
-    num_tokens: int
-    rows: Sequence[Row]
-    lowest_cpu_share: float
-    """CPU seconds over seconds of the most disturbed turn."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the figures, with rows by name."""
-        return {**asdict(self), "rows": {each.name: asdict(each) for each in self.rows}}
+Cell = Mapping[str, Any]
+"""Figures of all contestants with a number of texts running, as `summarize` returns them."""
 
 
 class WatchedTuner(BudgetTuner):
@@ -221,81 +194,75 @@ def round_of(engines: Mapping[str, OwnEngine], first: int, num_texts: int) -> di
     return {name: engine.end() for name, engine in engines.items()}
 
 
-@final
-class EngineBench:
-    """A subject, its drafters, and the other engines that are compared."""
-
-    def __init__(
-        self,
-        subject: Subject,
-        drafters: Drafters,
-        options: EngineBenchOptions,
-        peers: Mapping[str, PeerProcess],
-        log: Log,
-    ) -> None:
-        self._subject, self._drafters, self._options = subject, drafters, options
-        self._peers, self._log = peers, log
-
-    def measure(self, batch: int) -> Cell:
-        """Run all contestants in turns at one batch size."""
-        num_texts = max(self._options.texts, batch)
-        own = {
-            name: OwnEngine(self._subject, batch, self._drafters.open(some))
-            for name, some in self._sets().items()
+def measure(
+    subject: Subject,
+    drafters: Drafters,
+    options: EngineBenchOptions,
+    peers: Mapping[str, Peer],
+    log: Log,
+    batch: int,
+) -> Cell:
+    """Run all contestants in turns with a number of texts running."""
+    num_texts = max(options.texts, batch)
+    own = {
+        name: OwnEngine(subject, batch, drafters.open(some))
+        for name, some in _sets(options.contestants, drafters.names).items()
+    }
+    turns: dict[str, list[Turn]] = {name: [] for name in (*own, *peers)}
+    for number in range(1 + options.repeats):  # the first round warms up
+        first = options.warm + number * num_texts
+        found = round_of(own, first, num_texts)
+        requests = subject.requests(num_texts, first=first)
+        work = {
+            "prompts": [list(each.prompt_tokens) for each in requests],
+            "lengths": [len(text) for text in found[PLAIN].texts],
+            "running": batch,
         }
-        turns: dict[str, list[Turn]] = {name: [] for name in (*own, *self._peers)}
-        for number in range(1 + self._options.repeats):  # the first round warms up
-            first = self._options.warm + number * num_texts
-            found = round_of(own, first, num_texts)
-            if self._peers:
-                requests = self._subject.requests(num_texts, first=first)
-                work = {
-                    "prompts": [list(each.prompt_tokens) for each in requests],
-                    "lengths": [len(text) for text in found[PLAIN].texts],
-                    "running": batch,
-                }
-                found |= {name: _peer_turn(peer, work) for name, peer in self._peers.items()}
-            seconds = ", ".join(f"{name} {turn.seconds:.1f} s" for name, turn in found.items())
-            self._log(f"{batch} running, round {number} of {self._options.repeats}: {seconds}")
-            for name, turn in found.items() if number else ():
-                turns[name].append(turn)
-        return summarize(batch, turns)
+        found |= {name: peer(work) for name, peer in peers.items()}
+        seconds = ", ".join(f"{name} {turn.seconds:.1f} s" for name, turn in found.items())
+        log(f"{batch} running, round {number} of {options.repeats}: {seconds}")
+        for name, turn in found.items() if number else ():
+            turns[name].append(turn)
+    return summarize(batch, turns)
 
-    def _sets(self) -> dict[str, Sequence[str]]:
-        """Return the drafters of each of longtail's contestants."""
-        chosen, names = self._options.contestants, self._drafters.names
-        found: dict[str, Sequence[str]] = {PLAIN: ()}
-        if "alone" in chosen and len(names) > 1:
-            found |= {name: (name,) for name in names}
-        if TUNED in chosen and names:
-            found[TUNED] = names
-        return found
+
+def _sets(chosen: Sequence[str], names: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Return the drafters of each of longtail's contestants."""
+    found: dict[str, Sequence[str]] = {PLAIN: ()}
+    if "alone" in chosen and len(names) > 1:
+        found |= {name: (name,) for name in names}
+    if TUNED in chosen and names:
+        found[TUNED] = names
+    return found
 
 
 def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
-    """Return the figures of all contestants from their turns, the n-th of which ran in a row."""
+    """Return the figures of all contestants from their turns, the n-th of which ran in a row.
+
+    `over_plain` is taken within each turn; `differing_share`, of the texts that are not those of
+    plain decoding, is None for other engines. The last two shares of a row are medians.
+    """
     plain = turns[PLAIN]
     speeds = {name: [each.num_tokens / each.seconds for each in own] for name, own in turns.items()}
-    rows = [
-        Row(
-            name=name,
-            tokens_per_s=Spread.of(speeds[name]),
-            over_plain=ratios(speeds[name], speeds[PLAIN]),
-            accept_length=own[-1].accept_length,
-            differing_share=differing_share(plain, own) if own[-1].texts else None,
-            seconds_share=median(each.seconds_share for each in own),
-            nodes_share=median(each.nodes_share for each in own),
-        )
-        for name, own in turns.items()
-    ]
     every = [each for own in turns.values() for each in own]
-    return Cell(
-        batch=batch,
-        num_texts=sum(len(each.texts) for each in plain),
-        num_tokens=sum(each.num_tokens for each in plain),
-        rows=rows,
-        lowest_cpu_share=min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
-    )
+    return {
+        "batch": batch,
+        "num_texts": sum(len(each.texts) for each in plain),
+        "num_tokens": sum(each.num_tokens for each in plain),
+        "rows": {
+            name: {
+                "name": name,
+                "tokens_per_s": Spread.of(speeds[name]).numbers(),
+                "over_plain": ratios(speeds[name], speeds[PLAIN]).numbers(),
+                "accept_length": own[-1].accept_length,
+                "differing_share": differing_share(plain, own) if own[-1].texts else None,
+                "seconds_share": median(each.seconds_share for each in own),
+                "nodes_share": median(each.nodes_share for each in own),
+            }
+            for name, own in turns.items()
+        },
+        "lowest_cpu_share": min(1.0, *(each.cpu_seconds / each.seconds for each in every)),
+    }
 
 
 def differing_share(plain: Sequence[Turn], own: Sequence[Turn]) -> float:
@@ -306,67 +273,99 @@ def differing_share(plain: Sequence[Turn], own: Sequence[Turn]) -> float:
     )
 
 
-def start_peer(
-    kind: str, python: str, options: EngineBenchOptions, subject: Subject
-) -> PeerProcess:
-    """Start another engine with the same weights; ConfigError shows why it cannot."""
-    spec = {
-        "kind": kind,
-        "model_dir": str(subject.target.directory),
-        "dtype": str(subject.target.model.dtype).removeprefix("torch."),
-        "threads": options.threads,
-        "max_len": subject.max_len,
-        "max_running": max(options.batches),
-    }
-    return PeerProcess(python, ENGINE_WORKER, kind, spec, flag=f"--{kind}-python")
+def open_peers(
+    options: EngineBenchOptions, subject: Subject, stack: ExitStack, log: Log
+) -> tuple[dict[str, Peer], dict[str, str]]:
+    """Load the other engines with the same weights; return them with their descriptions."""
+    peers: dict[str, Peer] = {}
+    descriptions = {}
+    dtype = subject.target.model.dtype
+    if options.transformers:
+        log("loading transformers")
+        model = read_pretrained(subject.target.directory, dtype).eval()
+        peers["transformers"] = partial(transformers_turn, model)
+        version = metadata.version("transformers")
+        descriptions["transformers"] = f"transformers {version}, dynamic cache, sdpa"
+    if options.vllm_python:
+        log("starting vllm")
+        spec = {
+            "model_dir": str(subject.target.directory),
+            "dtype": str(dtype).removeprefix("torch."),
+            "threads": options.threads,
+            "max_len": subject.max_len,
+            "max_running": max(options.batches),
+        }
+        process = VllmProcess(options.vllm_python, spec, flag="--vllm-python")
+        peers["vllm"] = partial(vllm_turn, stack.enter_context(process))
+        descriptions["vllm"] = process.description
+    return peers, descriptions
 
 
-def peer_pythons(options: EngineBenchOptions) -> dict[str, str]:
-    """Return the interpreter of each other engine."""
-    pythons = {"transformers": sys.executable} if options.transformers else {}
-    return pythons | ({"vllm": options.vllm_python} if options.vllm_python else {})
+def transformers_turn(model: Any, work: Mapping[str, Any]) -> Turn:
+    """Generate with transformers; a batch lasts as long as its longest text."""
+    start, cpu_start = time.perf_counter(), time.process_time()
+    for first in range(0, len(work["prompts"]), work["running"]):
+        some = slice(first, first + work["running"])
+        prompts = [torch.tensor(each) for each in work["prompts"][some]]
+        masks = [torch.ones_like(each) for each in prompts]
+        num_new = max(work["lengths"][some])
+        settings = GenerationConfig(
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_new,
+            min_new_tokens=num_new, pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+        with torch.inference_mode():
+            model.generate(
+                pad_sequence(prompts, batch_first=True, padding_side="left"),
+                attention_mask=pad_sequence(masks, batch_first=True, padding_side="left"),
+                generation_config=settings,
+            )
+    return Turn(
+        seconds=time.perf_counter() - start,
+        cpu_seconds=time.process_time() - cpu_start,
+        num_tokens=sum(work["lengths"]),
+    )
 
 
-def _peer_turn(peer: PeerProcess, work: Mapping[str, Any]) -> Turn:
-    answer = peer.ask(work)
+def vllm_turn(process: VllmProcess, work: Mapping[str, Any]) -> Turn:
+    """Generate with vLLM."""
+    answer = process.ask(work)
     return Turn(**{name: answer[name] for name in ("seconds", "cpu_seconds", "num_tokens")})
 
 
 def sentences(cells: Sequence[Cell]) -> list[str]:
     """Return what drafting gains at each batch size, and where turns were disturbed."""
     gains = [
-        f"{row.over_plain.median:.2f}x at {cell.batch}"
+        f"{cell['rows'][TUNED]['over_plain']['median']:.2f}x at {cell['batch']}"
         for cell in cells
-        for row in cell.rows
-        if row.name == TUNED
+        if TUNED in cell["rows"]
     ]
-    found = [
-        f"With drafts, longtail generates {', '.join(gains)} running, relative to plain decoding."
+    disturbed = [
+        f"NOTE: other processes ran: a turn at {cell['batch']} had "
+        f"{cell['lowest_cpu_share']:.0%} of its CPU."
+        for cell in cells
+        if cell["lowest_cpu_share"] < DISTURBED
     ]
-    shared = [cell for cell in cells if cell.lowest_cpu_share < DISTURBED]
-    for cell in shared:
-        share = f"{cell.lowest_cpu_share:.0%}"
-        found.append(f"NOTE: other processes ran: a turn at {cell.batch} had {share} of its CPU.")
-    return found
+    gained = f"{', '.join(gains)} running, relative to plain decoding."
+    return [f"With drafts, longtail generates {gained}", *disturbed]
 
 
 def table(title: str, cells: Sequence[Cell]) -> Table:
     """Return a line for each contestant of each cell."""
     rows = [
         (
-            f"{cell.batch}, {row.name}",
-            f"{row.tokens_per_s.median:,.0f}",
-            row.over_plain,
-            row.accept_length or None,
-            None if row.differing_share is None else f"{row.differing_share:.1%}",
-            f"{row.seconds_share:.2f}, {row.nodes_share:.2f}" if row.nodes_share else None,
+            f"{cell['batch']}, {name}",
+            f"{row['tokens_per_s']['median']:,.0f}",
+            Spread(**row["over_plain"]),
+            row["accept_length"] or None,
+            None if row["differing_share"] is None else f"{row['differing_share']:.1%}",
+            f"{row['seconds_share']:.2f}, {row['nodes_share']:.2f}" if row["nodes_share"] else None,
         )
         for cell in cells
-        for row in cell.rows
+        for name, row in cell["rows"].items()
     ]
     headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ",
                 "predicted s, nodes")  # fmt: skip
-    return Table(title, by_position(*headings), rows)
+    return Table(title, headings, rows)
 
 
 def as_json(
@@ -391,5 +390,5 @@ def as_json(
         "repeats": options.repeats,
         "threads": options.threads,
         "peers": dict(peers),
-        "cells": [cell.as_json() for cell in cells],
+        "cells": list(cells),
     }

@@ -1,8 +1,4 @@
-"""The benchmarks of `longtail bench` and their options, without torch.
-
-MODEL, SOURCE and NAME are named as model.path, data.source and speculation.drafter of
-`longtail train`.
-"""
+"""The benchmarks of `longtail bench` and their options, without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,11 +16,8 @@ _Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional
 _Overrides = Annotated[
     tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
 ]
-_Model = Annotated[str, Option("model, as model.path of train", "MODEL")]
-_Prompts = Annotated[str, Option("prompts, as data.source of train", "SOURCE")]
 _Threads = Annotated[int, Option("compute threads of each contestant", low=1, high=1024)]
 _Repeats = Annotated[int, Option("measured turns of each contestant", low=1, high=1000)]
-_Precision = Literal["auto", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,43 +90,8 @@ class LearnerBenchOptions:
     prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
     repeats: _Repeats = 3
     threads: _Threads = 1
-    peer_python: Annotated[
-        str | None, Option("python of an environment with TRL, to compare its trainer", "PATH")
-    ] = None
     json: Json = False
     overrides: _Overrides = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrlBenchOptions:
-    """The trainer, its batch and the arms."""
-
-    peer_python: Annotated[
-        str | None, Option("python of an environment with TRL (default: this one)", "PATH")
-    ] = None
-    model: _Model = "smollm2"
-    prompts: _Prompts = "running_sums"
-    completions: Annotated[int, Option("completions of a step", low=2)] = 64
-    group: Annotated[int, Option("completions of a prompt", low=2)] = 8
-    micro_batch: Annotated[int, Option("completions of a forward and backward pass", low=1)] = 4
-    max_tokens: Annotated[int, Option("tokens of the longest completion", low=2)] = 512
-    steps: Annotated[int, Option("updates of the arms with longtail", low=1)] = 12
-    trl_steps: Annotated[int, Option("updates of TRL alone; the first ones", low=0)] = 2
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("type of the trainer's products")] = (
-        "float32"
-    )
-    learning_rate: Annotated[float, Option("learning rate of AdamW")] = 1e-6
-    seed: Annotated[int, Option("seed of prompts and noise", low=0)] = 0
-    threads: _Threads = 2
-    json: Json = False
-
-    def __post_init__(self) -> None:
-        """Refuse completions that make no whole groups or micro-batches."""
-        if self.completions % self.group or self.completions % self.micro_batch:
-            raise ConfigError(
-                f"--completions = {self.completions}: it must be a multiple of --group = "
-                f"{self.group} and of --micro-batch = {self.micro_batch}"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,11 +141,6 @@ BENCHES: Mapping[str, Bench] = MappingProxyType(
             "Compare a learner step with its matrix products and with other trainers.",
             LearnerBenchOptions,
             "learner",
-        ),
-        "trl": Bench(
-            "Compare TRL's GRPO alone with TRL where longtail generates.",
-            TrlBenchOptions,
-            "trl",
         ),
         "vllm": Bench(
             "Compare rules of drafting in vLLM, with longtail's plugin and without.",

@@ -25,10 +25,10 @@ import torch
 
 import longtail
 from longtail.assembly.drafters import read_drafter
-from longtail.bench.common.card import Table, by_position, print_card
-from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
+from longtail.bench.common.card import Table, print_card
 from longtail.bench.common.subject import Subject, open_subject
 from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
+from longtail.bench.common.vllm_process import VllmProcess
 from longtail.bench.options import VllmBenchOptions
 from longtail.config import files
 from longtail.config.rl import RunConfig, load
@@ -78,7 +78,7 @@ def run(options: VllmBenchOptions) -> int:
     )
     tables = [
         table(f"{title}, {running} running, {max(options.texts, running)} texts a turn", each)
-        for running, each in turns.items()
+        for running, each in found.items()
     ]
     print_card(tables, result, json_only=options.json)
     kept = (
@@ -120,10 +120,8 @@ def measure(
         engines = {}
         for rule in rules:
             log(f"starting vLLM: {rule}")
-            peer = PeerProcess(
-                options.python, ENGINE_WORKER, "vllm", {**spec, "rule": rule}, flag="--python"
-            )
-            engines[rule] = stack.enter_context(peer)
+            engine = VllmProcess(options.python, {**spec, "rule": rule}, flag="--python")
+            engines[rule] = stack.enter_context(engine)
         for number in range(-1, options.repeats):  # the first round warms up
             first = (number + 1) * _texts_of_a_round(options)
             for running in options.batches:
@@ -154,7 +152,6 @@ def _export(
 def _spec(subject: Subject, options: VllmBenchOptions) -> dict[str, Any]:
     """Return the job of the engines."""
     return {
-        "kind": "vllm",
         "model_dir": str(subject.target.directory),
         "depth": options.depth,
         "dtype": options.dtype,
@@ -216,22 +213,21 @@ def figures(turns: Turns) -> dict[str, Any]:
     }
 
 
-def table(title: str, turns: Turns) -> Table:
-    """Return acceptance, speed and texts of each rule."""
-    plain = turns["plain"]
+def table(title: str, found: Mapping[str, Any]) -> Table:
+    """Return acceptance, speed and texts of each rule, from its `figures`."""
     rows = [
         (
             words,
-            f"{accept_length(turns[rule]):.3f}" if rule in DRAFTING else None,
-            Spread.of(speeds(turns[rule])).text(0),
-            ratios(speeds(turns[rule]), speeds(plain)) if rule in COMPARED else None,
-            f"{differing_share(turns[rule], plain):.0%}" if rule in COMPARED else None,
+            f"{found['accept_length'][rule]:.3f}" if rule in DRAFTING else None,
+            Spread(**found["tokens_per_s"][rule]).text(0),
+            Spread(**found["throughput_ratio"][rule]) if rule in COMPARED else None,
+            f"{found['differing_share'][rule]:.0%}" if rule in COMPARED else None,
         )
         for rule, words in RULES.items()
-        if rule in turns
+        if rule in found["tokens_per_s"]
     ]
     headings = ("rule", "accept length", "tok/s", "tok/s over plain", "texts not plain's")
-    return Table(title, by_position(*headings), rows)
+    return Table(title, headings, rows)
 
 
 def _shown(options: VllmBenchOptions) -> dict[str, Any]:

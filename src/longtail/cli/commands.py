@@ -1,6 +1,5 @@
 """Commands of the command line, their options and the functions that run them; imports no torch."""
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -39,10 +38,6 @@ class Command:
         """Return the arguments, by their name."""
         return arguments_of(name, self.summary, self.options)
 
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of the command line."""
-        return self.arguments(name).parser
-
     def run(self, name: str, words: Sequence[str]) -> int:
         """Read the options, then import and run the program."""
         chosen: Any = read(self.options, self.arguments(name), words)
@@ -67,10 +62,6 @@ class ConfiguredCommand:
         text = "print the resolved configuration as TOML, with an estimate of memory, and exit"
         parser.add_argument("--dry-run", action="store_true", help=text)
         return Arguments(parser, self.config, has_sections=True)
-
-    def parser(self, name: str) -> argparse.ArgumentParser:
-        """Return the parser of the command line."""
-        return self.arguments(name).parser
 
     def run(self, name: str, words: Sequence[str]) -> int:
         """Resolve the configuration, then print it or run the program with it."""

@@ -27,7 +27,7 @@ verbs:
   merge      write the whole model of a run that trained adapters
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
-  bench      measure whole runs, generation, the learner, or longtail inside TRL or vLLM
+  bench      measure whole runs, generation, the learner, or drafts in vLLM
   report     write the page that view shows as one file, with the run's data in it
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing
@@ -75,26 +75,23 @@ def _dispatch(words: list[str]) -> int:
         case ["--version", *_]:
             print(f"longtail {__version__}")
             return 0
-        case ["drafter" | "bench" as group, *rest]:
-            return _dispatch_group(group, rest)
+    for count in (2, 1):
+        if (name := " ".join(words[:count])) in COMMANDS:
+            return COMMANDS[name].run(name, words[count:])
     verbs = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if words[0] in verbs:
-        return COMMANDS[words[0]].run(words[0], words[1:])
+        return _print_usage(words[0], is_asked=words[1:2] in (["-h"], ["--help"]))
     close = difflib.get_close_matches(words[0], verbs, n=1)
     hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
     raise ConfigError(f"{words[0]}: no such verb; {hint}")
 
 
-def _dispatch_group(group: str, words: list[str]) -> int:
-    """Run `longtail GROUP NAME ...`; print the usage if the name is missing or unknown."""
+def _print_usage(group: str, *, is_asked: bool) -> int:
+    """Print the usage of `longtail GROUP NAME ...`; it is an error unless it was asked for."""
     names = [name.split()[1] for name in COMMANDS if name.startswith(f"{group} ")]
-    if words and words[0] in names:
-        name = f"{group} {words[0]}"
-        return COMMANDS[name].run(name, words[1:])
     usage = f"usage: longtail {group} {{{','.join(names)}}} [options]; see the --help of each"
-    is_help = bool(words) and words[0] in ("-h", "--help")
-    print(usage, file=sys.stdout if is_help else sys.stderr)
-    return 0 if is_help else 2
+    print(usage, file=sys.stdout if is_asked else sys.stderr)
+    return 0 if is_asked else 2
 
 
 if __name__ == "__main__":

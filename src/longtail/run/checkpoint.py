@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longtail.config import files as configfile
+from longtail.drafter.formats.checkpoint import UNWRITABLE
 from longtail.errors import CheckpointError, ConfigError
 from longtail.system.files import remove_folder, replace_folder, write_atomically
 
@@ -60,8 +60,6 @@ _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
     "trace.json", "summary.json", "report.html", "drafter", "tensorboard",
 )  # fmt: skip
-UNWRITABLE = (OSError, SafetensorError)
-"""Errors of a failed write of tensors, or of a read."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -97,13 +95,11 @@ def write_state(path: Path, document: Mapping[str, Any]) -> None:
     (path / _STATE).write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
 
 
-def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: int) -> Path:
+def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: int) -> None:
     """Write a checkpoint, whole or not at all; keep only the newest ones."""
-    path = folder / f"step_{step:06d}"
-    replace_folder(path, write)
+    replace_folder(folder / f"step_{step:06d}", write)
     for _, old in steps_in(folder)[:-keep]:
         remove_folder(old)
-    return path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +185,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         save_policy: Callable[[Path], None],
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
-    ) -> Checkpoint:
+    ) -> None:
         """Write a checkpoint, then remove all but the newest `keep`.
 
         `save_policy` writes into the given directory. Raises CheckpointError if a write fails; the
@@ -203,7 +199,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             write_state(folder, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)})
 
         try:
-            path = put_step(self.checkpoints, step, write, keep=self._keep)
+            put_step(self.checkpoints, step, write, keep=self._keep)
         except (*UNWRITABLE, CheckpointError) as error:
             free = shutil.disk_usage(self.path).free / 1e9
             raise CheckpointError(
@@ -211,7 +207,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 f"some space ({free:.2f} GB left), lower run.keep_checkpoints, or make run.dir "
                 "writable, then start again: the run resumes from the checkpoint before"
             ) from error
-        return Checkpoint(step=step, path=path, state=dict(state))
 
     def close(self) -> None:
         """Unlock the directory."""

@@ -35,9 +35,8 @@ class Evaluator:
         """
         if not self.heldout:
             return {}, ()
-        samples = self.samples
         requests = eval_requests(
-            self.heldout, samples=samples, seed=self.seed, sampling=self.sampling
+            self.heldout, samples=self.samples, seed=self.seed, sampling=self.sampling
         )
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
             rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
@@ -47,7 +46,7 @@ class Evaluator:
         mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
         self.console.log(
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
-            f"{samples}" + (f", {failures} ungraded)" if failures else ")")
+            f"{self.samples}" + (f", {failures} ungraded)" if failures else ")")
         )
         metrics = {"eval/reward_mean": mean, "eval/failures": float(failures)}
         return metrics, rollout.logged(step + 1, EVALUATION)

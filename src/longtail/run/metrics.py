@@ -1,4 +1,4 @@
-"""Metrics: summary statistics, stopwatch, and log.
+"""Metrics: stopwatch, and log.
 
 Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 
@@ -17,39 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-import numpy as np
-
 from longtail.errors import CheckpointError
 from longtail.system.files import json_line
 from longtail.system.machine import import_extra
 
 Number = int | float
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
-
-
-def summarize(name: str, values: Sequence[Number]) -> dict[str, float]:
-    """Return mean, population standard deviation, minimum and maximum; {} without values.
-
-    Example: summarize("reward", [0, 1]) == {"reward/mean": 0.5, "reward/std": 0.5,
-                                             "reward/min": 0.0, "reward/max": 1.0}
-    """
-    if not values:
-        return {}
-    array = np.asarray(values, dtype=np.float64)
-    numbers = {"mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
-    return {f"{name}/{key}": float(number) for key, number in numbers.items()}
-
-
-def summarize_lengths(lengths: Sequence[int]) -> dict[str, float]:
-    """Return mean, p50, p90, p99 and max of lengths in tokens; {} without lengths.
-
-    A percentile is a length that occurs (numpy's inverted_cdf).
-    """
-    if not lengths:
-        return {}
-    p50, p90, p99 = np.percentile(lengths, (50, 90, 99), method="inverted_cdf")
-    numbers = {"mean": np.mean(lengths), "p50": p50, "p90": p90, "p99": p99, "max": max(lengths)}
-    return {f"response_length/{key}": float(each) for key, each in numbers.items()}
 
 
 @final

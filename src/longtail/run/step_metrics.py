@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from longtail.cluster.result import RolloutResult, reused_share
 from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
@@ -13,7 +15,6 @@ from longtail.rl.data.requests import regroup
 from longtail.rl.data.sources import TASK
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.run.metrics import summarize, summarize_lengths
 from longtail.types import Completion, FinishReason, Group, Rollout
 
 
@@ -101,12 +102,17 @@ def rollout_metrics(
     A speculating generator has `series`.
     """
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
-    lengths = summarize_lengths([len(each.tokens) for each in completions])
-    longest, typical = lengths["response_length/max"], lengths["response_length/p50"]
+    lengths = [len(each.tokens) for each in completions]
+    # lengths that occur
+    p50, p90, p99 = map(float, np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
     metrics = {
-        **lengths,
-        "response_length/clip_ratio": cut / max(len(completions), 1),
-        "response_length/max_over_median": longest / max(typical, 1.0),
+        "response_length/mean": fmean(lengths),
+        "response_length/p50": p50,
+        "response_length/p90": p90,
+        "response_length/p99": p99,
+        "response_length/max": float(max(lengths)),
+        "response_length/clip_ratio": cut / len(completions),
+        "response_length/max_over_median": max(lengths) / max(p50, 1.0),
         "rollout/generated_tokens": float(report.num_generated),
         "rollout/tokens_per_s": report.tokens_per_s,
         "rollout/tail_idle_share": report.tail_idle_share,
@@ -137,15 +143,19 @@ def group_metrics(
     Failures are counted apart and have no reward.
     """
     informative = sum(len({r.reward for r in group.rollouts}) > 1 for group in groups)
+    rewards = np.array([rollout.reward for rollout in rollouts])
     tasks: dict[str, list[float]] = {}
     for rollout in rollouts:
         if (task := rollout.prompt.data.get(TASK)) is not None:
             tasks.setdefault(task, []).append(rollout.reward)
     return {
-        **summarize("reward", [rollout.reward for rollout in rollouts]),
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
         "reward/failures": float(failures),
         "reward/informative_groups": informative / max(len(groups), 1),
-        **{f"task/{task}/reward": fmean(rewards) for task, rewards in sorted(tasks.items())},
+        **{f"task/{task}/reward": fmean(each) for task, each in sorted(tasks.items())},
     }
 
 

@@ -10,7 +10,7 @@ def run(options: ServeOptions) -> int:
     """Serve with the options of the command line until a signal arrives."""
     api_key = read_secret(options.api_key_file, KEY_VARIABLE, "--api-key-file", "an API key")
     remedy = f"an API key is needed: set ${KEY_VARIABLE}, give --api-key-file"
-    check_address(options.host, options.port, api_key, remedy)
+    check_address(options.host, api_key, remedy)
     try:
         from longtail.serve import server
     except ImportError as error:

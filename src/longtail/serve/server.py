@@ -73,7 +73,7 @@ class Routes:
         """Return a server and its run; when stopped, it drains the service before it ends."""
         drain_s = self.options.drain_s
         flush_s = math.ceil(drain_s) + _FLUSH_S
-        http = make_http_server(self.app(), lifespan="off", flush_s=flush_s)
+        http = make_http_server(self.app(), flush_s=flush_s)
 
         async def drain() -> None:
             await self.service.drain(0.0 if http.force_exit else drain_s)

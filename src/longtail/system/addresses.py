@@ -29,13 +29,11 @@ def is_loopback_header(host: str) -> bool:
         return False
 
 
-def check_address(host: str, port: int, secret: str | None, remedy: str) -> None:
-    """Raise ConfigError for a port out of range, or for other machines' access without a secret.
+def check_address(host: str, secret: str | None, remedy: str) -> None:
+    """Raise ConfigError if other machines reach a server without a secret.
 
     Example of a remedy: "an API key is needed: set $KEY"
     """
-    if not 0 <= port < 2**16:
-        raise ConfigError(f"--port = {port}: it must be from 0 to 65535")
     if secret is None and not is_loopback(host):
         raise ConfigError(
             f"--host = {host!r} is reached from other machines, so {remedy}, or bind to 127.0.0.1"

@@ -40,22 +40,14 @@ def cache_directory() -> Path:
         ) from error
 
 
-def build_once(
-    kind: str,
-    name: str,
-    build: Callable[[Path], None],
-    root: Path | str | None = None,
-    *,
-    announce: str = "",
-) -> Path:
+def build_once(kind: str, name: str, build: Callable[[Path], None], *, announce: str = "") -> Path:
     """Return the folder of an entry, which `build` makes if it is missing.
 
-    The entry is under `root`, else in the user's cache. A process waits for another that builds the
-    same entry; where files cannot be locked both build, and one result is kept. The line `announce`
-    is logged before a build. Raises ConfigError if the cache cannot be written or belongs to
-    another user.
+    A process waits for another that builds the same entry; where files cannot be locked both build,
+    and one result is kept. The line `announce` is logged before a build. Raises ConfigError if the
+    cache cannot be written or belongs to another user.
     """
-    base = cache_directory() if root is None else Path(root)
+    base = cache_directory()
     try:
         final = _own(_own(base) / kind) / name
         if not final.exists():

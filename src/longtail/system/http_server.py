@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,7 +19,7 @@ HttpServer = uvicorn.Server
 _POLL_S = 0.05
 
 
-def make_http_server(app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: int) -> HttpServer:
+def make_http_server(app: ASGIApp, *, flush_s: int) -> HttpServer:
     """Return a server that gives responses `flush_s` seconds to reach their clients at its end."""
     return HttpServer(
         uvicorn.Config(
@@ -27,7 +27,7 @@ def make_http_server(app: ASGIApp, *, lifespan: Literal["on", "off"], flush_s: i
             http="h11",
             loop="asyncio",
             ws="none",
-            lifespan=lifespan,
+            lifespan="off",
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -3,7 +3,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import final
 
@@ -12,8 +12,7 @@ class Interrupted(Exception):  # noqa: N818 - not an error: the user asked for i
     """The user asked the run to stop; raised only by `Interruption.check`."""
 
 
-@contextmanager
-def signals_as_ctrl_c() -> Iterator[None]:
+def signals_as_ctrl_c() -> AbstractContextManager[None]:
     """Raise KeyboardInterrupt on all three signals inside the context.
 
     Outside the main thread this does nothing.
@@ -22,11 +21,7 @@ def signals_as_ctrl_c() -> Iterator[None]:
     def receive(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    with _handled_by(receive):
-        yield
+    return _handled_by(receive)
 
 
 @contextmanager
@@ -35,9 +30,6 @@ def signals_delayed() -> Iterator[None]:
 
     Outside the main thread this does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     received: list[int] = []
     try:
         with _handled_by(lambda number, frame: received.append(number)):
@@ -49,9 +41,9 @@ def signals_delayed() -> Iterator[None]:
 
 @final
 class Interruption:
-    """A context in which the first signal is only recorded; main thread only.
+    """A context in which the first signal is only recorded; the second raises KeyboardInterrupt.
 
-    The second signal raises KeyboardInterrupt.
+    Outside the main thread it does nothing.
     """
 
     def __init__(self) -> None:
@@ -79,7 +71,13 @@ class Interruption:
 
 @contextmanager
 def _handled_by(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Install a handler of the signals; SIGHUP stays ignored if it is, as under nohup."""
+    """Install a handler of the signals; SIGHUP stays ignored if it is, as under nohup.
+
+    Outside the main thread this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     signals = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signals.remove(signal.SIGHUP)

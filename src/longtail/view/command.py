@@ -41,7 +41,7 @@ def run(options: ViewOptions) -> int:
         raise ConfigError(f"{len(options.runs)} runs: one page shows at most {MOST_RUNS}")
     token = read_secret(options.token_file, TOKEN_VARIABLE, "--token-file", "a token")
     remedy = f"a token is needed: set ${TOKEN_VARIABLE}, give --token-file"
-    check_address(options.host, options.port, token, remedy)
+    check_address(options.host, token, remedy)
     runs = open_runs(list(options.runs))
     try:
         from longtail.view import server

@@ -65,7 +65,7 @@ def running(runs: Sequence[RunFiles], *, token: str | None = None) -> Iterator[s
 
 def _http_server(runs: Sequence[RunFiles], token: str | None, stopping: Event) -> HttpServer:
     app = make_app(runs, token=token, stopping=stopping)
-    return make_http_server(app, lifespan="off", flush_s=_FLUSH_S)
+    return make_http_server(app, flush_s=_FLUSH_S)
 
 
 async def _serve(

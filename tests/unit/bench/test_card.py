@@ -31,17 +31,17 @@ def test_ratios_are_taken_within_each_pair():
     assert ratios([2.0, 4.0, 3.0], [1.0, 2.0, 1.0]) == Spread(median=2.0, low=2.0, high=3.0)
 
 
-def test_a_column_computes_its_cells_from_the_rows():
+def test_a_cell_is_written_as_its_kind():
     spread = Spread(median=1.5, low=1.0, high=2.0)
-    columns = {"name": lambda row: row[0], "value": lambda row: row[1]}
-    table = Table("title", columns, [("a", 0.126), ("b", spread), ("c", None), ("d", 7)])
+    rows = [("a", 0.126), ("b", spread), ("c", None), ("d", 7)]
+    table = Table("title", ("name", "value"), rows)
     expected = [["a", "0.13"], ["b", "1.50 (1.00-2.00)"], ["c", ""], ["d", "7"]]
     assert table.cells() == expected
 
 
 @pytest.mark.parametrize("json_only", [False, True])
 def test_the_last_line_is_the_result(capsys, json_only):
-    table = Table("title", {"what": str}, ["a"])
+    table = Table("title", ["what"], [["a"]])
     print_card([table], {"ratio": 2.5}, json_only=json_only)
     lines = capsys.readouterr().out.strip().splitlines()
     result = json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""`longtail bench e2e`: its arms, its ratios, its prediction and its card."""
+"""`longtail bench e2e`: its arms, its ratios and its card."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
 from longtail.assembly.plan import plan_run
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, Plan, Texts, differing_share, make_plan
+from longtail.bench.e2e.arms import ArmResult, Plan, differing_share, make_plan
 from longtail.bench.e2e.run import must_park, run_arms
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.config import files as configfile
@@ -40,7 +40,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
         }
         for index, rollout in enumerate(rollouts)
     ]
-    return ArmResult(metrics=rows, token_s=[(0.0, 0.0)] * len(rows), texts=texts)
+    return ArmResult(metrics=rows, texts=texts)
 
 
 PLAN = Plan(
@@ -55,7 +55,7 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(PLAN, FOUND, {})
+    found = card.as_json(PLAN, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
@@ -73,7 +73,7 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(PLAN, {**FOUND, "spot": other}, {})["rewards_agree"]
+    assert not card.as_json(PLAN, {**FOUND, "spot": other})["rewards_agree"]
     assert differing_share(arm([], 0.0, a="x", b="y"), arm([], 0.0, b="y", c="z")) == 0.0
     assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
     assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
@@ -120,51 +120,6 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
     )
     few = {"off": arm([10.0] * 2, 0.0), "spot": arm([5.0] * 2, 0.0)}
     assert "0.50x of the time (trained before: too few steps to tell)" in card.sentences(few)[0]
-
-
-# ---- more workers
-
-
-def measured(token_s: tuple[float, float], texts: tuple[int, ...]) -> ArmResult:
-    """Three steps of two workers, each of which writes one text and learns from it in 2 ms a token.
-
-    What is beside takes 0.25 s an update, 0.5 s publishing, 0.125 s in all other parts.
-    """
-    a, b = token_s
-    rollout, passes = max(texts) * (a + b), 0.002 * (10 + texts[0])
-    row = {
-        "timing_s/rollout": rollout,
-        "timing_s/logprob": passes / 3,
-        "timing_s/backward": passes * 2 / 3,
-        "timing_s/learn": passes + 0.25,
-        "timing_s/publish": 0.5,
-        "timing_s/step": rollout + passes + 0.875,
-    }
-    groups = [
-        Texts(f"p{index}@0", prompt_len=10, lengths=(length,), is_learned=True)
-        for index, length in enumerate(texts)
-    ]
-    return ArmResult(metrics=[row] * 3, token_s=[token_s] * 3, groups=[groups] * 3)
-
-
-def test_measured_steps_are_predicted_and_the_card_states_the_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(card, "_MORE_WORKERS", (4,))
-    found = {name: measured((s, s), (400, 100)) for name, s in (("off", 0.01), ("spot", 0.005))}
-    plan = Plan(arms=dict.fromkeys(found, PLAN.arms["off"]), steps=3, notes=())
-    predicted = card.predict(plan, found)
-    for name, known in predicted["2, measured"].items():
-        assert predicted["2"][name].rollout_s == pytest.approx(known.rollout_s, rel=0.01)
-        assert predicted["2"][name].step_s == pytest.approx(known.step_s, rel=0.01)
-    (table,) = [each for each in card.tables(plan, found, predicted) if "error" in str(each.rows)]
-    assert [row[0] for row in table.cells()] == ["2, measured", "2", "error", "4"]
-    assert [abs(int(error.removesuffix("%"))) <= 1 for error in table.cells()[2][2:4]] == [True] * 2
-    json.dumps(card.as_json(plan, found, predicted))
-
-
-def test_nothing_is_predicted_from_speeds_that_are_not_known() -> None:
-    assert card.predict(PLAN, FOUND) == {}
 
 
 # ---- the arms of a run

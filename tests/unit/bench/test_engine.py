@@ -11,9 +11,9 @@ import pytest
 
 from end_to_end.workshop import Workshop, build, say, write_lines
 from longtail.bench import engine
-from longtail.bench.common.peers import ENGINE_WORKER, PeerProcess
 from longtail.bench.common.subject import Drafters, Subject, open_subject
-from longtail.bench.engine import PLAIN, TUNED, EngineBench, Turn, summarize
+from longtail.bench.common.vllm_process import VllmProcess
+from longtail.bench.engine import PLAIN, TUNED, Turn, measure, summarize
 from longtail.bench.options import EngineBenchOptions
 from longtail.config.rl import load
 from longtail.drafter.history import HistoryDrafter
@@ -70,15 +70,16 @@ def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
 ) -> None:
     drafters = Drafters("history+fresh" if warm else "history", subject, warm, print)
     options = replace(OPTIONS, warm=warm)
-    cell = EngineBench(subject, drafters, options, {}, print).measure(2)
+    cell = measure(subject, drafters, options, {}, print, 2)
     alone = ["history", "fresh"] if warm else []
     names = [PLAIN, *alone, TUNED]
-    assert [row.name for row in cell.rows] == names
-    assert [row.differing_share for row in cell.rows] == [0.0] * len(names)
-    assert cell.num_texts == 8
-    assert 8 <= cell.num_tokens <= 8 * 8
-    assert (cell.rows[0].accept_length, cell.rows[0].seconds_share) == (0, 0)
-    assert all(row.seconds_share > 0 for row in cell.rows if row.nodes_share)
+    rows = cell["rows"]
+    assert list(rows) == names
+    assert [row["differing_share"] for row in rows.values()] == [0.0] * len(names)
+    assert cell["num_texts"] == 8
+    assert 8 <= cell["num_tokens"] <= 8 * 8
+    assert (rows[PLAIN]["accept_length"], rows[PLAIN]["seconds_share"]) == (0, 0)
+    assert all(row["seconds_share"] > 0 for row in rows.values() if row["nodes_share"])
 
 
 def test_engines_have_drafters_of_their_own_that_keep_the_first_texts(subject: Subject) -> None:
@@ -112,12 +113,12 @@ CONTESTANTS = {
 
 def test_ratios_are_taken_within_each_turn() -> None:
     cell = summarize(4, CONTESTANTS)
-    rows = {row.name: row for row in cell.rows}
+    rows = cell["rows"]
     # The second turn ran on a machine twice as slow.
-    assert rows["history"].over_plain.numbers() == {"median": 2.0, "low": 2.0, "high": 2.0}
-    assert rows[TUNED].over_plain.numbers() == {"median": 4.0, "low": 2.0, "high": 4.0}
-    assert (rows["fresh"].differing_share, rows["vllm"].differing_share) == (0.5, None)
-    assert (cell.num_texts, cell.num_tokens, cell.lowest_cpu_share) == (6, 36, 1.0)
+    assert rows["history"]["over_plain"] == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert rows[TUNED]["over_plain"] == {"median": 4.0, "low": 2.0, "high": 4.0}
+    assert (rows["fresh"]["differing_share"], rows["vllm"]["differing_share"]) == (0.5, None)
+    assert (cell["num_texts"], cell["num_tokens"], cell["lowest_cpu_share"]) == (6, 36, 1.0)
 
 
 def test_the_card_has_a_line_for_each_contestant_and_notes_a_shared_cpu(subject: Subject) -> None:
@@ -155,12 +156,12 @@ def test_the_command_compares_with_transformers_and_ends_with_json(workshop: Wor
 
 
 def test_a_peer_that_cannot_load_is_reported_with_its_last_output(tmp_path: Path) -> None:
-    spec = {"kind": "vllm", "model_dir": str(tmp_path), "dtype": "float32", "threads": 1}
-    spec |= {"max_len": 9, "max_running": 1}
+    spec = {"model_dir": str(tmp_path), "dtype": "float32", "threads": 1, "max_len": 9}
+    spec["max_running"] = 1
     for python, message in (
         # vLLM is not installed beside longtail
         (sys.executable, r"(?s)vllm process .* ended with exit code 1; .*Error"),
         ("/nowhere/python", "--vllm-python = '/nowhere/python'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            PeerProcess(python, ENGINE_WORKER, "vllm", spec, flag="--vllm-python")
+            VllmProcess(python, spec, flag="--vllm-python")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,20 +12,23 @@ from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
 
+def measured(place: Path, capsys: pytest.CaptureFixture[str], **more: Any) -> dict[str, Any]:
+    """Measure a tiny model; return the JSON."""
+    save_model(tiny_model("llama"), place)
+    words = ("--rollout.prompts_per_step=4", "--rollout.group_size=4")
+    overrides = (f"--model.path={place}", "--learner.tokens_per_micro_batch=64", *words)
+    options = LearnerBenchOptions(
+        mean_tokens=10, prompt_tokens=4, repeats=1, overrides=overrides, **more
+    )
+    assert learner.run(options) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tiny_model("llama"), tmp_path)
-    words = ("--rollout.prompts_per_step=4", "--rollout.group_size=4")
-    options = LearnerBenchOptions(
-        mean_tokens=10,
-        prompt_tokens=4,
-        repeats=1,
-        overrides=(f"--model.path={tmp_path}", "--learner.tokens_per_micro_batch=64", *words),
-    )
-    assert learner.run(options) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = measured(tmp_path, capsys)
     assert result["over_products"]["median"] > 1
     assert result["transformers_ratio"]["median"] > 0
     norms = result["grad_norm"]
@@ -37,17 +41,7 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
 def test_trainers_that_would_not_fit_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tiny_model("llama"), tmp_path)
-    words = ("--rollout.prompts_per_step=2", "--rollout.group_size=4")
-    options = LearnerBenchOptions(
-        contestants=("adapters",),
-        mean_tokens=10,
-        prompt_tokens=4,
-        repeats=1,
-        overrides=(f"--model.path={tmp_path}", *words),
-    )
-    assert learner.run(options) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = measured(tmp_path, capsys, contestants=("adapters",))
     assert set(result["seconds"]) == {"longtail", "adapters", "products"}
     assert result["transformers_ratio"] is None
 
@@ -57,9 +51,10 @@ def test_the_products_of_a_step_are_counted() -> None:
     model = tiny_model("llama")
     batch = learner.make_batch(options, 16, model.config.vocab_size)
     packed = batch.packed(64)
-    assert sorted(batch.kept) == list(range(8)), "the second group of eight has no advantage"
+    kept = [i for i, advantage in enumerate(batch.advantages) if advantage]
+    assert kept == list(range(8)), "the second group of eight has no advantage"
     products = learner.Products(model, packed)
     inside = sum(p.numel() for n, p in model.named_parameters() if "layers" in n and p.dim() == 2)
-    tokens = sum(len(batch.texts[i]) for i in batch.kept)
+    tokens = sum(len(batch.texts[i]) for i in kept)
     head = model.head.weight.numel()
     assert products.flops == 6 * (tokens * inside + (tokens - 4 * 8) * head)

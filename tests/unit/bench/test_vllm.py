@@ -31,7 +31,8 @@ def test_rules_are_compared_with_plain_decoding_in_the_same_round() -> None:
     turns = {"plain": turns_of(0, 2.0), "loop": turns_of(0, 2.0), "coupled": turns_of(20, 1.0)}
     turns |= {"learned": turns_of(30, 0.5)}
     turns |= {"greedy": turns_of(10, 1.0, last_token=5), "probabilistic": turns_of(30, 1.0)}
-    result = json.loads(json.dumps(vllm.figures(turns)))
+    figures = vllm.figures(turns)
+    result = json.loads(json.dumps(figures))
     assert result["accept_length"] == {
         "learned": 2.5, "coupled": 2.0, "greedy": 1.5, "probabilistic": 2.5,
     }  # fmt: skip
@@ -39,7 +40,7 @@ def test_rules_are_compared_with_plain_decoding_in_the_same_round() -> None:
         "loop": 0.0, "learned": 0.0, "coupled": 0.0, "greedy": 1.0, "probabilistic": 0.0,
     }  # fmt: skip
     assert result["throughput_ratio"]["coupled"]["median"] == 2.0
-    rows = {row[0]: row[1:] for row in vllm.table("title", turns).cells()}
+    rows = {row[0]: row[1:] for row in vllm.table("title", figures).cells()}
     assert rows[vllm.RULES["greedy"]] == ["1.500", "12 (12-12)", "2.00 (2.00-2.00)", "100%"]
 
 

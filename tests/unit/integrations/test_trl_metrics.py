@@ -1,11 +1,10 @@
-"""Metrics of a trainer's rollouts, sums over processes, and the figures of `longtail bench trl`."""
+"""Metrics of a trainer's rollouts."""
 
 from dataclasses import replace
 
 import pytest
 import torch
 
-from longtail.bench.trl import Arm, compare
 from longtail.engine.report import RolloutMeter
 from longtail.integrations.trl.host import Ranks
 from longtail.integrations.trl.session import SessionMetrics
@@ -29,28 +28,3 @@ def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     assert found["rollout/spec_accept_rate"] == pytest.approx(0.3)
     assert "idle/ratio" not in found
     assert metrics.drain() == {}
-
-
-def test_figures_of_the_bench_compare_common_steps() -> None:
-    def step(gen_s: float, texts: list[str], gap: float | None) -> dict[str, object]:
-        return {
-            "gen_s": gen_s,
-            "step_s": gen_s + 10,
-            "texts": texts,
-            "tokens": 5,
-            "logprob_gap": gap,
-        }
-
-    found = compare(
-        {
-            "trl": Arm("trl", [step(50.0, ["x"], None)]),
-            "none": Arm("none", [step(10.0, ["a"], 1e-7), step(8.0, ["b"], 2e-7)]),
-            "auto": Arm("auto", [step(5.0, ["a"], 1e-7), step(4.0, ["c"], 3e-7)]),
-        }
-    )
-    assert found["generation_ratio"] == 10.0
-    assert found["step_ratio"] == 4.0
-    assert found["drafter_ratio"] == 2.0
-    assert found["differing_share"] == 0.5
-    assert found["logprob_gap"] == 3e-7
-    assert all("texts" not in each for arm in found["arms"].values() for each in arm)

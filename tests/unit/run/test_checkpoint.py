@@ -182,6 +182,8 @@ def test_an_unused_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> N
             assert run.start(CONFIG, resume=False) is None
         (place / "metrics.jsonl").write_text("")  # empty logs are no run
     assert (place / "config.toml").read_text() == CONFIG
+    changed = configfile.render(load(None, ["--learner.loss=dapo"]))
+    assert RunDirectory(place).start(changed, resume=True) is None, "nothing is changed yet"
 
 
 def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(
@@ -231,12 +233,6 @@ def test_the_number_of_steps_may_not_change_under_a_schedule(
     longer = configfile.resolve(type(config), tmp_path / "run.toml", [word])
     with pytest.raises(ConfigError, match=message):
         RunDirectory(tmp_path / "run").start(configfile.render(longer), resume=True)
-
-
-def test_a_run_without_a_checkpoint_may_start_over_differently(run: RunDirectory) -> None:
-    run.close()
-    changed = configfile.render(load(None, ["--learner.loss=dapo"]))
-    assert RunDirectory(run.path).start(changed, resume=True) is None
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """The drafter on disk: written before its checkpoint, whole or not at all, found again by step."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -38,25 +37,6 @@ def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path:
         assert found.tensors["drafter/fc.weight"].tolist() == [[version] * 2] * 3
     assert store.load(1) is None
     assert DrafterStore(tmp_path / "none").load(5) is None
-
-
-@pytest.mark.parametrize("damage", ["tensors.safetensors", "state.json"])
-def test_a_damaged_one_is_named_with_the_remedy(tmp_path: Path, damage: str) -> None:
-    store = DrafterStore(tmp_path)
-    store.save(2, state(2))
-    (tmp_path / "step_000002" / damage).write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"step_000002: it cannot be read .*move it away"):
-        store.load(2)
-
-
-def test_what_was_half_written_is_no_drafter(tmp_path: Path) -> None:
-    torn = tmp_path / ".new-step_000004"
-    torn.mkdir()
-    (torn / "state.json").write_text(json.dumps({"numbers": {}}))
-    store = DrafterStore(tmp_path)
-    assert store.load(9) is None
-    store.save(4, state(4))
-    assert kept(tmp_path) == ["step_000004"]
 
 
 def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:

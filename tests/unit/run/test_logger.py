@@ -124,28 +124,10 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
 
 
-@pytest.mark.slow
-def test_the_file_of_speculation_is_bounded_and_has_whole_lines(tmp_path: Path) -> None:
-    zeros, seconds = (0,) * 4000, tuple(float(step) for step in range(1, 4001))
-    long = replace(
-        SERIES, running=zeros, drafts=zeros, nodes=zeros, accepted=zeros, seconds=seconds
-    )
-    path, logger = tmp_path / "speculation.jsonl", _bounded(tmp_path, None)
-    for step in range(1, 31):
+def test_the_file_of_speculation_is_bounded(tmp_path: Path) -> None:
+    logger = RunLogger(load(None, ["--run.speculation_mb=1"]), tmp_path, last_step=None)
+    for step in (1, 2):
+        long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB
         logger.log([LoggedRollout(step=step, series=long)])
-        assert path.stat().st_size <= 2**20
-        assert _lines(path)[-1]["seconds"] == list(long.seconds)
     logger.close()
-    first, *_, last = (line["step"] for line in _lines(path))
-    assert (first > 20, last) == (True, 30)
-    resumed = _bounded(tmp_path, 29)
-    resumed.log([LoggedRollout(step=30, series=SERIES)])
-    resumed.close()
-    kept = [line["step"] for line in _lines(path)]
-    assert kept == list(range(kept[0], 31))
-    assert _lines(path)[-1]["seconds"] == list(SERIES.seconds)
-
-
-def _bounded(directory: Path, last_step: int | None) -> RunLogger:
-    config = load(None, ["--run.speculation_mb=1"])
-    return RunLogger(config, directory, last_step=last_step)
+    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [2]

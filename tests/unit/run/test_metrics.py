@@ -6,23 +6,11 @@ from pathlib import Path
 import pytest
 
 from longtail.errors import CheckpointError, ConfigError
-from longtail.run.metrics import (
-    JsonLines,
-    MetricLog,
-    Stopwatch,
-    summarize,
-)
+from longtail.run.metrics import JsonLines, MetricLog, Stopwatch
 
 
 def _steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_a_summary_holds_mean_deviation_and_extremes() -> None:
-    # by hand: mean 2, deviations -2 0 0 2, population variance 8/4
-    assert summarize("reward", [0, 2, 2, 4]) == pytest.approx(
-        {"reward/mean": 2.0, "reward/std": 2**0.5, "reward/min": 0.0, "reward/max": 4.0}
-    )
 
 
 def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:

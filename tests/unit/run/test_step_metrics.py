@@ -74,6 +74,7 @@ def test_grading_failures_are_counted_apart_from_rewards() -> None:
     groups = [Group(prompt=P, rollouts=rollouts[:2]), Group(prompt=P, rollouts=rollouts[2:])]
     numbers = group_metrics(rollouts, 2, groups)
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
+    assert numbers["reward/std"] == pytest.approx(0.5**1.5 / 1.5)
     assert (numbers["reward/min"], numbers["reward/max"]) == (0.5, 1.0)
     assert numbers["reward/failures"] == 2.0
     assert numbers["reward/informative_groups"] == 0.5

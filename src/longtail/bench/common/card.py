@@ -4,9 +4,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,23 +23,18 @@ DISTURBED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; each column computes its cell from a row.
+    """A table of texts, numbers, spreads, and None for empty cells.
 
-    Example: Table("Steps", {"arm": lambda arm: arm.name, "step s": lambda arm: arm.spread}, arms)
+    Example: Table("Steps", ("arm", "step s"), [("off", 2.5), ("all", Spread.of([1.0, 1.5]))])
     """
 
     title: str
-    columns: Mapping[str, Callable[[Any], object]]
-    rows: Sequence[Any]
+    headings: Sequence[str]
+    rows: Sequence[Sequence[object]]
 
     def cells(self) -> list[list[str]]:
         """Return the text of each cell, row by row."""
-        return [[_text(read(row)) for read in self.columns.values()] for row in self.rows]
-
-
-def by_position(*headings: str) -> dict[str, Callable[[Any], object]]:
-    """Return the columns of rows that are sequences of cells."""
-    return {heading: itemgetter(index) for index, heading in enumerate(headings)}
+        return [[_text(cell) for cell in row] for row in self.rows]
 
 
 def print_card(
@@ -58,7 +52,7 @@ def print_card(
             console.print(sentence, markup=False)
         for table in tables:
             shown = RichTable(title=table.title, title_justify="left")
-            for index, heading in enumerate(table.columns):
+            for index, heading in enumerate(table.headings):
                 shown.add_column(heading, justify="left" if index == 0 else "right")
             for row in table.cells():
                 shown.add_row(*row)

@@ -17,13 +17,11 @@ two that decode plainly.
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, final
+from typing import final
 
-from longtail.api import load_tokenizer
 from longtail.assembly import drafters
 from longtail.assembly.device import run_device
 from longtail.assembly.precision import decided
@@ -33,14 +31,10 @@ from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.errors import ConfigError
 from longtail.loop import Trainer
-from longtail.rl.data.prompts import Encoder
-from longtail.rl.data.requests import visit_of
 from longtail.rl.grading.pool import GraderPool
-from longtail.rl.packing import plan
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import threads_each
-from longtail.types import Request, SamplingParams
 
 OFF, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
 SINGLE = "single"
@@ -138,51 +132,13 @@ def _has_trained_drafter(own: RunConfig) -> bool:
     return Path(name).is_dir() or not set(name.split("+")) <= _UNTRAINED
 
 
-class Texts(NamedTuple):
-    """The texts of one prompt; they are learned from if their rewards differ.
-
-    Example: Texts("p/17@2", prompt_len=40, lengths=(12, 310), is_learned=True)
-    """
-
-    name: str
-    prompt_len: int
-    lengths: tuple[int, ...]
-    is_learned: bool
-
-    def requests(self, sampling: SamplingParams) -> list[Request]:
-        """Return its requests; a text is as long as its noise key says."""
-        return [
-            Request(
-                request_id=f"{self.name}#{index}",
-                prompt_tokens=(0,) * self.prompt_len,
-                noise_key=length,
-                sampling=sampling,
-                group_id=self.name,
-            )
-            for index, length in enumerate(self.lengths)
-        ]
-
-    def units(self, budget: int) -> list[Any]:
-        """Return its micro-batches, which have a name and a number of tokens."""
-        packs = plan(self.lengths, max(budget - self.prompt_len, 1)) if self.is_learned else []
-        tokens = [self.prompt_len + sum(self.lengths[i] for i in pack) for pack in packs]
-        return [
-            SimpleNamespace(name=f"{self.name}/{i}", packed=SimpleNamespace(num_tokens=each))
-            for i, each in enumerate(tokens)
-        ]
-
-
 @dataclass(slots=True, kw_only=True)
 class ArmResult:
     """Figures of one arm's steps."""
 
     metrics: list[dict[str, float]] = field(default_factory=list)
-    token_s: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of a token after each step, and what each running text adds; 0 if not measured."""
     texts: dict[str, str] = field(default_factory=dict)
     """Completions by request."""
-    groups: list[list[Texts]] = field(default_factory=list)
-    """Lengths of the texts of each step."""
     timeline: Timeline | None = None
     """Timeline of the last step."""
     policy: str = ""
@@ -201,7 +157,7 @@ class Arm:
     """
 
     def __init__(self, name: str, config: RunConfig) -> None:
-        self.name, self.result, self._config = name, ArmResult(), config
+        self.name, self.result = name, ArmResult()
         self._place = Path(config.run.dir)
         shutil.rmtree(self._place, ignore_errors=True)
         self._run = RunDirectory(self._place)
@@ -225,10 +181,7 @@ class Arm:
         """Train one step and return its metrics; no held-out prompt is evaluated."""
         metrics = self._trainer.make_step()
         self.result.metrics.append(metrics)
-        self.result.timeline = timeline = self._trainer.timeline
-        assert timeline is not None, "a step was made"
-        times = self._trainer.workers.token_times
-        self.result.token_s.append((times.seconds(0.0), times.seconds(1.0) - times.seconds(0.0)))
+        self.result.timeline = self._trainer.timeline
         return metrics
 
     def park(self) -> None:
@@ -253,33 +206,10 @@ class Arm:
         self._trainer.close()
         self._grader.close()
         self._run.close()
-        rollouts = self._place / "rollouts.jsonl"
-        if rollouts.exists():
-            rows = [json.loads(line) for line in rollouts.read_bytes().splitlines()]
-            self.result.texts = {row["request_id"]: row["text"] for row in rows}
-            self.result.groups = groups_of(rows, self._config)
+        lines = (self._place / "rollouts.jsonl").read_bytes().splitlines()
+        rows = [json.loads(line) for line in lines]
+        self.result.texts = {row["request_id"]: row["text"] for row in rows}
         return self.result
-
-
-def groups_of(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> list[list[Texts]]:
-    """Return the texts of each step by prompt, from the lines of rollouts.jsonl."""
-    encoder = Encoder.of(load_tokenizer(config.model.path))
-    steps = dict[int, dict[str, list[Any]]]()
-    for row in rows:
-        step = steps.setdefault(row["step"], {})
-        step.setdefault(visit_of(row["request_id"]), []).append(row)
-    return [
-        [
-            Texts(
-                name=name,
-                prompt_len=len(encoder.encode_prompt(members[0]["prompt"])),
-                lengths=tuple(row["num_tokens"] for row in members),
-                is_learned=config.learner.kl_coef > 0 or len({r["reward"] for r in members}) > 1,
-            )
-            for name, members in step.items()
-        ]
-        for step in steps.values()
-    ]
 
 
 def differing_share(one: ArmResult, other: ArmResult) -> float:

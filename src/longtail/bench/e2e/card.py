@@ -1,10 +1,9 @@
 """The card of `longtail bench e2e`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from typing import Any
 
-from longtail.bench.common.card import Table, by_position, numbers
+from longtail.bench.common.card import Table, numbers
 from longtail.bench.common.timing import Spread, ratios
 from longtail.bench.e2e.arms import (
     ACCEPT,
@@ -17,11 +16,8 @@ from longtail.bench.e2e.arms import (
     Plan,
     differing_share,
 )
-from longtail.bench.e2e.simulated import Simulated, Speeds, resampled, simulate
-from longtail.rl.collectives import balance
 from longtail.system.device import threads_each
 
-_MORE_WORKERS = (8, 32, 128)
 _SHOWN_STEPS = 12
 _LATER = 4
 """Fewest steps of a cold run whose later half is shown, too."""
@@ -31,11 +27,6 @@ _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "learn", "publish", "drafter")
 """Named parts of a step, which follow one another."""
-_SIMULATED = ("rollout", "learn", "publish")
-_PASSES = ("logprob", "backward")
-_BOTH = ("rollout", "step")
-Predictions = Mapping[str, Mapping[str, Simulated]]
-"""Measured and simulated seconds of each arm, by what they are of: "2, measured", "2", "8"."""
 _IDLE_WORK = ("learning_ahead_s", "lending_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
 
 
@@ -68,7 +59,7 @@ def _gain(off: ArmResult, found: Mapping[str, ArmResult]) -> list[str]:
     told = ((ALL, "idle workers at work"),) if ALL in found else begun
     clauses: list[str] = []
     for name, what in told:
-        if name not in found or not off.metrics:
+        if name not in found:
             continue
         own, plain = (each.column("timing_s/step") for each in (found[name], off))
         share = ratios(own, plain)
@@ -95,10 +86,22 @@ def _verdict(share: float, num_steps: int) -> str:
     return "no gain" if share <= 1.0 + _NOTHING else "a loss"
 
 
-def tables(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -> list[Table]:
-    """Return the comparison, accept lengths, the predictions, and the parts of a step."""
+def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
+    """Return the comparison, accept lengths, and the parts of a step."""
     off, own, best = found[OFF], plan.arms[OFF], best_plain(found)
     workers = own.cluster.workers
+    arms = [
+        (
+            name,
+            _speedup(found[best], each, "step"),
+            _speedup(found[best], each, "rollout"),
+            _median(each, ACCEPT) or None,
+            f"{_idle_share(each):.0%}",
+            f"{_median(each, 'cluster/idle_utilization'):.0%}",
+            f"{differing_share(off, each):.2%}",
+        )
+        for name, each in found.items()
+    ]
     parts = [
         (
             name,
@@ -113,34 +116,21 @@ def tables(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -
             f"Training {own.model.path} end to end, {workers} worker{'s' * (workers > 1)}, "
             f"{threads_each(own.run.threads, workers)} thread(s) each, {plan.steps} steps in turn; "
             f"speedups over the arm {best}; median (lowest-highest) over steps",
-            {
-                "arm": lambda name: name,
-                "step speedup": lambda name: _speedup(found[best], found[name], "step"),
-                "rollout speedup": lambda name: _speedup(found[best], found[name], "rollout"),
-                "accept length": lambda name: _median(found[name], ACCEPT) or None,
-                "idle": lambda name: f"{_idle_share(found[name]):.0%}",
-                "idle time used": lambda name: (
-                    f"{_median(found[name], 'cluster/idle_utilization'):.0%}"
-                ),
-                "texts differ": lambda name: f"{differing_share(off, found[name]):.2%}",
-            },
-            list(found),
+            (
+                "arm",
+                "step speedup",
+                "rollout speedup",
+                "accept length",
+                "idle",
+                "idle time used",
+                "texts differ",
+            ),
+            arms,
         ),
         *_accept_table(found),
-        *_prediction_table(predicted),
         Table(
             "Seconds of a step, medians",
-            by_position(
-                "arm",
-                *_PARTS,
-                "step",
-                "ahead",
-                "lent",
-                "stolen",
-                "stop",
-                "moved",
-                "unnamed",
-            ),
+            ("arm", *_PARTS, "step", "ahead", "lent", "stolen", "stop", "moved", "unnamed"),
             parts,
         ),
     ]
@@ -159,99 +149,8 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
     return [
         Table(
             "Accept length by step; 0 where nothing was drafted",
-            by_position("arm", *(str(step + 1) for step in steps)),
+            ("arm", *(str(step + 1) for step in steps)),
             cells,
-        )
-    ]
-
-
-# ---- more workers
-
-
-def predict(plan: Plan, found: Mapping[str, ArmResult]) -> Predictions:
-    """Simulate the measured workers and more, each with as many texts as a measured one.
-
-    Empty without enough steps whose speeds are known: the progress of one worker is not followed.
-    """
-    names = [OFF, *(name for name in (SPOT, COLD, ALL) if name in found)]
-    measured = range(len(found[OFF].metrics))
-    steps = [i for i in measured if all(any(found[name].token_s[i]) for name in names)]
-    if len(names) < 2 or len(steps) < _TELLING:
-        return {}
-    workers = plan.arms[OFF].cluster.workers
-    known = {
-        name: Simulated(
-            **{
-                f"{part}_s": sum(own.column(f"timing_s/{part}")[i] for i in steps) for part in _BOTH
-            },
-            idle_share=_idle_share(own),
-        )
-        for name, own in ((name, found[name]) for name in names)
-    }
-    speeds = {name: _speeds(plan, found[OFF], found[name], steps) for name in names}
-    predicted = {f"{workers}, measured": known}
-    for count in (workers, *_MORE_WORKERS):
-        texts = resampled([found[OFF].groups[i] for i in steps], count / workers)
-        predicted[f"{count}"] = {
-            name: simulate(plan.arms[name], list(zip(texts, own, strict=True)), count)
-            for name, own in speeds.items()
-        }
-    return predicted
-
-
-def _speeds(plan: Plan, off: ArmResult, own: ArmResult, steps: Sequence[int]) -> list[Speeds]:
-    """Return the speeds of an arm in some steps; those of the learner are of the arm off."""
-    budget, workers = plan.arms[OFF].learner.tokens_per_micro_batch, plan.arms[OFF].cluster.workers
-    parts: dict[int, list[int]] = {}
-    """Tokens that each rank learns from."""
-    for i in steps:
-        sizes = [u.packed.num_tokens for each in off.groups[i] for u in each.units(budget)]
-        parts[i] = [sum(sizes[index] for index in part) for part in balance(sizes, workers)]
-    passes_s = sum(off.metrics[i][f"timing_s/{each}"] for i in steps for each in _PASSES)
-    token_s = passes_s / max(sum(each[0] for each in parts.values()), 1)  # of the first rank
-    return [
-        Speeds(
-            *own.token_s[i],
-            learn_token_s=token_s,
-            update_s=max(off.metrics[i]["timing_s/learn"] - token_s * max(parts[i]), 0.0),
-            publish_s=row["timing_s/publish"],
-            others_s=row["timing_s/step"] - sum(row[f"timing_s/{each}"] for each in _SIMULATED),
-        )
-        for i, row in ((i, own.metrics[i]) for i in steps)
-    ]
-
-
-def _speedups(runs: Mapping[str, Simulated]) -> list[float]:
-    """Return the speedups of rollout and step of each arm, in the seconds of all steps."""
-    off, *others = runs.values()
-    return [
-        s for each in others for s in (off.rollout_s / each.rollout_s, off.step_s / each.step_s)
-    ]
-
-
-def _prediction_table(predicted: Predictions) -> list[Table]:
-    """Return the predictions, below what was measured, with their error."""
-    if not predicted:
-        return []
-    rows = [
-        (
-            what,
-            f"{runs[OFF].idle_share:.0%}",
-            *(f"{each:.2f}" for each in _speedups(runs)),
-            f"{1e3 * max(each.coordinator_s for each in runs.values()):.0f}",
-        )
-        for what, runs in predicted.items()
-    ]
-    measured, simulated, *_ = map(_speedups, predicted.values())
-    errors = (f"{b / a - 1:+.0%}" for a, b in zip(measured, simulated, strict=True))
-    arms = [name for name in next(iter(predicted.values())) if name != OFF]
-    headings = (f"{name}: {part}" for name in arms for part in _BOTH)
-    return [
-        Table(
-            "Speedups over the arm off for more workers: the run's own coordinator in simulated "
-            "time; all-reduce, update and publishing take as long for any number of workers",
-            by_position("workers", "idle in off", *headings, "coordinator, ms of a step"),
-            [*rows[:2], ("error", "", *errors, ""), *rows[2:]],
         )
     ]
 
@@ -259,7 +158,7 @@ def _prediction_table(predicted: Predictions) -> list[Table]:
 # ---- JSON
 
 
-def as_json(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) -> dict[str, Any]:
+def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     """Return every figure."""
     own, off, best = plan.arms[OFF], found[OFF], best_plain(found)
     others = _drafting(found)
@@ -289,10 +188,6 @@ def as_json(plan: Plan, found: Mapping[str, ArmResult], predicted: Predictions) 
         **{name: columns(f"cluster/{name}") for name in _IDLE_WORK},
         "unnamed_share": {name: _unnamed_share(each) for name, each in found.items()},
         "accept_length": columns(ACCEPT),
-        "predicted": {
-            what: {name: asdict(each) for name, each in runs.items()}
-            for what, runs in predicted.items()
-        },
         "reward": columns("reward/mean"),
         "step_s": columns("timing_s/step"),
         "rollout_s": columns("timing_s/rollout"),
@@ -308,8 +203,7 @@ def _speedup(off: ArmResult, own: ArmResult, part: str) -> Spread:
 
 
 def _median(result: ArmResult, name: str) -> float:
-    values = result.column(name)
-    return Spread.of(values).median if values else 0.0
+    return Spread.of(result.column(name)).median
 
 
 def _unnamed_share(result: ArmResult) -> float:

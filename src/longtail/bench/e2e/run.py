@@ -34,11 +34,10 @@ def run(options: E2eBenchOptions) -> int:
             log(note)
         parks = must_park(plan)
         found = run_arms(plan, log, is_parked=parks)
-    predicted = card.predict(plan, found)
     memory = ["arms were parked on disk between their steps"] if parks else []
     print_card(
-        card.tables(plan, found, predicted),
-        card.as_json(plan, found, predicted) | {"parked": parks},
+        card.tables(plan, found),
+        card.as_json(plan, found) | {"parked": parks},
         sentences=[*card.sentences(found), *plan.notes, *memory],
         json_only=options.json,
     )

@@ -1,25 +1,18 @@
-"""Another engine in a process of its own, driven by JSON lines; run by path.
+"""vLLM in a process of its own, driven by JSON lines; run by path.
 
-    python -I peer_worker.py {"kind": "vllm", "model_dir": DIR, "dtype": "bfloat16", "threads": 1,
-                              "max_len": 512, "max_running": 32}
+    python -I vllm_worker.py {"model_dir": DIR, "dtype": "bfloat16", "threads": 1, "max_len": 512,
+                              "max_running": 32}
 
     <-- {"ready": "vllm 0.32.0, ..."}                  once, when the model is loaded
     --> {"prompts": [[1, 2], [3]], "lengths": [64, 12], "running": 8}
     <-- {"seconds": 0.8, "cpu_seconds": 0.8, "num_tokens": 76}
 
-KIND is `transformers` or `vllm`. Both sample at temperature 1, without truncation, and write as
-many tokens after each prompt as `lengths` has, at most `running` texts at a time.
+It samples at temperature 1, without truncation, and writes as many tokens after each prompt as
+`lengths` has, at most `running` texts at a time.
 
-A vLLM with a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
-of vLLM) gets texts that end by themselves, with `seeds`, `temperature` and `stop_token_ids`, and
-answers with `tokens`, `num_drafts` and `num_accepted`, too. The rules:
-
-    plain          longtail's keyed noise, no drafts
-    loop           the same, with longtail's generator around it, as `longtail train` has it
-    learned        a drafter that vLLM learns by itself
-    coupled        drafts with the noise of the target, verified by equality
-    greedy         vLLM's default: most likely drafts, its own sampler
-    probabilistic  vLLM's sampled drafts, verified by the ratio of probabilities
+With a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
+of vLLM) texts end by themselves, a turn has `seeds`, `temperature` and `stop_token_ids`, too, and
+the answer has `tokens`, `num_drafts` and `num_accepted`. `longtail.bench.vllm` lists the rules.
 
 vLLM's own rules run with the defects of its CPU path worked around, since noise would be compared
 otherwise. Only rules import longtail: from this environment, else from the folder `packages`.
@@ -34,45 +27,6 @@ from typing import Any
 
 Generate = Callable[[dict[str, Any]], dict[str, Any]]
 """A turn -> what is answered beside its seconds."""
-
-
-def load_transformers(spec: dict[str, Any]) -> tuple[str, Generate]:
-    """Load `transformers`: dynamic cache and SDPA, its fastest eager mode on a CPU."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(spec["threads"])
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        spec["model_dir"], dtype=getattr(torch, spec["dtype"]), attn_implementation="sdpa"
-    )
-    model.eval()
-
-    def batch(prompts: list[list[int]], new_tokens: int) -> None:
-        width = max(map(len, prompts))
-        tokens = torch.tensor([[0] * (width - len(each)) + each for each in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        settings = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        with torch.inference_mode():
-            model.generate(tokens, attention_mask=mask, generation_config=settings)
-
-    def generate(turn: dict[str, Any]) -> dict[str, Any]:
-        prompts, lengths, running = turn["prompts"], turn["lengths"], turn["running"]
-        for start in range(0, len(prompts), running):
-            # a batch lasts as long as its longest text
-            batch(prompts[start : start + running], max(lengths[start : start + running]))
-        return {"num_tokens": sum(lengths)}
-
-    return f"transformers {transformers.__version__}, dynamic cache, sdpa", generate
 
 
 def load_vllm(spec: dict[str, Any]) -> tuple[str, Generate]:
@@ -222,8 +176,7 @@ def main(spec: dict[str, Any]) -> None:
     """Load the engine, then serve turns until standard input ends."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of the engine goes to the log
-    load = {"vllm": load_vllm, "transformers": load_transformers}[spec["kind"]]
-    description, generate = load(spec)
+    description, generate = load_vllm(spec)
     print(json.dumps({"ready": description}), file=replies, flush=True)
     for line in sys.stdin:
         turn = json.loads(line)

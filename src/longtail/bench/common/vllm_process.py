@@ -1,7 +1,4 @@
-"""Programs in processes of their own: other engines and trainers, idle while others run.
-
-`peer_worker` generates, `learner_worker` and `trl_worker` train; an interpreter runs them by path.
-"""
+"""vLLM in a process of its own (`vllm_worker`), idle while others run."""
 
 import json
 import os
@@ -10,38 +7,35 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from longtail.errors import ConfigError
 
-PeerT = TypeVar("PeerT", bound="PeerProcess")
-ENGINE_WORKER = Path(__file__).with_name("peer_worker.py")
+_WORKER = Path(__file__).with_name("vllm_worker.py")
 _TIMEOUT_S = 900.0
-"""Seconds in which a peer must load, and in which it must answer a turn."""
+"""Seconds in which vLLM must load, and in which it must answer a turn."""
 
 
-class PeerProcess:
-    """A program in another process, by JSON lines. It inherits this process's CPU pinning.
+class VllmProcess:
+    """vLLM in another process, by JSON lines. It inherits this process's CPU pinning.
 
     Lifecycle: started (loads, maybe compiles) -> ask* -> close, also by `with`.
     """
 
-    def __init__(
-        self, python: str, worker: Path, kind: str, spec: Mapping[str, Any], *, flag: str
-    ) -> None:
+    def __init__(self, python: str, spec: Mapping[str, Any], *, flag: str) -> None:
         """Start it and wait until its model is loaded; a ConfigError shows its last output.
 
-        `spec` has the number of `threads`; `flag` is the option that named the interpreter.
+        `flag` is the option that named the interpreter.
         """
-        self._kind, self._python = kind, python
+        self._python = python
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (see close)
         threads = str(spec["threads"])
         limits = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
         offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         try:
             self._process = subprocess.Popen(
-                # -I: neither this folder nor PYTHONPATH may shadow the peer's modules
-                [python, "-I", str(worker), json.dumps(spec)],
+                # -I: neither this folder nor PYTHONPATH may shadow vLLM's modules
+                [python, "-I", str(_WORKER), json.dumps(spec)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -78,14 +72,14 @@ class PeerProcess:
             self._process.communicate()
         self._log.close()
 
-    def __enter__(self: PeerT) -> PeerT:
+    def __enter__(self) -> "VllmProcess":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def _read(self) -> dict[str, Any]:
-        """Wait for one line; kill a peer that does not answer in time."""
+        """Wait for one line; kill a process that does not answer in time."""
         assert self._process.stdout is not None
         deadline = threading.Timer(_TIMEOUT_S, self._process.kill)
         deadline.start()
@@ -102,5 +96,5 @@ class PeerProcess:
         self._log.seek(0)
         last_lines = "\n".join(self._log.read().splitlines()[-12:])
         return ConfigError(
-            f"the {self._kind} process ({self._python}) {what}; its last output:\n{last_lines}"
+            f"the vllm process ({self._python}) {what}; its last output:\n{last_lines}"
         )
