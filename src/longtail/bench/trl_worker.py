@@ -105,7 +105,7 @@ def _train(job: dict[str, Any], reply: Any) -> None:
         _measured(GRPOTrainer(**made, callbacks=[Steps()]), seen).train()
 
 
-_METRICS = ("timing_s/drafter", "rollout/spec_accept_length", "drafter/version", "reward")
+_METRICS = ("rollout/spec_accept_length", "drafter/version", "reward")
 
 
 def _measured(trainer: Any, seen: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ GRPOTrainer.log, RLOOTrainer.log           they add the metrics of the rollouts 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from typing import Any, final
@@ -143,15 +143,6 @@ class Ranks:
         """Return a sum over all processes."""
         parts = self._own.get(name, 0) if self._store is None else self._store.add(name, 0)
         return parts / _MICRO
-
-    def all_gather(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the rows of all processes; each must call it."""
-        own = torch.tensor(row, dtype=torch.float64, device=self._device)
-        if self.size == 1:
-            return [own.tolist()]
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
-        return [each.tolist() for each in rows]
 
     def broadcast(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return the tensors of the process `source`; the others give tensors of their shapes."""
