@@ -25,7 +25,7 @@ from longtail.generator import StepReport
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
+from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
@@ -34,6 +34,7 @@ from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
 from support.eagle_requests import make_layer
 from support.tiny_models import tiny_model
+from support.worked import reach_probabilities
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
 TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
@@ -88,7 +89,7 @@ class SureDrafter(ScriptedDrafter):
     def _sure(self, tree: DraftTree, request: Draftable, strategy: Strategy) -> DraftTree:
         rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
         sure = [rng.choice((0.2, 0.7, 0.95, 1.0)) for _ in tree.tokens]
-        reach = tuple(reach_probabilities(tree.parents, sure))
+        reach = reach_probabilities(tree.parents, sure)
         tree = keep_reached(
             ranked(dataclasses.replace(tree, reach=reach)), strategy.thresholds.verify
         )

@@ -124,8 +124,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        self._own: dict[str, int] = {}
-        self._store: Any = None
+        self._store: Any = dist.HashStore()
         if size > 1:
             # The only handle on the store that every process has joined already.
             store = distributed_c10d._get_default_store()
@@ -133,16 +132,11 @@ class Ranks:
 
     def add(self, name: str, number: float | int) -> None:
         """Add to a sum, to a millionth."""
-        parts = round(number * _MICRO)
-        if self._store is None:
-            self._own[name] = self._own.get(name, 0) + parts
-        else:
-            self._store.add(name, parts)
+        self._store.add(name, round(number * _MICRO))
 
     def total(self, name: str) -> float:
         """Return a sum over all processes."""
-        parts = self._own.get(name, 0) if self._store is None else self._store.add(name, 0)
-        return parts / _MICRO
+        return self._store.add(name, 0) / _MICRO
 
     def broadcast(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return the tensors of the process `source`; the others give tensors of their shapes."""

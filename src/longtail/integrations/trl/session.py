@@ -74,8 +74,8 @@ class Session:
     ) -> list[Completion]:
         """Return one completion of each prompt, in order; drafters learn none of evaluations."""
         assert self._is_open, "weights were pulled"
-        turn = self._turns.begin(prompts, batch)
-        begins = turn.is_first and batch.is_training
+        samples, is_first = self._turns.begin(prompts, batch)
+        begins = is_first and batch.is_training
         if begins:
             self.ranks.add("rollouts", 1.0)
             self._exchange()
@@ -88,7 +88,7 @@ class Session:
                 sampling=self._fitting(params, len(each.prompt)),
                 group_id=each.group,
             )
-            for each in turn.samples
+            for each in samples
         ]
         if self._texts is not None:
             self._texts.is_on = batch.is_training
@@ -99,7 +99,7 @@ class Session:
             self._metrics.add(meter.report(), time.perf_counter() - began)
         if begins and self.ranks.size == 1:
             self._exchange()
-        self._turns.end(turn, [each.tokens for each in completions])
+        self._turns.end(samples, [each.tokens for each in completions])
         return completions
 
     def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
