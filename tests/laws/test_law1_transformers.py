@@ -33,7 +33,7 @@ def model(directory: Path) -> PreTrainedModel:
     return opened(directory)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
 def test_greedy_rows_are_those_of_transformers(directory: Path, family: Family) -> None:
     model = opened(directory, family)
     options = dict(do_sample=False, max_new_tokens=40, pad_token_id=PAD)
