@@ -124,7 +124,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        self._store: Any = dist.HashStore()
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if size > 1:
             # The only handle on the store that every process has joined already.
             store = distributed_c10d._get_default_store()
