@@ -16,7 +16,7 @@ import torch
 
 from longtail.assembly.engine import completion_key
 from longtail.cli import main as cli
-from longtail.drafter.history import HistoryDrafter, PhraseDrafter
+from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
@@ -31,7 +31,6 @@ DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
     "none": None,
     "perfect": lambda: ModelChains(tiny_model(dtype=torch.float64)),
     "history": HistoryDrafter,
-    "phrases": PhraseDrafter,
 }
 ASKED: tuple[dict[str, Any], ...] = (
     {"prompt": "3+4=", "seed": 1, "max_tokens": 18},

@@ -25,8 +25,7 @@ from longtail.generator import StepReport
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked, reach_probabilities
-from longtail.tuner.bandit import BanditTuner
+from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
@@ -35,6 +34,7 @@ from longtail.types import Completion, Request, SamplingParams
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
 from support.eagle_requests import make_layer
 from support.tiny_models import tiny_model
+from support.worked import reach_probabilities
 
 ROOMY = EngineLimits(max_running=16, max_step_tokens=400, max_len=80)
 TIGHT = EngineLimits(max_running=6, max_step_tokens=23, max_len=80, kv_tokens=192)
@@ -89,7 +89,7 @@ class SureDrafter(ScriptedDrafter):
     def _sure(self, tree: DraftTree, request: Draftable, strategy: Strategy) -> DraftTree:
         rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
         sure = [rng.choice((0.2, 0.7, 0.95, 1.0)) for _ in tree.tokens]
-        reach = tuple(reach_probabilities(tree.parents, sure))
+        reach = reach_probabilities(tree.parents, sure)
         tree = keep_reached(
             ranked(dataclasses.replace(tree, reach=reach)), strategy.thresholds.verify
         )
@@ -135,7 +135,6 @@ class ErraticTuner(Tuner):
 
 TUNERS = {
     "budget": lambda seed: BudgetTuner(),
-    "beg-mab": lambda seed: BanditTuner(epsilon=0.5, seed=seed),
     "fixed": lambda seed: FixedTuner(Strategy(depth=4, width=2, size=6), max_running=5),
     "off": lambda seed: OffTuner(),
     "erratic": ErraticTuner,
@@ -268,16 +267,13 @@ def test_switching_computes_no_token_twice_and_frees_no_kv():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "names"), [("budget", (EAGLE,)), ("beg-mab", ("ragged", "right"))]
-)
-def test_the_same_times_lead_to_the_same_decisions(name, names):
+def test_the_same_times_lead_to_the_same_decisions():
     """The same plans and the same drafts, step by step."""
     _, texts = plain_texts()
     decided: list[list[object]] = []
     for _ in range(2):
         engine = make_engine()
-        engine.speculate(speculation(TUNERS[name](4), texts, names, MadeUpClock(7)))
+        engine.speculate(speculation(BudgetTuner(), texts, [EAGLE], MadeUpClock(7)))
         steps: list[StepReport] = []
         engine.generate(make_requests(), steps.append)
         decided.append([(step.verified, step.switch) for step in steps])

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from longtail.speculation.strategy import Strategy
-from longtail.tuner.bandit import BUCKETS, BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import DraftCost
 from longtail.tuner.records import Batch
@@ -64,45 +63,18 @@ def test_two_drafters_are_at_least_as_fast_as_the_better_one(num, machine, block
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num", [1, 40])
-def test_the_regret_of_the_bandit_shrinks_to_what_it_explores(num):
-    """With no exploring it plays one of its bucket's best arms, a tenth at random loses at most
-    another tenth: in the mean, for what it finds best at first may be luck.
-    """
-    bucket = next(bucket for bucket in BUCKETS if num <= bucket.max_requests)
-    arms = [OffTuner(), *(FixedTuner(chain) for chain in bucket.strategies)]
-    rates = [
-        simulate(arm, steps=500, truth=lambda _: GOOD, running=lambda _: num).rate() for arm in arms
-    ]
-    for epsilon, share in ((0.0, 0.9), (0.1, 0.85)):
-        reached = [
-            simulate(
-                BanditTuner(epsilon=epsilon),
-                steps=900,
-                truth=lambda _: GOOD,
-                running=lambda _: num,
-                seed=seed,
-            ).rate(300)
-            for seed in range(8)
-        ]
-        assert sum(reached) / len(reached) > share * max(rates)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "num"), [("budget", 1), ("budget", 16), ("beg-mab", 16)])
-def test_a_shift_of_the_drafter_is_followed_both_ways(name, num):
+@pytest.mark.parametrize("num", [1, 16])
+def test_a_shift_of_the_drafter_is_followed_both_ways(num):
     """Good, useless, good again: some time after each shift the best of the time is played."""
     steps, phase = 6000, 2000
 
     def truth(step: int) -> Truth:
         return BAD if phase <= step < 2 * phase else GOOD
 
-    tuner = BudgetTuner() if name == "budget" else BanditTuner(window=30)  # 300: ten times as long
-    run = simulate(tuner, steps=steps, truth=truth, running=lambda _: num)
-    allowed = 0.03 if name == "budget" else 0.25
+    run = simulate(BudgetTuner(), steps=steps, truth=truth, running=lambda _: num)
     for begin, best in ((0, GOOD), (phase, BAD), (2 * phase, GOOD)):
         late = run.rate(begin + 2 * phase // 3, begin + phase)
-        assert late > (1 - allowed) * oracle_rate(best, num), f"after the shift at {begin}"
+        assert late > 0.97 * oracle_rate(best, num), f"after the shift at {begin}"
 
 
 def test_a_drafter_that_was_changed_is_looked_at_at_once():
@@ -171,16 +143,6 @@ def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
     looks = [step for step, plan in enumerate(run.plans) if plan.is_probe and plan.strategy]
     assert looks, "it goes on looking"
     assert len(looks) < 40
-
-
-def test_plain_decoding_is_among_the_arms_of_every_bucket():
-    """The bandit decodes plainly, apart from exploration, if every chain loses."""
-    for num in (1, 10, 40):
-        run = simulate(
-            BanditTuner(epsilon=0.1), steps=1500, truth=lambda _: BAD, running=lambda _, n=num: n
-        )
-        plain = [plan.strategy is None for plan in run.plans[500:]]
-        assert sum(plain) > 0.85 * len(plain)
 
 
 @pytest.mark.slow

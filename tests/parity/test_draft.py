@@ -11,10 +11,11 @@ from longtail.model.kernels import native
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import Accepted, DraftTree, depths, reach_probabilities
+from longtail.speculation.tree import Accepted, DraftTree, depths
 from longtail.types import SamplingParams
 from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
 from support.tiny_models import tiny_model
+from support.worked import confidences, reach_probabilities
 
 pytestmark = pytest.mark.skipif(
     native.product(torch.float32) is None, reason="no native round here"
@@ -104,7 +105,7 @@ def test_both_leave_out_what_is_not_worth_it(shape, worth):
     for tree in drafted:
         assert tree.size <= strategy.num_nodes
         assert tree.reach == pytest.approx(
-            reach_probabilities(tree.parents, sure.confidences(tree.margins)), rel=1e-12
+            reach_probabilities(tree.parents, confidences(sure, tree.margins)), rel=1e-12
         )
         assert all(reach >= worth.verify for reach in tree.reach)
         assert all(tree.reach[parent - 1] >= worth.expand for parent in tree.parents if parent)

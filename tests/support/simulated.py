@@ -10,7 +10,7 @@ The oracle knows the truth: it plays the chain that is best on average for a num
 import operator
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from longtail.speculation.confidence import ConfidenceCurve
@@ -21,6 +21,7 @@ from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
 from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, Tuner
+from support.worked import confidences
 
 LOOKS = LIKELY, DOUBTFUL = 3.0, 0.3
 RIGHT, WRONG = 1, 2
@@ -78,7 +79,6 @@ class Run:
     tokens: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
     def rate(self, begin: int = 0, end: int | None = None) -> float:
@@ -95,20 +95,31 @@ def simulate(
     machine: Machine = MACHINE,
     guarded: bool = False,
     profile_error: float = 1.0,
-    seed: int = 0,
 ) -> Run:
     """Run a tuner; `truth` and `running` are functions of the step."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
-    learners = _Learners(costs, curve, tuner, guard, run)
+    pending: list[tuple[Outcome, list[tuple[DraftTree, Accepted]]]] = []
+
+    def learn() -> bool:
+        """Learn from the last planned step, one step late; return whether it drafted."""
+        if not pending:
+            return False
+        outcome, followed = pending.pop()
+        for tree, found in followed:
+            curve.learn(tree, found)
+        costs.learn(outcome)
+        tuner.learn(outcome)
+        if guard is not None and (reason := guard.learn(outcome)):
+            run.reasons.append(reason)
+        return bool(outcome.timings)
+
     repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
-        batch = Batch(
-            num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num
-        )
+        batch = _batch(num)
         if repeats and num == repeated:  # as the engine does: plan and feedback are skipped
             repeats -= 1
             if guard is not None:
@@ -116,79 +127,66 @@ def simulate(
             run.tokens.append(num)
             run.seconds.append(machine.verify_s(num))
             run.plans.append(run.plans[-1])
-            run.nodes.append(0)
-            repeats = 0 if learners.learn() else repeats
+            repeats = 0 if learn() else repeats
             continue
         plan = tuner.plan(batch) if guard is None or guard.allows(batch) else PLAIN
         repeats, repeated = plan.repeat_steps, num
         timings: tuple[DraftTiming, ...] = ()
-        nodes = accepted = 0
-        draft_s = expected = 0.0
+        accepted, draft_s = 0, 0.0
+        selected: list[DraftTree] = []
         followed: list[tuple[DraftTree, Accepted]] = []
         if plan.strategy is not None:
             trees = _propose(plan.strategy, curve, truth(step), plan.num_requests or num, rng)
-            rows = sum(tree.size for tree in trees)
-            levels = max(tree.size for tree in trees)
-            draft_s = machine.draft.seconds(len(trees), float(levels), float(rows))
-            timings = (
-                DraftTiming(
-                    drafter=0,
-                    num_requests=len(trees),
-                    levels=levels,
-                    rows=rows,
-                    seconds=draft_s * _disturbed(rng),
-                ),
-            )
+            timing = _timing(0, machine.draft, trees)
+            draft_s = timing.seconds
+            timings = (replace(timing, seconds=draft_s * _disturbed(rng)),)
             selected = tuner.select_nodes(batch, plan, [trees])
             for whole, tree in zip(trees, selected, strict=True):
                 written = _written(whole, truth(step), rng)
-                accepted += min(len(follow(tree, written).path), tree.size)
-                followed.append((whole, follow(whole, written[: _known(tree, written)])))
-                expected += sum(tree.reach)
-            nodes = sum(tree.size for tree in selected)
-        took = machine.verify_s(num + nodes)
-        outcome = Outcome(
-            batch=batch,
-            plan=plan,
-            timings=timings,
-            num_drafts=len(timings) and timings[0].num_requests,
-            num_nodes=nodes,
-            num_accepted=accepted,
-            verify_s=took * _disturbed(rng),
-            num_expected=expected,
-        )
-        repeats = 0 if learners.learn() else repeats
-        learners.feedback = (outcome, followed)
+                kept = len(follow(tree, written).path)
+                accepted += kept
+                followed.append((whole, follow(whole, written[: kept + 1])))  # a bonus token
+        took = machine.verify_s(num + sum(tree.size for tree in selected))
+        outcome = _outcome(batch, plan, timings, selected, accepted, took * _disturbed(rng))
+        repeats = 0 if learn() else repeats
+        pending.append((outcome, followed))
         run.tokens.append(num + accepted)
         run.seconds.append(took + draft_s)
         run.plans.append(plan)
-        run.nodes.append(nodes)
     return run
 
 
-@dataclass(slots=True)
-class _Learners:
-    """Learners of a step's feedback, one step late."""
+def _batch(num: int) -> Batch:
+    return Batch(num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
 
-    costs: CostModel
-    curve: ConfidenceCurve
-    tuner: Tuner
-    guard: Guard | None
-    run: Run
-    feedback: tuple[Outcome, list[tuple[DraftTree, Accepted]]] | None = None
 
-    def learn(self) -> bool:
-        """Apply pending feedback, if any; return whether its step drafted."""
-        if self.feedback is None:
-            return False
-        (outcome, followed), self.feedback = self.feedback, None
-        for tree, found in followed:
-            self.curve.learn(tree, found)
-        self.costs.learn(outcome)
-        self.tuner.learn(outcome)
-        if self.guard is not None and (reason := self.guard.learn(outcome)):
-            self.run.reasons.append(reason)
-        return bool(outcome.timings)
+def _timing(drafter: int, cost: DraftCost, trees: Sequence[DraftTree]) -> DraftTiming:
+    """Return the undisturbed timing of a drafter's chains."""
+    rows, levels = sum(tree.size for tree in trees), max(tree.size for tree in trees)
+    seconds = cost.seconds(len(trees), float(levels), float(rows))
+    return DraftTiming(
+        drafter=drafter, num_requests=len(trees), levels=levels, rows=rows, seconds=seconds
+    )
+
+
+def _outcome(
+    batch: Batch,
+    plan: Plan,
+    timings: Sequence[DraftTiming],
+    verified: Sequence[DraftTree],
+    accepted: int,
+    verify_s: float,
+) -> Outcome:
+    return Outcome(
+        batch=batch,
+        plan=plan,
+        timings=tuple(timings),
+        num_drafts=len(verified),
+        num_nodes=sum(tree.size for tree in verified),
+        num_accepted=accepted,
+        verify_s=verify_s,
+        num_expected=sum((sum(tree.reach) for tree in verified), 0.0),
+    )
 
 
 def oracle_rate(truth: Truth, num: int, machine: Machine = MACHINE) -> float:
@@ -206,7 +204,10 @@ def _propose(
     strategy: Strategy, curve: ConfidenceCurve, truth: Truth, num: int, rng: random.Random
 ) -> list[DraftTree]:
     """Propose chains within the thresholds; all nodes are RIGHT, and the text decides."""
-    thresholds, table = strategy.thresholds, dict(zip(LOOKS, curve.confidences(LOOKS), strict=True))
+    thresholds, table = (
+        strategy.thresholds,
+        dict(zip(LOOKS, confidences(curve, LOOKS), strict=True)),
+    )
     margins: list[list[float]] = [[] for _ in range(num)]
     reach: list[list[float]] = [[] for _ in range(num)]
     going_on = list(range(num))
@@ -241,11 +242,6 @@ def _written(tree: DraftTree, truth: Truth, rng: random.Random) -> list[int]:
         if not right:
             return written
     return [*written, RIGHT]
-
-
-def _known(verified: DraftTree, written: list[int]) -> int:
-    """Return the number of tokens that the step yields, bonus token included."""
-    return len(follow(verified, written).path) + 1
 
 
 def _disturbed(rng: random.Random) -> float:
@@ -283,19 +279,13 @@ def rate_of(
     costs.drafts = [source.cost for source in sources]
     tuner.begin(costs, len(sources))
     curves = [ConfidenceCurve() for _ in sources]
-    batch = Batch(num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
+    batch = _batch(num)
     for _ in range(steps):
         plan, timings, proposals = tuner.plan(batch), [], []
         for index in plan.drafters if plan.strategy is not None else ():
             chains = [_chain(sources[index], curves[index], plan.strategy) for _ in range(num)]
-            rows, levels = sum(c.size for c in chains), max(c.size for c in chains)
-            seconds = sources[index].cost.seconds(num, levels, rows)
             proposals.append(chains)
-            timings.append(
-                DraftTiming(
-                    drafter=index, num_requests=num, levels=levels, rows=rows, seconds=seconds
-                )
-            )
+            timings.append(_timing(index, sources[index].cost, chains))
         selected = tuner.select_nodes(batch, plan, proposals) if proposals else []
         accepted = 0
         for place, tree in enumerate(selected):
@@ -303,18 +293,8 @@ def rate_of(
             accepted += len(follow(tree, text).path)
             for index, chains in zip(plan.drafters, proposals, strict=True):
                 curves[index].learn(chains[place], follow(chains[place], text))
-        nodes = sum(tree.size for tree in selected)
-        took = machine.verify_s(num + nodes)
-        outcome = Outcome(
-            batch=batch,
-            plan=plan,
-            timings=tuple(timings),
-            num_drafts=len(selected),
-            num_nodes=nodes,
-            num_accepted=accepted,
-            verify_s=took,
-            num_expected=sum(sum(tree.reach) for tree in selected),
-        )
+        took = machine.verify_s(num + sum(tree.size for tree in selected))
+        outcome = _outcome(batch, plan, timings, selected, accepted, took)
         costs.learn(outcome)
         tuner.learn(outcome)
         expected = sum(source.expected(tree) for source in sources for tree in selected)
@@ -327,7 +307,7 @@ def rate_of(
 def _chain(source: Source, curve: ConfidenceCurve, strategy: Strategy) -> DraftTree:
     """Propose a source's token as often as is worth it: a doubtful node, then likely ones."""
     margins = (DOUBTFUL, *(LIKELY,) * (strategy.depth - 1))
-    reach = tuple(accumulate(curve.confidences(margins), operator.mul))
+    reach = tuple(accumulate(confidences(curve, margins), operator.mul))
     least = max(strategy.thresholds.verify, strategy.thresholds.expand)
     size = sum(each >= least for each in reach) + 1
     tree = DraftTree(

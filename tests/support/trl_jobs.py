@@ -102,7 +102,7 @@ def rank(folder: Path, processes: int) -> None:
             reward_funcs=recorder,
             train_dataset=dataset(),
             args=arguments(
-                GRPOConfig, folder, use_vllm=True, per_device_train_batch_size=size, max_steps=1
+                GRPOConfig, folder, use_vllm=True, per_device_train_batch_size=size, max_steps=2
             ),
             callbacks=[rollouts.callback()],
         )

@@ -15,8 +15,11 @@ each are (0, 40, 70, 85) / 95 and 0.8 is 76 / 95, so top_p keeps three; min_p ke
 least half of the best, and 15 / 40 is less.
 """
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 
+from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import SamplingParams
 
@@ -54,3 +57,16 @@ TREE_REACH = (0.9, 0.1, 0.8, 0.7)
 TREE_DRAWN = (5, 7, 9, 4, 8)
 """Tokens that the target draws at the root and at each node."""
 TREE_ACCEPTED = Accepted(path=(1, 3), tokens=(5, 7, 4))
+
+
+def confidences(curve: ConfidenceCurve, margins: Sequence[float]) -> list[float]:
+    """Return the confidence of each node given that its parent is right."""
+    return [curve.table()[bisect_right(EDGES, margin)] for margin in margins]
+
+
+def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) -> tuple[float, ...]:
+    """Return the probability that each node is accepted: the product along its path."""
+    found = [1.0]
+    for parent, confidence in zip(parents, confidences, strict=True):
+        found.append(found[parent] * confidence)
+    return tuple(found[1:])

@@ -41,7 +41,6 @@ from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import INITIAL
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES
-from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
@@ -164,6 +163,4 @@ def _tuner(config: RunConfig) -> Tuner:
         return OffTuner()
     if own.tuner == "fixed":
         return FixedTuner(Strategy(depth=own.depth), max_running=own.max_running)
-    if own.tuner == "beg-mab":
-        return BanditTuner(seed=config.run.seed)
     return DepthTuner()

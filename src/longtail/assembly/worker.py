@@ -52,7 +52,6 @@ from longtail.system.device import (
     threads_each,
     to_stderr,
 )
-from longtail.tuner.bandit import BanditTuner
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
@@ -174,13 +173,12 @@ def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Dr
 
 
 def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculation | None:
-    own, seed = config.speculation, config.run.seed
+    own = config.speculation
     if not drafters:
         return None
     fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
     tuners: dict[str, Callable[[], Tuner]] = {
         "budget": BudgetTuner,
-        "beg-mab": lambda: BanditTuner(seed=seed),
         "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
         "off": OffTuner,
     }

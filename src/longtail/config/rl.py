@@ -141,9 +141,9 @@ class SpeculationSection(Section):
     completions), `fresh` (a new ridge drafter that learns during the run), or a directory: of a
     drafter, of a run that trained one, or of a published one (vLLM's layout). `+` joins several:
     `DIR+history`. `auto` is the drafter of the run, else `fresh`, with `history+phrases`."""
-    tuner: Literal["budget", "beg-mab", "fixed", "off"] = "budget"
+    tuner: Literal["budget", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
-    acceptance), `beg-mab` (TLT's bandit), `fixed` (the next four fields), `off`."""
+    acceptance), `fixed` (the next four fields), `off`."""
     depth: Annotated[int, Field(ge=1, le=32)] = 4
     """Fixed: number of tokens drafted ahead, one drafter pass each."""
     width: Annotated[int, Field(ge=1, le=8)] = 1

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from longtail.assembly.engine import GrowingEngine
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
 from longtail.generator import StepReport
@@ -44,12 +43,8 @@ class MirroredPolicy:
         self.model = model
         self.max_len = min(max_len, model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-
-        def make(limits: EngineLimits) -> RolloutEngine:
-            return RolloutEngine(model, decode, limits, policy_version=self.version)
-
         self._engines = GrowingEngine(
-            make,
+            lambda limits: RolloutEngine(model, decode, limits, policy_version=self.version),
             decode,
             max_running=max_running,
             length_step=_LENGTH_STEP,
@@ -59,11 +54,6 @@ class MirroredPolicy:
         self._speculation: Speculation | None = None
         self.version = 0
         """Number of pulls."""
-
-    @property
-    def engine(self) -> RolloutEngine | None:
-        """The present engine; None before the first `ready`."""
-        return self._engines.present
 
     def holds(self, parameters: Mapping[str, Tensor]) -> bool:
         """Return whether the copy equals these parameters; takes a few decoding steps."""
@@ -75,10 +65,10 @@ class MirroredPolicy:
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all parameters, by Hugging Face's names; see `Generator.load_policy`."""
         self.version += 1
-        if self.engine is None:
+        if (engine := self._engines.present) is None:
             write_hf(self.model, parameters, f"pull {self.version}")
         else:
-            self.engine.load_policy(self.version, parameters)
+            engine.load_policy(self.version, parameters)
 
     def speculate(self, speculation: Speculation | None) -> None:
         """Use a speculation from the next request on; None decodes plainly."""
@@ -87,11 +77,11 @@ class MirroredPolicy:
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights; `speculate` gave the drafter."""
         assert self._speculation is not None, "no drafter was given"
-        if self.engine is None:
+        if (engine := self._engines.present) is None:
             self._speculation = self._speculation.learned(tensors)
         else:
-            self.engine.load_drafter(tensors)
-            self._speculation = self.engine.speculation
+            engine.load_drafter(tensors)
+            self._speculation = engine.speculation
 
     def ready(self, requests: Sequence[Request]) -> RolloutEngine:
         """Return an idle engine with room for the requests."""

@@ -211,8 +211,8 @@ class Service:
     def _deliver(self, report: StepReport) -> None:
         """Give the results of a step to the callers that have not left."""
         events: dict[str, list[Event]] = {}
-        all_events: list[Event] = [*report.verified, *report.emitted]
-        for event in (*all_events, *report.finished, *report.failed):
+        every: list[Event] = [*report.verified, *report.emitted, *report.finished, *report.failed]
+        for event in every:
             events.setdefault(event.request_id, []).append(event)
         for request_id in events.keys() & self._streams.keys():
             stream, last = self._streams[request_id], events[request_id][-1]

@@ -12,7 +12,6 @@ trust. Drafters choose whether margins include noise.
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
 from itertools import pairwise
 from typing import final
 
@@ -63,15 +62,10 @@ class ConfidenceCurve:
             self._update()
         return self._table
 
-    def confidences(self, margins: Sequence[float]) -> list[float]:
-        """Return the confidence of each node given that its parent is right."""
-        table = self.table()
-        return [table[bisect_right(EDGES, margin)] for margin in margins]
-
     def learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Count every node whose parent is right and whose next token is known.
 
-        `verify.follow` also judges nodes that were not verified.
+        `tree.follow` also judges nodes that were not verified.
         """
         if not tree.margins or not accepted.tokens:
             return

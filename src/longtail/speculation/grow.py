@@ -18,16 +18,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise
-from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, keep_reached, prune, ranked
 
 _MIN_REACH = sys.float_info.min
 """Smallest probability of a node: 0 marks an entry of a tensor that is not a node."""
+_EDGES = torch.tensor(EDGES, dtype=torch.float64)
 
 
 class GrowingDrafter(Drafter):
@@ -150,26 +151,6 @@ class _Level(NamedTuple):
     """Probability of acceptance; 0 below a node that is not expanded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ConfidenceTable:
-    """A confidence curve as tensors, copied when drafting begins."""
-
-    table: Float[Tensor, "bins"]
-    edges: Float[Tensor, "edges"]
-
-    @staticmethod
-    def of(curve: ConfidenceCurve) -> "_ConfidenceTable":
-        """Copy the table, in float64."""
-        table, edges = (torch.tensor(of, dtype=torch.float64) for of in (curve.table(), EDGES))
-        return _ConfidenceTable(table=table, edges=edges)
-
-    def at(
-        self, margins: Float[Tensor, "requests candidates"]
-    ) -> Float[Tensor, "requests candidates"]:
-        """Return the confidence of each margin."""
-        return self.table[torch.bucketize(margins.double(), self.edges, right=True)]
-
-
 @final
 class Scoring:
     """Converts a drafter's logits to scores of tokens.
@@ -224,7 +205,7 @@ def grow(
     Requests that end early stay in the passes, without further proposals.
     """
     requests, thresholds = scoring.requests, strategy.thresholds
-    last, confidences = deepest(requests, strategy), _ConfidenceTable.of(curve)
+    last, table = deepest(requests, strategy), torch.tensor(curve.table(), dtype=torch.float64)
     limits = torch.tensor([[each.max_depth] for each in requests])
     logits = walker.root()
     numbers = torch.zeros_like(limits)
@@ -232,7 +213,7 @@ def grow(
     levels: list[_Level] = []
     total = 0
     for depth in range(1, last + 1):
-        level = _children(scoring, logits, depth, (numbers, reach), strategy.width, confidences)
+        level = _children(scoring, logits, depth, (numbers, reach), strategy.width, table)
         levels.append(level)
         if depth == last:
             break
@@ -240,8 +221,10 @@ def grow(
         reach, best = reach[:, : strategy.num_expanded], best[:, : strategy.num_expanded]
         floor = max(thresholds.expand, thresholds.verify, _MIN_REACH)
         follows = (reach >= floor) & (limits > depth)
-        if (thresholds.level or thresholds.expand) and _gain(reach, follows, thresholds) < 0:
-            break
+        if thresholds.level or thresholds.expand:
+            gain = ((reach - thresholds.expand) * follows).sum()
+            if gain < max(thresholds.level, _MIN_REACH):  # without nodes even if a pass is free
+                break
         reach = reach * follows
         numbers = total + 1 + best
         total += level.tokens.shape[1]
@@ -257,25 +240,13 @@ def grow(
     return _trees(found, strategy)
 
 
-def _gain(
-    reach: Float[Tensor, "requests followed"],
-    follows: Bool[Tensor, "requests followed"],
-    thresholds: DraftThresholds,
-) -> Float[Tensor, ""]:
-    """Return the expected benefit of the nodes to be expanded minus the cost of a pass.
-
-    Negative without such nodes, even if a pass is free.
-    """
-    return ((reach - thresholds.expand) * follows).sum() - max(thresholds.level, _MIN_REACH)
-
-
 def _children(
     scoring: Scoring,
     logits: Float[Tensor, "nodes vocab"],
     depth: int,
     above: tuple[Int[Tensor, "requests per_request"], Float[Tensor, "requests per_request"]],
     width: int,
-    confidences: _ConfidenceTable,
+    confidences: Float[Tensor, "bins"],
 ) -> _Level:
     """Return the best `width` children of every node, with their margins."""
     numbers, reach = above
@@ -285,11 +256,12 @@ def _children(
     rivals = values[:, :1].expand(-1, width).clone()
     rivals[:, 0] = values[:, 1] if values.shape[1] > 1 else values[:, 0]
     margins = (values[:, :width] - rivals).reshape(num, -1)
+    bins = torch.bucketize(margins.double(), _EDGES, right=True)
     return _Level(
         tokens=scoring.tokens(chosen[:, :width]).reshape(num, -1),
         margins=margins,
         parents=numbers.repeat_interleave(width, 1),
-        reach=reach.repeat_interleave(width, 1) * confidences.at(margins),
+        reach=reach.repeat_interleave(width, 1) * confidences[bins],
     )
 
 

@@ -80,17 +80,6 @@ def visible_nodes(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(masks[1:])
 
 
-def reach_probabilities(parents: Sequence[int], confidences: Sequence[float]) -> list[float]:
-    """Return the probability that each node is accepted: the product along its path.
-
-    Example: reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
-    """
-    found = [1.0]
-    for parent, confidence in zip(parents, confidences, strict=True):
-        found.append(found[parent] * confidence)
-    return found[1:]
-
-
 def ranked(tree: DraftTree) -> DraftTree:
     """Sort nodes by falling probability, equal ones by number.
 

@@ -116,9 +116,7 @@ class _DraftSample:
     def sorted_reach(self) -> Float[np.ndarray, "nodes"]:
         """Return the probabilities of all nodes, highest first."""
         if self._sorted is None:
-            self._sorted = np.array([-p for reach in self.reach for p in reach])
-            self._sorted.sort()
-            np.negative(self._sorted, out=self._sorted)
+            self._sorted = -np.sort([-p for reach in self.reach for p in reach])
         return self._sorted
 
 
@@ -136,10 +134,7 @@ class _Forecast:
 class BudgetTuner(Tuner):
     """Decides by the cost model and by calibrated probabilities."""
 
-    @property
-    def needs_costs(self) -> bool:
-        """True."""
-        return True
+    needs_costs = True
 
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:
         """Start with the estimate that every drafter is fairly good."""
@@ -169,8 +164,6 @@ class BudgetTuner(Tuner):
 
     def plan(self, batch: Batch) -> Plan:
         """Decide, or return the decision that still holds; from time to time, probe."""
-        if not batch.num_draftable or not batch.room:
-            return PLAIN_PROBE
         self._steps += 1
         self._age += 1
         if self._is_outdated(batch):
@@ -216,9 +209,9 @@ class BudgetTuner(Tuner):
         if plan.is_probe or self._steps % _SAMPLE_INTERVAL == 0 or self._steps < _SAMPLE_REQUESTS:
             self._add_samples(plan, proposals, trees)
         if not plan.is_probe:
-            return select_nodes(trees, 0.0, self._count(batch, trees))
+            return select_nodes(trees, self._count(batch, trees))
         most = max(batch.num_sampled, _PROBE_REQUESTS)  # in about twice the rows
-        return select_nodes(trees, 0.0, min(most, batch.room))
+        return select_nodes(trees, min(most, batch.room))
 
     def _add_samples(
         self, plan: Plan, proposals: Sequence[Sequence[DraftTree]], trees: Sequence[DraftTree]
@@ -290,9 +283,10 @@ class BudgetTuner(Tuner):
         scale = batch.num_draftable / max(len(sample.reach), 1)
         reach = sample.sorted_reach()[: max(int(batch.room / scale), 1)]
         reach = reach * min(self._yield, 1.0)
-        budget = optimal_budget(reach, scale, batch.num_sampled, self._seconds(drafters, batch))
-        cutoff = float(reach[budget.num_nodes - 1]) if budget.num_nodes else 1.0
-        return _Forecast(drafters, budget.tokens_per_s, int(budget.num_nodes * scale), cutoff)
+        seconds = self._seconds(drafters, batch)
+        num, tokens_per_s = optimal_budget(reach, scale, batch.num_sampled, seconds)
+        cutoff = float(reach[num - 1]) if num else 1.0
+        return _Forecast(drafters, tokens_per_s, int(num * scale), cutoff)
 
     def _seconds(self, drafters: DrafterSet, batch: Batch) -> Seconds:
         """Return a prediction of the step's seconds by its number of verified nodes."""

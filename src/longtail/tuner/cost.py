@@ -17,8 +17,9 @@ takes a hundred times too long moves a prediction as far as one that takes a thi
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import final
 
 import numpy as np
@@ -46,11 +47,9 @@ class TimeCurve:
 
     def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
         assert len(counts) == len(seconds) >= 1, "a curve needs a measurement"
-        assert all(a < b for a, b in pairwise(counts)), "rising counts"
-        assert all(second > 0 for second in seconds), "time passes"
         if len(counts) == 1:  # assume that half of the seconds are fixed costs
             counts, seconds = (0, *counts), (seconds[0] / 2, *seconds)
-        self._counts, self._raw = list(counts), list(seconds)
+        self._counts, self._raw = list(counts), list(accumulate(seconds, max))
         self._scale = 1.0
         self._num_seen = 0
         self._refresh()
@@ -88,11 +87,6 @@ class TimeCurve:
     def scale(self, moved: float) -> None:
         """Scale the curve by a part of another curve's correction; early on by all of it."""
         self._scale *= 1 + moved * (_OTHER_SHARE if self._num_seen >= _EARLY else 1.0)
-
-    def numbers(self) -> dict[str, list[float]]:
-        """Return knots and seconds."""
-        seconds = [self._scale * second for second in self._known]
-        return {"counts": [float(count) for count in self._counts], "seconds": seconds}
 
     def _piece(self, count: int) -> tuple[int, float]:
         """Return the knot to the left of a count, and the share of the way to the next knot."""
@@ -135,12 +129,7 @@ class DraftCost:
 
     def scaled(self, factor: float) -> "DraftCost":
         """Return all parts multiplied by a factor."""
-        return DraftCost(
-            start_s=factor * self.start_s,
-            request_s=factor * self.request_s,
-            level_s=factor * self.level_s,
-            row_s=factor * self.row_s,
-        )
+        return DraftCost(**{name: factor * part for name, part in asdict(self).items()})
 
 
 @final
@@ -151,10 +140,7 @@ class CostModel:
     """
 
     def __init__(self, measured: TimeCurve, *, pair_s: float, node_pair_s: float) -> None:
-        numbers = measured.numbers()
-        counts = [int(count) for count in numbers["counts"]]
-        self.plain = TimeCurve(counts, numbers["seconds"])
-        self.verify = TimeCurve(counts, numbers["seconds"])
+        self.plain, self.verify = measured, deepcopy(measured)
         self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
         """Costs of each drafter, in the engine's order."""
@@ -208,9 +194,8 @@ def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:
     part is set to zero and the rest is fitted again.
     """
     table = np.array(rounds, dtype=np.float64)
-    seconds = table[:, 3]
-    columns = np.column_stack([np.ones(len(table)), table[:, 0], table[:, 1], table[:, 2]])
-    weighted = columns / seconds[:, None]
+    columns = np.column_stack([np.ones(len(table)), table[:, :3]])
+    weighted = columns / table[:, 3:]
     kept = list(range(4))
     found = np.zeros(4)
     while kept:
@@ -220,8 +205,8 @@ def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:
             break
         kept.pop(int(solution.argmin()))
     start_s, request_s, level_s, row_s = (float(value) for value in found)
-    cost = DraftCost(start_s=start_s, request_s=request_s, level_s=level_s, row_s=row_s)
-    return replace(cost, start_s=max(start_s, 1e-7))  # a proposal is never free
+    start_s = max(start_s, 1e-7)  # a proposal is never free
+    return DraftCost(start_s=start_s, request_s=request_s, level_s=level_s, row_s=row_s)
 
 
 def _error(observed: float, predicted: float) -> float:

@@ -55,7 +55,7 @@ def test_a_measured_model_costs_something_and_more_costs_more():
         times = [curve.at(count) for count in (1, 2, 4, 16, 64, 200)]
         assert times[0] > 0
         assert all(a <= b for a, b in pairwise(times))
-    counts = costs.plain.numbers()["counts"]
+    counts = costs.plain._counts
     assert counts[0] == 1
     assert max(counts) <= LIMITS.max_step_tokens
 

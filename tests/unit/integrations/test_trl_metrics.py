@@ -26,5 +26,4 @@ def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     assert found["rollout/tokens_per_s"] == pytest.approx(10.0)
     assert found["rollout/spec_accept_length"] == pytest.approx(1.6)
     assert found["rollout/spec_accept_rate"] == pytest.approx(0.3)
-    assert "idle/ratio" not in found
     assert metrics.drain() == {}

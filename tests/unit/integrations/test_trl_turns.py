@@ -10,7 +10,7 @@ def batch(**changes: int | bool) -> Batch:
 
 
 def keys(prompts: list[tuple[int, ...]], **changes: int | bool) -> list[int]:
-    return [each.key for each in Turns().begin(prompts, batch(**changes)).samples]
+    return [each.key for each in Turns().begin(prompts, batch(**changes))[0]]
 
 
 def test_a_key_does_not_depend_on_the_number_of_processes() -> None:
@@ -27,40 +27,44 @@ def test_seed_step_and_evaluation_change_every_key() -> None:
 
 
 def test_samples_of_one_prompt_share_a_group() -> None:
-    groups = [each.group for each in Turns().begin([A, A, B], batch()).samples]
+    groups = [each.group for each in Turns().begin([A, A, B], batch())[0]]
     assert groups[0] == groups[1] != groups[2]
 
 
 def test_a_later_turn_keeps_the_key_of_its_sample() -> None:
     turns = Turns()
-    first = turns.begin([A, A, B], batch())
-    assert first.is_first
+    first, is_first = turns.begin([A, A, B], batch())
+    assert is_first
     turns.end(first, [(1, 2), (1, 5, 2), (6, 2)])
-    second = turns.begin([(*A, 1, 5, 2, 8, 8), (*B, 6, 2, 8, 8)], batch())
-    assert not second.is_first
-    assert [each.key for each in second.samples] == [first.samples[1].key, first.samples[2].key]
-    assert len({each.request_id for each in (*first.samples, *second.samples)}) == 5
+    second, is_first = turns.begin([(*A, 1, 5, 2, 8, 8), (*B, 6, 2, 8, 8)], batch())
+    assert not is_first
+    assert [each.key for each in second] == [first[1].key, first[2].key]
+    assert len({each.request_id for each in (*first, *second)}) == 5
     turns.end(second, [(4, 2), (5, 2)])
-    third = turns.begin([(*A, 1, 5, 2, 8, 8, 4, 2, 9)], batch())
-    assert [each.key for each in third.samples] == [first.samples[1].key]
+    third, _ = turns.begin([(*A, 1, 5, 2, 8, 8, 4, 2, 9)], batch())
+    assert [each.key for each in third] == [first[1].key]
+
+
+def begun(prompts: list[tuple[int, ...]]) -> tuple[Turns, list[int]]:
+    """Return the turns after a first one in which all samples wrote the same, and its keys."""
+    turns = Turns()
+    first, _ = turns.begin(prompts, batch())
+    turns.end(first, [(1, 2)] * len(prompts))
+    return turns, [each.key for each in first]
 
 
 def test_a_later_turn_is_found_though_the_last_token_was_left_out() -> None:
-    turns = Turns()
-    turns.end(first := turns.begin([A], batch()), [(1, 2)])
-    assert turns.begin([(*A, 1, 8, 8)], batch()).samples[0].key == first.samples[0].key
+    turns, first = begun([A])
+    assert [each.key for each in turns.begin([(*A, 1, 8, 8)], batch())[0]] == first
 
 
 def test_equal_texts_of_two_samples_go_on_with_their_own_keys() -> None:
-    turns = Turns()
-    turns.end(first := turns.begin([A, A], batch()), [(1, 2), (1, 2)])
-    later = turns.begin([(*A, 1, 2, 8), (*A, 1, 2, 8)], batch())
-    assert [each.key for each in later.samples] == [each.key for each in first.samples]
+    turns, first = begun([A, A])
+    assert [each.key for each in turns.begin([(*A, 1, 2, 8)] * 2, batch())[0]] == first
 
 
 def test_a_second_batch_of_one_step_has_keys_of_its_own() -> None:
-    turns = Turns()
-    turns.end(first := turns.begin([A, B], batch()), [(1, 2), (1, 2)])
-    second = turns.begin([A, B], batch())
-    assert second.is_first
-    assert {each.key for each in first.samples}.isdisjoint(each.key for each in second.samples)
+    turns, first = begun([A, B])
+    second, is_first = turns.begin([A, B], batch())
+    assert is_first
+    assert {each.key for each in second}.isdisjoint(first)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.tree import Accepted, DraftTree, follow
+from support.worked import confidences
 
 RIGHT, WRONG = Accepted(path=(1,), tokens=(5, 0)), Accepted(path=(), tokens=(0,))
 
@@ -18,7 +19,7 @@ def one_node(margin: float) -> DraftTree:
 
 
 def confidence(curve: ConfidenceCurve, margin: float) -> float:
-    return curve.confidences([margin])[0]
+    return confidences(curve, [margin])[0]
 
 
 def teach(curve: ConfidenceCurve, margin: float, hits: float, number: int, seed: int = 0) -> None:

@@ -20,9 +20,9 @@ from longtail.speculation.tree import (
     Accepted,
     DraftTree,
     depths,
-    reach_probabilities,
 )
 from longtail.types import SamplingParams
+from support.worked import confidences, reach_probabilities
 
 VOCAB = 5
 
@@ -120,7 +120,7 @@ def test_any_draft_keeps_to_its_strategy(max_depths, strategy, outcomes):
         assert tree.size <= strategy.num_nodes
         assert max(depths(tree.parents), default=0) <= min(strategy.depth, max_depth)
         assert max(Counter(tree.parents).values(), default=0) <= strategy.width
-        found = reach_probabilities(tree.parents, curve.confidences(tree.margins))
+        found = reach_probabilities(tree.parents, confidences(curve, tree.margins))
         assert tree.reach == pytest.approx(found, rel=1e-12)
         assert list(tree.reach) == sorted(tree.reach, reverse=True)
         assert all(reach >= worth.verify for reach in tree.reach)

@@ -14,10 +14,16 @@ from longtail.speculation.tree import (
     keep_reached,
     prune,
     ranked,
-    reach_probabilities,
     visible_nodes,
 )
-from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH, TREE_VISIBLE
+from support.worked import (
+    TREE,
+    TREE_ACCEPTED,
+    TREE_DRAWN,
+    TREE_REACH,
+    TREE_VISIBLE,
+    reach_probabilities,
+)
 
 
 @st.composite
@@ -47,11 +53,6 @@ def ancestors(parents: tuple[int, ...], node: int) -> set[int]:
     return {node} | ancestors(parents, parents[node - 1]) if node else set()
 
 
-def test_reach_is_the_product_along_the_path():
-    assert reach_probabilities((0, 0, 1), (0.9, 0.1, 0.5)) == [0.9, 0.1, 0.45]
-    assert reach_probabilities((), ()) == []
-
-
 def test_a_floor_keeps_likely_nodes_and_trees_without_probabilities():
     likely = ranked(replace(TREE, reach=TREE_REACH))
     assert keep_reached(likely, 0.7) == prune(likely, 3)
@@ -73,7 +74,7 @@ def test_a_node_sees_itself_and_its_ancestors_alone(parents):
 def test_pruning_keeps_a_tree_of_the_likeliest_nodes(parents, size, data):
     confidences = [data.draw(st.sampled_from((0.5, 1.0))) for _ in parents]  # many ties
     reach = reach_probabilities(parents, confidences)
-    kept = prune(ranked(replace(tree_of(parents), reach=tuple(reach))), size)
+    kept = prune(ranked(replace(tree_of(parents), reach=reach)), size)
     assert kept.reach == tuple(sorted(reach, reverse=True)[:size])
     assert kept.size == min(size, len(parents))
     chosen = {token - 101 for token in kept.tokens}

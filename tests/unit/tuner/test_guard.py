@@ -82,42 +82,25 @@ def test_a_pause_ends_when_one_percent_of_it_pays_for_another_trial():
     assert lose(guard) == pytest.approx(RESUME / (0.25 - 1.5 * LOSS_SHARE), abs=1)
 
 
-@given(
-    st.lists(
-        st.tuples(st.floats(0.5, 0.99 * STALL), st.integers(0, 8), st.integers(0, 40)), max_size=200
-    )
-)
-def test_no_sequence_of_steps_loses_more_than_an_account_and_the_share(steps):
+@pytest.mark.parametrize(("longest", "more"), [(0.0, 0.0), (6.0, MOST + 6.0)])
+@given(data=st.data())
+def test_no_steps_lose_more_than_an_account_and_the_share_and_reading_no_more_than_another(
+    longest: float, more: float, data: st.DataObject
+) -> None:
+    """Reading after pauses takes up to `longest` plain steps and may lose `more` of them."""
+    numbers = (st.floats(0.5, 0.99 * STALL), st.integers(0, 8), st.floats(0.0, longest))
     guard, lost, total = make_guard(), 0.0, 0.0
-    for took, accepted, num_plain in steps:
-        if guard.allows(BATCH):
-            outcome = step(took, accepted=accepted)
-            guard.learn(outcome)
-            lost += took - (1 + accepted / 4)
-            total += took
-        for _ in range(num_plain):
-            guard.learn(PLAIN)
-            total += 1
-        assert lost <= INITIAL + STALL + LOSS_SHARE * total + 1e-6
-
-
-@given(
-    st.lists(
-        st.tuples(st.floats(0.5, 0.99 * STALL), st.integers(0, 8), st.floats(0.0, 6.0)),
-        max_size=200,
-    )
-)
-def test_reading_after_pauses_loses_no_more_than_another_account(steps):
-    guard, lost, total = make_guard(), 0.0, 0.0
-    for took, accepted, read in steps:
+    for took, accepted, read, num_plain in data.draw(
+        st.lists(st.tuples(*numbers, st.integers(0, 40)), max_size=200)
+    ):
         if guard.allows(BATCH):
             guard.learn(replace(step(took, accepted=accepted), catch_up_s=read * PLAIN_S))
             lost += took + read - (1 + accepted / 4)
             total += took
-        else:
+        for _ in range(num_plain):
             guard.learn(PLAIN)
             total += 1
-        assert lost <= INITIAL + MOST + STALL + 6.0 + LOSS_SHARE * total + 1e-6
+        assert lost <= INITIAL + STALL + more + LOSS_SHARE * total + 1e-6
 
 
 @given(pauses=st.integers(1, MOST))

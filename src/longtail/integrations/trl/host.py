@@ -7,7 +7,7 @@ GRPOTrainer.log, RLOOTrainer.log           they add the metrics of the rollouts 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from typing import Any, final
@@ -124,8 +124,7 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        self._own: dict[str, int] = {}
-        self._store: Any = None
+        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if size > 1:
             # The only handle on the store that every process has joined already.
             store = distributed_c10d._get_default_store()
@@ -133,25 +132,11 @@ class Ranks:
 
     def add(self, name: str, number: float | int) -> None:
         """Add to a sum, to a millionth."""
-        parts = round(number * _MICRO)
-        if self._store is None:
-            self._own[name] = self._own.get(name, 0) + parts
-        else:
-            self._store.add(name, parts)
+        self._store.add(name, round(number * _MICRO))
 
     def total(self, name: str) -> float:
         """Return a sum over all processes."""
-        parts = self._own.get(name, 0) if self._store is None else self._store.add(name, 0)
-        return parts / _MICRO
-
-    def all_gather(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the rows of all processes; each must call it."""
-        own = torch.tensor(row, dtype=torch.float64, device=self._device)
-        if self.size == 1:
-            return [own.tolist()]
-        rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
-        return [each.tolist() for each in rows]
+        return self._store.add(name, 0) / _MICRO
 
     def broadcast(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return the tensors of the process `source`; the others give tensors of their shapes."""

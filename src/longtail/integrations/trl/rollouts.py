@@ -37,11 +37,11 @@ class Rollouts:
     """Rollouts for one trainer, made inside this context; called `longtail_rollouts`.
 
     `drafter` is a name as for `--speculation.drafter`: "auto" begins a fresh one, which learns
-    during the run, "none" decodes plainly; texts are the same. `train` "idle": it learns while this
-    process waits for others, or, alone, after each rollout for a tenth of its time. `seed` is that
-    of the noise, by default the trainer's. `dtype` is "float32" or "bfloat16", by default what the
-    trainer computes in, but float32 where bfloat16 is emulated. `resume` is a checkpoint of the
-    trainer whose drafter is used, by default the one in its output directory that it resumes from.
+    during the run, "none" decodes plainly; texts are the same. `train` "never": no drafter learns;
+    one of EAGLE never does. `seed` is that of the noise, by default the trainer's. `dtype` is
+    "float32" or "bfloat16", by default what the trainer computes in, but float32 where bfloat16 is
+    emulated. `resume` is a checkpoint of the trainer whose drafter is used, by default the one in
+    its output directory that it resumes from.
     Raises ConfigError for other values.
     """
 
@@ -66,7 +66,7 @@ class Rollouts:
             raise ConfigError(
                 f"resume = {resume!r}: no such directory; give a trainer's checkpoint"
             )
-        self._drafter, self._trains, self._seed = drafter, train == "idle", seed
+        self._drafter, self._learns, self._seed = drafter, train == "idle", seed
         self._dtype, self._max_running, self._resume = dtype, max_running, resume
         self._patch = ExitStack()
         self._session: Session | None = None
@@ -91,8 +91,12 @@ class Rollouts:
         return RolloutsCallback(self)
 
     def _before_log(self, trainer: Any) -> None:
-        """Add the metrics of the last rollouts to the trainer's own."""
-        if trainer.use_vllm and trainer.vllm_generation is self._opened:
+        """Add the metrics of the last rollouts to the trainer's own, in the first process.
+
+        The store of their sums may end with that one while others write their last log.
+        """
+        is_first = trainer.accelerator.is_main_process
+        if is_first and trainer.use_vllm and trainer.vllm_generation is self._opened:
             for name, value in self.session.drain_metrics().items():
                 trainer._metrics["train"][name].append(value)
 
@@ -135,7 +139,7 @@ class Rollouts:
             policy,
             ranks,
             self._drafter,
-            trains=self._trains,
+            learns=self._learns,
             log=to_stderr if accelerator.is_main_process else lambda line: None,
         )
         return self._session
@@ -179,9 +183,9 @@ class Rollouts:
             any(self.session.restore(place, step) for place in places)
 
     def export(self, path: str | Path) -> Path:
-        """Write the trained drafter in the layout that vLLM reads, after a check of the files.
+        """Write the drafter in the layout that vLLM reads, after a check of the files.
 
-        Raises ConfigError if there is no trained drafter, or if `path` exists.
+        Raises ConfigError if it has no weights, or if `path` exists.
         """
         loaded, target = self.session.drafter(), self.session.target
         if loaded is None:

@@ -104,12 +104,10 @@ class RolloutsCallback(TrainerCallback):
         self._rollouts = rollouts
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the arguments, before the trainer builds its generator."""
+        """Take the arguments before the generator is built, and the state of a training."""
         self._rollouts.follow(args, state)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the state of a training that begins or goes on."""
-        self._rollouts.follow(args, state)
+    on_train_begin = on_init_end
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the drafter beside the trainer's checkpoint."""

@@ -1,4 +1,8 @@
-"""Rollouts for one trainer: its policy, its drafters and their training, keys, metrics, state."""
+"""Rollouts for one trainer: its policy, its drafters and what they learn, keys, metrics, state.
+
+At the begin of a rollout the processes exchange the sums of the texts since the last one; one
+process alone also takes them after each rollout.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +14,7 @@ from torch import Tensor
 
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.assembly.worker import learning, make_drafting, open_learned, without_fresh
+from longtail.cluster.work.publisher import Publisher
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
@@ -17,9 +22,9 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl.host import Ranks
-from longtail.integrations.trl.training import DrafterTraining
 from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.run.drafter_store import INITIAL, DrafterStore
+from longtail.speculation.drafter import Statistics
 from longtail.system.device import compute_threads, rollout_threads
 from longtail.tuner.budget import BudgetTuner
 from longtail.types import Completion, Request, SamplingParams
@@ -42,16 +47,19 @@ class Session:
         ranks: Ranks,
         drafter: str,
         *,
-        trains: bool,
+        learns: bool,
         log: Callable[[str], None],
     ) -> None:
         self.target, self.policy, self.ranks = target, policy, ranks
-        self._drafter, self._trains, self._log = drafter, trains, log
+        self._drafter, self._learns, self._log = drafter, learns, log
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
-        self._is_open = self._has_tools = False
+        self._is_open = False
         self._initial: LoadedDrafter | None = None
-        self._training: DrafterTraining | None = None
+        self._texts: Statistics | None = None
+        """Adds up what is written, for a drafter that learns from it; it has a publisher, too."""
+        self._publisher: Publisher | None = None
+        self._num_rollouts = 0
         self._threads = rollout_threads(target.model.config.hidden_size)
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,13 +74,12 @@ class Session:
     ) -> list[Completion]:
         """Return one completion of each prompt, in order; drafters learn none of evaluations."""
         assert self._is_open, "weights were pulled"
-        turn = self._turns.begin(prompts, batch)
-        training = self._training if batch.is_training else None
-        self._has_tools = self._has_tools or not turn.is_first
-        if turn.is_first and batch.is_training:
+        samples, is_first = self._turns.begin(prompts, batch)
+        begins = is_first and batch.is_training
+        if begins:
             self.ranks.add("rollouts", 1.0)
-            if training is not None:
-                training.begin()
+            self._exchange()
+            self._num_rollouts += 1
         requests = [
             Request(
                 request_id=each.request_id,
@@ -81,21 +88,18 @@ class Session:
                 sampling=self._fitting(params, len(each.prompt)),
                 group_id=each.group,
             )
-            for each in turn.samples
+            for each in samples
         ]
-        if self._training is not None:
-            self._training.listen(batch.is_training)
+        if self._texts is not None:
+            self._texts.is_on = batch.is_training
         meter, began = RolloutMeter(), time.perf_counter()
         with compute_threads(self._threads):
             completions = self.policy.generate(requests, meter.add)
-        gen_s = time.perf_counter() - began
         if batch.is_training:
-            self._metrics.add(meter.report(), gen_s)
-        if training is not None:
-            training.add(requests, completions)
-            if turn.is_first:
-                training.train(gen_s, waits=self.ranks.size > 1 and not self._has_tools)
-        self._turns.end(turn, [each.tokens for each in completions])
+            self._metrics.add(meter.report(), time.perf_counter() - began)
+        if begins and self.ranks.size == 1:
+            self._exchange()
+        self._turns.end(samples, [each.tokens for each in completions])
         return completions
 
     def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
@@ -111,8 +115,9 @@ class Session:
     # ---- drafters
 
     def _open_drafters(self) -> None:
-        spot = SpotSection(train="spot" if self._trains else "never")
-        names = drafter_names(self._drafter, self.target.name, learns=self._trains)
+        # Only a drafter that follows from sums learns here: features would serve gradients.
+        spot = SpotSection(train="spot" if self._learns else "never", features_mb=0)
+        names = drafter_names(self._drafter, self.target.name, learns=self._learns)
         drafters = open_drafters(names, self.target, self._log)
         if not drafters:
             return
@@ -122,53 +127,66 @@ class Session:
         if learned is None:
             return
         self._initial = learned.loaded.copied()
-        # Each rank has its own seed, or all would train the same replica.
-        drafting = make_drafting(spot, learned, seed=self.ranks.rank)
-        if drafting is not None:
-            eos_ids = self.target.tokenizer.eos_ids
-            self._training = DrafterTraining(drafting, self.ranks, self.policy, eos_ids)
+        if speculation.texts is not None and (drafting := make_drafting(spot, learned, seed=0)):
+            self._texts = speculation.texts
+            self._publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
+
+    def _exchange(self) -> None:
+        """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
+        if self._texts is None or self._publisher is None:
+            return
+        own, publisher = self._texts.take(), self._publisher
+        num_new = publisher.add_sums(
+            own.restored(self.ranks.broadcast(own.tensors(), rank))
+            for rank in range(self.ranks.size)
+        )
+        if num_new and publisher.sums is not None:
+            with compute_threads(1):
+                tensors = publisher.sums.weights(self.target.tokenizer.eos_ids)
+            publisher.record(publisher.offer_solved(tensors, num_new).version)
+            self.policy.load_drafter(publisher.published.tensors)
 
     def drafter(self) -> LoadedDrafter | None:
-        """Copy the drafter in use, with its training; None without one that can be trained."""
+        """Copy the drafter in use; None without one that has weights."""
         if self._initial is None:
             return None
         copied = self._initial.copied()
-        return copied if self._training is None else self._training.state().put_into(copied)
+        return copied if self._publisher is None else self._publisher.state().put_into(copied)
 
     # ---- metrics and state
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the rollouts since the last call, of all processes together."""
         found = self._metrics.drain()
-        if found and self._training is not None:
-            found |= self._training.publisher.metrics()
+        if found and self._publisher is not None:
+            found |= self._publisher.metrics()
         return found
 
     def save(self, checkpoint: Path, step: int) -> None:
-        """Write the drafter into a checkpoint; without one that is trained, nothing."""
-        if self._training is None or self._initial is None:
+        """Write the drafter into a checkpoint; without one that learns, nothing."""
+        if self._publisher is None or self._initial is None:
             return
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._initial.save(folder / INITIAL)
-        DrafterStore(folder, keep=1).save(step, self._training.state())
+        state = self._publisher.state(rollouts=self._num_rollouts)
+        DrafterStore(folder, keep=1).save(step, state)
 
     def restore(self, checkpoint: Path, step: int) -> bool:
         """Continue with the drafter of a checkpoint; return whether there is one."""
-        if self._training is None:
+        if self._publisher is None:
             return False
         state = DrafterStore(checkpoint / FOLDER).load(step)
         if state is None:
             return False
-        self._training.restore(state)
-        self._log(f"drafter version {self._training.publisher.published.version} from {checkpoint}")
+        weights = self._publisher.restore(state)
+        self._num_rollouts = state.numbers["rollouts"]
+        self.policy.load_drafter(weights.tensors)
+        self._log(f"drafter version {weights.version} from {checkpoint}")
         return True
 
 
-_SUMS = (
-    "rollouts", "gen_s", "wait_s", "train_s", "trained_tokens",
-    "generated", "drafted", "accepted", "verified",
-)  # fmt: skip
+_SUMS = ("rollouts", "gen_s", "generated", "drafted", "accepted", "verified")
 
 
 @final
@@ -195,19 +213,13 @@ class SessionMetrics:
             return {}
         self._before = now
         count = new["rollouts"]  # of each process; seconds are means over the processes
-        wall_s = new["gen_s"] + new["wait_s"]
         metrics = {
-            "timing_s/gen": wall_s / count,
-            "timing_s/drafter": new["train_s"] / count,
+            "timing_s/gen": new["gen_s"] / count,
             "rollout/generated_tokens": new["generated"] * self._ranks.size / count,
-            "rollout/tokens_per_s": new["generated"] * self._ranks.size / wall_s,
-            "drafter/trained_tokens": new["trained_tokens"] * self._ranks.size / count,
+            "rollout/tokens_per_s": new["generated"] * self._ranks.size / new["gen_s"],
         }
         if new["verified"]:
             accepted, verified = new["accepted"], new["verified"]
             metrics["rollout/spec_accept_length"] = (accepted + verified) / verified
             metrics["rollout/spec_accept_rate"] = accepted / max(new["drafted"], 1.0)
-        if self._ranks.size > 1:
-            metrics["idle/ratio"] = new["wait_s"] / wall_s
-            metrics["idle/utilization"] = min(new["train_s"] / max(new["wait_s"], 1e-6), 1.0)
         return metrics

@@ -54,15 +54,6 @@ class Batch:
     """Place of this process's first sample in the batch of all processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One call of the generator."""
-
-    samples: tuple[Sample, ...]
-    is_first: bool
-    """Whether this is the first turn of a batch."""
-
-
 @final
 class Turns:
     """Remembers the texts of the present batch, to find the key of a later turn."""
@@ -73,25 +64,26 @@ class Turns:
         self._round = 0
         """Number of batches before this one between two updates."""
 
-    def begin(self, prompts: Sequence[Tokens], batch: Batch) -> Turn:
-        """Return the samples of a call; all of a later turn extend texts of this batch."""
+    def begin(self, prompts: Sequence[Tokens], batch: Batch) -> tuple[list[Sample], bool]:
+        """Return the samples of a call, and whether it is the first turn of a batch.
+
+        All of a later turn extend texts of this batch.
+        """
         step = (batch.step, batch.is_training)
         if step != self._step:
             self._step, self._round = step, 0
             self._texts.clear()
         later = self._later(prompts) if self._texts else None
         if later is not None:
-            return Turn(samples=later, is_first=False)
+            return later, False
         self._round += bool(self._texts)
         self._texts.clear()
-        samples = (
-            self._sample(prompt, batch, batch.first + index) for index, prompt in enumerate(prompts)
-        )
-        return Turn(samples=tuple(samples), is_first=True)
+        numbered = enumerate(prompts, start=batch.first)
+        return [self._sample(prompt, batch, number) for number, prompt in numbered], True
 
-    def end(self, turn: Turn, completions: Sequence[Tokens]) -> None:
+    def end(self, samples: Sequence[Sample], completions: Sequence[Tokens]) -> None:
         """Remember the texts that a later turn may extend; the last token may be left out there."""
-        for sample, tokens in zip(turn.samples, completions, strict=True):
+        for sample, tokens in zip(samples, completions, strict=True):
             self._texts.setdefault((*sample.prompt, *tokens[:-1]), []).append(sample)
 
     def _sample(self, prompt: Tokens, batch: Batch, number: int) -> Sample:
@@ -101,7 +93,7 @@ class Turns:
         group = f"{name}@{kind}{batch.step}.{self._round}"
         return Sample(number=number, key=key, group=group, prompt=prompt)
 
-    def _later(self, prompts: Sequence[Tokens]) -> tuple[Sample, ...] | None:
+    def _later(self, prompts: Sequence[Tokens]) -> list[Sample] | None:
         """Return the samples that these prompts continue; None if one continues none."""
         lengths = sorted({len(text) for text in self._texts}, reverse=True)
         found = []
@@ -115,7 +107,7 @@ class Turns:
             earlier = before[min(count, len(before) - 1)]
             group = f"{earlier.group}/{_digest(prompt)}"
             found.append(replace(earlier, group=group, prompt=prompt))
-        return tuple(found)
+        return found
 
 
 def _digest(tokens: Tokens) -> str:
