@@ -367,6 +367,9 @@ def _result(
         "trl_ratio": over.get("trl"),
         "modelled_ratio": over.get("modelled"),
         "adapters_ratio": over.get("adapters"),
-        "grad_norm": {name: own[0].grad_norm for name, own in measured.reports.items()} | norms,
+        "grad_norm": {
+            name: own[0].metrics["actor/grad_norm"] for name, own in measured.reports.items()
+        }
+        | norms,
         "peers": measured.descriptions,
     }

@@ -52,38 +52,29 @@ def score(
     The last hidden state before a token predicts it. `autocast` runs matrix products in bfloat16,
     `recompute` trades time for memory in the layers.
     """
-    device = model.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        return _score(model, moved(packed, device), sampling, recompute, max_logits)
-
-
-def _score(
-    model: Scorer,
-    packed: PackedSequences,
-    sampling: SamplingParams,
-    recompute: bool,
-    max_logits: int,
-) -> TokenScores:
+    packed = moved(packed, model.device)
     rows = packed.loss_mask.nonzero()[:, 0]
-    hidden = model.hidden(packed, recompute=recompute)
-    chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
     targets = packed.tokens.index_select(0, rows)
-    head = model.score_head()
-    plan = plan_scores(head, max_logits)
-    is_plain = head.is_product and not is_truncated(sampling)
-    whole = len(rows) <= plan.chunk and not (is_plain and plan.is_native)
-    if whole or not len(rows):
-        logprobs, entropy = _score_rows(model, chosen, targets, sampling)
-    elif not is_plain:
-        parts = [
-            checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
-            for h, t in zip(
-                torch.split(chosen, plan.chunk), torch.split(targets, plan.chunk), strict=True
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        hidden = model.hidden(packed, recompute=recompute)
+        chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
+        head = model.score_head()
+        plan = plan_scores(head, max_logits)
+        is_plain = head.is_product and not is_truncated(sampling)
+        whole = len(rows) <= plan.chunk and not (is_plain and plan.is_native)
+        if whole or not len(rows):
+            logprobs, entropy = _score_rows(model, chosen, targets, sampling)
+        elif not is_plain:
+            chunks = zip(
+                *(torch.split(each, plan.chunk) for each in (chosen, targets)), strict=True
             )
-        ]
-        logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
-    else:
-        logprobs, entropy = token_scores(chosen, head, targets, sampling.temperature, plan)
+            parts = [
+                checkpoint(_score_rows, model, *chunk, sampling, use_reentrant=False)
+                for chunk in chunks
+            ]
+            logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
+        else:
+            logprobs, entropy = token_scores(chosen, head, targets, sampling.temperature, plan)
     return TokenScores(logprobs=logprobs, entropy=entropy.detach(), rows=rows)
 
 

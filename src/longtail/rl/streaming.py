@@ -144,7 +144,7 @@ class GroupStream:
         while self._complete:
             members = self._members[self._complete.popleft()]
             pairs += [(prompt, self._completions[name]) for name, prompt in members]
-        return self._grader.grade(pairs) if pairs else Graded(rollouts=(), failures=())
+        return self._grader.grade(pairs)
 
 
 def why_not(config: RunConfig) -> str | None:

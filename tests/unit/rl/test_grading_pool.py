@@ -287,10 +287,8 @@ def test_a_reward_that_cannot_be_loaded_or_not_again_ends_the_run(
 ) -> None:
     (tmp_path / "bad_start.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("longtail.rl.grading.pool._KILLING_S", 0.0)
     wait_s = 1.5 if "sleep" in source else 60.0
-    with (
-        GraderPool("bad_start:f", timeout_s=wait_s, start_timeout_s=wait_s) as pool,
-        pytest.raises(error, match=why),
-    ):
+    monkeypatch.setattr("longtail.rl.grading.pool._STARTING_S", wait_s)
+    monkeypatch.setattr("longtail.rl.grading.pool._KILLING_S", 0.0)
+    with GraderPool("bad_start:f", timeout_s=wait_s) as pool, pytest.raises(error, match=why):
         pool.grade(pairs("a", "b", "c"))
