@@ -36,7 +36,7 @@ from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
 from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
-from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
+from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
@@ -75,14 +75,7 @@ class Learner:
     another group.
     """
 
-    def __init__(
-        self,
-        model: Policy,
-        settings: LearnerSection,
-        *,
-        total_steps: int = 0,
-        max_logits: int = MAX_LOGITS,
-    ) -> None:
+    def __init__(self, model: Policy, settings: LearnerSection, *, total_steps: int = 0) -> None:
         if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
@@ -90,7 +83,7 @@ class Learner:
         self._model = self._trained = model
         self._parameters = model.trainable()
         model.fuse()
-        self._settings, self._total_steps, self._max_logits = settings, total_steps, max_logits
+        self._settings, self._total_steps = settings, total_steps
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
         self._spec = spec = LOSSES[settings.loss]
@@ -190,22 +183,22 @@ class Learner:
             self._model.hold_casts(torch.bfloat16)
             self._holds_casts = True
 
-    def _assigned(self, batch: TrainBatch, held: Collection[str] = ()) -> tuple[Sequence[int], int]:
+    def _assigned(
+        self, batch: TrainBatch, held: Collection[str] = ()
+    ) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches, and its number of extra passes for others' sake."""
-        rest = [i for i, one in enumerate(batch.micro_batches) if one.name not in held]
-        tokens = [batch.micro_batches[i].packed.num_tokens for i in rest]
-        assigned = balance(tokens, self._group.size)
+        rest = [one for one in batch.micro_batches if one.name not in held]
+        assigned = balance([one.packed.num_tokens for one in rest], self._group.size)
         own = [rest[i] for i in assigned[self._group.rank]]
         return own, 0 if self._shards is None else max(map(len, assigned)) - len(own)
 
-    def _old(self, batch: TrainBatch, on_progress: OnProgress) -> dict[int, Tensor]:
+    def _old(self, batch: TrainBatch, on_progress: OnProgress) -> dict[str, Tensor]:
         """Score this rank's micro-batches under the policy before this step's first update."""
         own, extra = self._assigned(batch)
-        logprobs: dict[int, Tensor] = {}
+        logprobs: dict[str, Tensor] = {}
         with torch.no_grad(), self._metrics.timed("logprob", self._trained.device):
-            for index in own:
-                packed = batch.micro_batches[index].packed
-                logprobs[index] = self._score(packed, batch.sampling).logprobs
+            for one in own:
+                logprobs[one.name] = self._score(one.packed, batch.sampling).logprobs
                 on_progress(False)
             for _ in range(extra):
                 self._score(_EMPTY, batch.sampling)
@@ -215,21 +208,20 @@ class Learner:
         self,
         batch: TrainBatch,
         held: Collection[str],
-        old: Mapping[int, Tensor],
+        old: Mapping[str, Tensor],
         on_progress: OnProgress,
     ) -> None:
         """Add the gradients of this rank's micro-batches, except for those that are `held`."""
         own, extra = self._assigned(batch, held)
-        for index in own:
-            self._learn(batch.micro_batches[index], batch.sampling, old.get(index))
+        for one in own:
+            self._learn(one, batch.sampling, old.get(one.name))
             on_progress(False)
         for _ in range(extra):
             logprobs = self._score(_EMPTY, batch.sampling).logprobs
             self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         if self._shards is not None:
-            factor = 1.0 / self._spec.normaliser(batch)
-            self._shards.reduce_gradients(factor, computed=bool(own))
+            self._shards.reduce_gradients(1.0 / self._spec.normaliser(batch), computed=bool(own))
 
     def _learn(
         self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None = None
@@ -304,7 +296,6 @@ class Learner:
             sampling,
             autocast=own.autocast is True,
             recompute=own.gradient_checkpointing,
-            max_logits=self._max_logits,
         )
 
     def published(self) -> Iterator[tuple[str, Tensor]]:

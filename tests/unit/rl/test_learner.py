@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf.weights import hf_rows
 from longtail.model.kernels import native
 from longtail.model.transformer import Transformer
 from longtail.rl import learner as learner_module
@@ -34,50 +33,45 @@ ADVANTAGES = [1.0, -0.7, 0.4, -1.3]
 LENGTHS = ((3, 5), (2, 9), (4, 1), (1, 7))
 
 
+BATCHES = Plan(seed=1).batches()
+
+
 def rollouts(
     model: Transformer,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     gaps: Sequence[Sequence[float]] | None = None,
     shared: bool = False,
 ) -> list[Rollout]:
-    """Random completions; their logprobs are the model's own less `gaps`, which are noise.
+    """Random completions; their logprobs are the model's own less `gaps`.
 
     `shared`: prompts of the same length are equal.
     """
     generator = torch.Generator().manual_seed(11)
     made = []
     for index, (prompt_len, completion_len) in enumerate(lengths):
-        count = prompt_len + completion_len
-        tokens = torch.randint(0, model.config.vocab_size, (count,), generator=generator)
+        tokens = torch.randint(0, 128, (prompt_len + completion_len,), generator=generator)
         if shared:
             tokens[:prompt_len] = torch.arange(prompt_len)
-        noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=torch.float64)
-        gap = noise if gaps is None else torch.tensor(gaps[index])
-        own = alone(model, tokens, prompt_len, SAMPLING.temperature).detach()
-        logprobs = tuple((own - gap).tolist())
-        made.append(rollout(tokens.tolist(), prompt_len, number=index, logprobs=logprobs))
+        logprobs = alone(model, tokens, prompt_len).detach()
+        if gaps is not None:
+            logprobs -= torch.tensor(gaps[index])
+        made.append(
+            rollout(tokens.tolist(), prompt_len, number=index, logprobs=tuple(logprobs.tolist()))
+        )
     return made
 
 
-def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int, temperature: float):
+def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int) -> torch.Tensor:
     """Logprobs of one completion from a forward pass over it alone, the LM head on every row."""
     count = len(tokens)
     hidden = model(tokens, torch.arange(count), PackedAttention((0, count)))
-    logprobs = F.log_softmax(model.logits(hidden) / temperature, dim=-1)
     rows = torch.arange(prompt_len - 1, count - 1)
-    return logprobs[rows, tokens[prompt_len:]]
-
-
-def batch(model: Transformer, budget: int = 12, sampling=SAMPLING, **changes) -> TrainBatch:
-    made = changes.pop("rollouts", None) or rollouts(model)
-    advantages = changes.pop("advantages", ADVANTAGES[: len(made)])
-    return pack_rollouts(made, advantages, sampling=sampling, budget=budget)
+    return F.log_softmax(model.logits(hidden), dim=-1)[rows, tokens[prompt_len:]]
 
 
 def learner(model: Transformer | None = None, **changes) -> Learner:
     model = tiny_model(dtype=torch.float64) if model is None else model
-    more = {name: changes.pop(name) for name in ("total_steps", "max_logits") if name in changes}
-    return Learner(model, SMOOTH.model_copy(update=changes), **more)
+    return Learner(model, SMOOTH.model_copy(update=changes))
 
 
 def assert_same_weights(first: Learner, second: Learner, *, tolerance: float = 0.0) -> None:
@@ -89,7 +83,7 @@ def assert_same_weights(first: Learner, second: Learner, *, tolerance: float = 0
 
 def test_a_truncated_distribution_is_renormalised_over_what_is_kept_and_the_token():
     model = tiny_model(dtype=torch.float64)
-    packed = batch(model, budget=100).micro_batches[0].packed
+    packed = Plan(seed=1, budget=100).batches()[0].micro_batches[0].packed
     sampling, rows_at_once = replace(SAMPLING, temperature=0.8, top_k=5), 3 * 128
     found = score(model, packed, sampling, max_logits=rows_at_once, recompute=True)
     hidden = model(packed.tokens, packed.positions, PackedAttention(packed.cu_seqlens))
@@ -123,7 +117,7 @@ def test_a_step_is_the_textbook_one(mini_batches):
 
     def logprobs(index: int) -> torch.Tensor:
         prompt, tokens = made[index].prompt.tokens, made[index].completion.tokens
-        return alone(twin, torch.tensor(prompt + tokens), len(prompt), 1.0)
+        return alone(twin, torch.tensor(prompt + tokens), len(prompt))
 
     old = [logprobs(index).detach() for index in range(4)]
     for members in ((0, 1, 2, 3),) if mini_batches == 1 else ((0, 1), (2, 3)):
@@ -190,7 +184,8 @@ def test_progress_is_told_after_every_micro_batch_and_before_others_are_waited_f
 def test_the_gap_between_rollout_and_learner_is_measured():
     model = tiny_model(dtype=torch.float64)
     made = rollouts(model, ((2, 2), (3, 2)), gaps=((0.1, -0.3), (0.0, 0.2)))
-    found = learner(model).step([batch(model, rollouts=made)]).metrics
+    both = pack_rollouts(made, ADVANTAGES[:2], sampling=SAMPLING, budget=12)
+    found = learner(model).step([both]).metrics
     assert found["training/rollout_logprob_gap_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 4)
     assert found["training/rollout_logprob_gap_max"] == pytest.approx(0.3)
     ratios = [math.exp(gap) for gap in (0.1, -0.3, 0.0, 0.2)]
@@ -199,24 +194,7 @@ def test_the_gap_between_rollout_and_learner_is_measured():
     assert found["training/rollout_ratio_max"] == pytest.approx(max(ratios))
 
 
-def test_the_reference_is_the_policy_at_construction():
-    model = tiny_model(dtype=torch.float64)
-    one = learner(model, kl_coef=0.5)
-    both = batch(tiny_model(dtype=torch.float64))
-    assert one.step([both]).metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-12)
-    second = one.step([both]).metrics
-    assert second["actor/kl_loss"] > 1e-4
-    # At the reference KL has no slope, so a free learner takes the same first step; at the second
-    # step the losses differ by the KL alone.
-    free = learner(kl_coef=1e-9)
-    free.step([both])
-    unpenalised = free.step([both]).metrics
-    assert second["actor/loss"] > unpenalised["actor/loss"] + 0.5 * 1e-4
-    assert second["actor/grad_norm"] != pytest.approx(unpenalised["actor/grad_norm"], rel=1e-3)
-
-
 def test_gradient_checkpointing_gives_the_same_weights():
-    both = batch(tiny_model(dtype=torch.float64))
     forwards = {False: 0, True: 0}
     learners = []
     for recompute in (False, True):
@@ -226,16 +204,16 @@ def test_gradient_checkpointing_gives_the_same_weights():
             forwards[recompute] += 1
 
         model.layers[0].register_forward_pre_hook(count)
-        learners.append(learner(model, gradient_checkpointing=recompute, max_logits=300))
-        learners[-1].step([both])
+        learners.append(learner(model, gradient_checkpointing=recompute))
+        learners[-1].step(BATCHES)
     assert_same_weights(*learners, tolerance=1e-13)
-    assert forwards[True] == 2 * forwards[False] == 2 * len(both.micro_batches)
+    assert forwards[True] == 2 * forwards[False] == 2 * len(BATCHES[0].micro_batches)
 
 
 @pytest.mark.slow
 def test_autocast_comes_close_to_float32():
     model = tiny_model()
-    both = batch(model, rollouts=rollouts(model, gaps=[[0.0] * n for _, n in LENGTHS]))
+    both = pack_rollouts(rollouts(model), ADVANTAGES, sampling=SAMPLING, budget=12)
     plain = learner(model)
     mixed = learner(tiny_model(), autocast=True, gradient_checkpointing=True)
     exact, rounded = plain.step([both]).metrics, mixed.step([both]).metrics
@@ -258,9 +236,7 @@ def moved(one: Learner) -> torch.Tensor:
 def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(native, "functions", lambda dtype: None)
-    both = pack_mini_batches(
-        rollouts(tiny_model()), ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2
-    )
+    both = Plan(seed=1, mini_batches=2).batches()
     learners = []
     for holds in (True, False):
         monkeypatch.setattr(learner_module, "can_hold_casts", lambda device, holds=holds: holds)
@@ -277,18 +253,6 @@ def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, 
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_what_is_published_are_the_present_weights_without_gradients():
-    model = tiny_model("qwen2", dtype=torch.float64)
-    one = learner(model)
-    before = {name: tensor.clone() for name, tensor in one.published()}
-    assert set(before) == set(hf_rows(model))
-    one.step([batch(tiny_model("qwen2", dtype=torch.float64))])
-    after = dict(one.published())
-    assert all(torch.equal(after[name], tensor) for name, tensor in hf_rows(model).items())
-    assert not all(torch.equal(after[name], before[name]) for name in before)
-    assert not any(tensor.requires_grad for tensor in after.values())
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
@@ -301,15 +265,12 @@ def test_what_is_published_are_the_present_weights_without_gradients():
 def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, message):
     model, twin = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
     one, other = learner(model), learner(twin)
-    good = batch(tiny_model(dtype=torch.float64), budget=8)
     for each in (one, other):
-        each.step([good])
-    state, bad = one.state(), good
+        each.step(BATCHES)
+    state, bad = one.state(), BATCHES
     weight = model.layers[1].feed_forward.down.weight
     if broken == "advantage":
-        bad = batch(
-            tiny_model(dtype=torch.float64), budget=8, advantages=[1.0, -1.0, math.nan, 0.0]
-        )
+        bad = Plan(seed=1, bad_advantage=3).batches()
     elif broken in ("gradient", "size"):
         qkv = model.layers[0].attention.qkv.weight
         factor = math.inf if broken == "gradient" else 1e7
@@ -318,7 +279,7 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
         kept = weight[0, 0].item()
         weight.data[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=message):
-        one.step([bad])
+        one.step(bad)
     if broken in ("gradient", "size"):
         hook.remove()
     elif broken == "weight":
@@ -329,12 +290,12 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
     assert all(torch.equal(after.tensors[n], tensor) for n, tensor in state.tensors.items())
     # No gradient of the failed step leaks into the next one.
     for each in (one, other):
-        each.step([good])
+        each.step(BATCHES)
     assert_same_weights(one, other)
 
 
 def test_greedy_rollouts_and_autocast_over_float64_are_refused():
-    greedy = batch(tiny_model(dtype=torch.float64), sampling=SamplingParams(temperature=0.0))
+    greedy = replace(BATCHES[0], sampling=SamplingParams(temperature=0.0))
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0"):
         learner().step([greedy])
     with pytest.raises(ConfigError, match=r"learner\.autocast"):
@@ -355,8 +316,8 @@ def test_a_step_without_anything_to_learn_only_counts(batches):
 
 
 def test_the_schedule_counts_steps_and_not_updates():
-    one = learner(learning_rate=1e-3, schedule="linear", total_steps=4)
-    made = rollouts(tiny_model(dtype=torch.float64))
-    cut = pack_mini_batches(made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2)
+    settings = SMOOTH.model_copy(update={"learning_rate": 1e-3, "schedule": "linear"})
+    one = Learner(tiny_model(dtype=torch.float64), settings, total_steps=4)
+    cut = Plan(seed=1, mini_batches=2).batches()
     rates = [one.step(cut).metrics["actor/lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
