@@ -30,7 +30,6 @@ class LearnerReport:
 
     version: int
     """Version of the weights after this step."""
-    num_updates: int
     metrics: Mapping[str, float]
     """Values for the metrics file, by verl's name if it has one.
 
@@ -158,7 +157,6 @@ class LearnerMetrics:
         }
         return LearnerReport(
             version=version,
-            num_updates=len(batches),
             metrics=metrics,
             logprob_seconds=self.seconds["logprob"],
             backward_seconds=self.seconds["backward"],

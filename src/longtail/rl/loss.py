@@ -87,8 +87,7 @@ def sequence_means(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     GRPO, Shao et al. 2024 (arXiv 2402.03300), equation 3:
     L = 1/num_sequences sum_i 1/|o_i| sum_t l_it
     """
-    loss, clipped, capped = _token_terms(inputs, settings)
-    return _output(_sequence_means(loss, inputs).sum(), clipped, capped, inputs)
+    return _output(inputs, settings, average=_sequence_means)
 
 
 def token_sum(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -104,8 +103,7 @@ def token_sum(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     reinforce_pp: Hu 2025 (arXiv 2501.03262), as dapo, with advantages normalised over the batch
     (`advantage.reinforce_pp`) and no critic.
     """
-    loss, clipped, capped = _token_terms(inputs, settings)
-    return _output(loss.sum(), clipped, capped, inputs)
+    return _output(inputs, settings)
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -115,7 +113,7 @@ def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     s_i = (pi(y_i) / pi_old(y_i)) ** (1/|y_i|),   L = -1/num_sequences sum_i w_i surrogate(s_i, A_i)
     The importance weight is length-normalised in the same way; KL is averaged as in grpo.
     """
-    return _sequence_loss(inputs, settings, _sequence_means)
+    return _output(inputs, settings, combine=_sequence_means)
 
 
 def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -127,7 +125,7 @@ def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     On policy s_i = 1, nothing is clipped, and the gradient is REINFORCE's, A_i grad log pi(y_i).
     KL and log w are also summed over the tokens of a sequence.
     """
-    return _sequence_loss(inputs, settings, _sequence_sums)
+    return _output(inputs, settings, combine=_sequence_sums)
 
 
 def _tokens(batch: TrainBatch) -> int:
@@ -174,9 +172,6 @@ LOSSES: dict[str, LossSpec] = {
 }
 
 
-Rows = Float[Tensor, "rows"]
-
-
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
@@ -189,31 +184,6 @@ def _kl(inputs: LossInputs) -> Tensor:
     return _exp(gap) - gap - 1
 
 
-def _terms(
-    log_ratio: Rows, log_weight: Rows, advantages: Rows, kl: Rows, settings: LossSettings
-) -> tuple[Rows, Rows, Rows]:
-    """Return -w surrogate(r, A) + kl_coef kl of each row, and whether it is clipped, and capped."""
-    ratio = _exp(log_ratio)
-    plain = ratio * advantages
-    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
-    loss, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
-    if settings.tis_cap is not None:
-        weight = _exp(log_weight.detach())
-        loss = weight.clamp(max=settings.tis_cap) * loss
-        capped = (weight > settings.tis_cap).to(ratio.dtype)
-    return loss + settings.kl_coef * kl, (limited < plain).to(ratio.dtype), capped
-
-
-def _token_terms(inputs: LossInputs, settings: LossSettings) -> tuple[Rows, Rows, Rows]:
-    return _terms(
-        inputs.logprobs - inputs.old_logprobs,
-        inputs.old_logprobs - inputs.rollout_logprobs,
-        inputs.advantages,
-        _kl(inputs),
-        settings,
-    )
-
-
 def _sequence_sums(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
     return values.new_zeros(inputs.num_here).index_add(0, inputs.sequence, values)
 
@@ -224,34 +194,37 @@ def _sequence_means(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tens
     return _sequence_sums(values, inputs) / lengths.clamp(min=1)
 
 
-def _sequence_loss(
+def _output(
     inputs: LossInputs,
     settings: LossSettings,
-    reduce: Callable[[Tensor, LossInputs], Tensor],
+    *,
+    combine: Callable[[Tensor, LossInputs], Tensor] | None = None,
+    average: Callable[[Tensor, LossInputs], Tensor] | None = None,
 ) -> LossOutput:
-    """Return the loss of one term per sequence; `reduce` combines the values of its tokens."""
-    loss, clipped, capped = _terms(
-        reduce(inputs.logprobs - inputs.old_logprobs, inputs),
-        reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs),
-        _sequence_means(inputs.advantages, inputs),
-        reduce(_kl(inputs), inputs),
-        settings,
-    )
-    return _output(loss.sum(), clipped[inputs.sequence], capped[inputs.sequence], inputs)
+    """Return the sum of the terms -w surrogate(r, A) + kl_coef kl.
 
-
-def _output(
-    loss: Float[Tensor, ""],
-    clipped: Float[Tensor, "tokens"],
-    capped: Float[Tensor, "tokens"],
-    inputs: LossInputs,
-) -> LossOutput:
+    With `combine`, which makes one value of those of a sequence's tokens, there is a term for each
+    sequence, else for each token; `average` takes terms of tokens before the sum.
+    """
+    log_ratio, kl = inputs.logprobs - inputs.old_logprobs, _kl(inputs)
+    gap, advantages = inputs.old_logprobs - inputs.rollout_logprobs, inputs.advantages
+    ratio, tokens = _exp(log_ratio), torch.arange(len(kl), device=kl.device)
+    if combine is not None:
+        ratio, gap, kl = _exp(combine(log_ratio, inputs)), combine(gap, inputs), combine(kl, inputs)
+        advantages, tokens = _sequence_means(advantages, inputs), inputs.sequence
+    plain = ratio * advantages
+    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    terms, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
+    if settings.tis_cap is not None:
+        weight = _exp(gap.detach())
+        terms = weight.clamp(max=settings.tis_cap) * terms
+        capped = (weight > settings.tis_cap).to(ratio.dtype)
+    terms = terms + settings.kl_coef * kl
     with torch.no_grad():
-        log_ratio = inputs.logprobs - inputs.old_logprobs
         sums = {
-            "clipped": clipped.sum(),
-            "capped": capped.sum(),
+            "clipped": (limited < plain).to(ratio.dtype)[tokens].sum(),
+            "capped": capped[tokens].sum(),
             "old_kl": (_exp(log_ratio) - log_ratio - 1).sum(),
             "reference_kl": _kl(inputs).sum(),
         }
-    return LossOutput(loss=loss, sums=sums)
+    return LossOutput(loss=(terms if average is None else average(terms, inputs)).sum(), sums=sums)

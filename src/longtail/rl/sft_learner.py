@@ -64,9 +64,6 @@ class SftLearner:
                 torch.autograd.backward(part)
                 loss += part.item()
                 entropy += float(scores.entropy.sum()) / num_trained
-            for parameter in self._parameters.values():
-                if parameter.grad is None:  # of experts that no token has reached
-                    parameter.grad = torch.zeros_like(parameter)
             update = self._optimizer.update(self.steps)
         except NonFiniteError:
             self._optimizer.discard()

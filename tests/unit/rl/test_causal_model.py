@@ -11,16 +11,13 @@ from transformers import PreTrainedModel
 
 from longtail.assembly.memory import count_parameters
 from longtail.config.rl import LearnerSection
-from longtail.config.sft import SftTrainSection
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, open_causal
 from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.model.hf.weights import tensor_names
-from longtail.rl.data.examples import Example
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out, share_prompts
-from longtail.rl.sft_learner import SftLearner
 from longtail.types import SamplingParams
 from support.causal import FAMILIES, PROMPTS, TEXTS, batch, random_model
 from support.tiny_models import tiny_model
@@ -185,18 +182,6 @@ def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
     published = dict(theirs.published())
     for name, tensor in ours.published():
         assert float((tensor - published[name]).abs().max()) < 1e-9, name
-
-
-def test_a_supervised_learner_takes_it_too(root):
-    settings = SftTrainSection(steps=2, learning_rate=0.01, autocast=False)
-    examples = [Example(tokens=t, prompt_len=p) for t, p in zip(TEXTS, PROMPTS, strict=True)]
-    learners = [
-        SftLearner(model, settings)
-        for model in (tiny_model("llama"), open_causal(saved(root, "llama"), torch.float32))
-    ]
-    losses = [[each.step(examples).loss for _ in range(2)] for each in learners]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    assert losses[0][1] < losses[0][0]
 
 
 def test_the_size_of_a_foreign_model_is_known_without_its_weights(tmp_path):

@@ -108,7 +108,7 @@ def test_a_step_is_the_textbook_one(mini_batches):
         made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=mini_batches
     )
     report = learner(model, loss="dapo", clip_low=9.0, clip_high=9.0).step(cut)
-    assert (report.num_updates, report.version) == (mini_batches, 1)
+    assert report.version == 1
     assert (report.metrics["actor/ppo_kl"] > 0) == (mini_batches > 1)
     assert report.metrics["actor/pg_clipfrac"] == 0.0
 
@@ -310,7 +310,7 @@ def test_a_step_without_anything_to_learn_only_counts(batches):
     one = learner()
     before = one.learned()
     report = one.step(batches)
-    assert (report.num_updates, report.version, report.metrics["actor/loss"]) == (0, 1, 0.0)
+    assert (report.version, report.metrics["actor/loss"]) == (1, 0.0)
     assert all(math.isfinite(value) for value in report.metrics.values())
     assert all(torch.equal(tensor, before[name]) for name, tensor in one.learned().items())
 

@@ -150,7 +150,6 @@ def test_a_group_makes_the_steps_of_a_single_learner(ranks, size, model, setting
     exact = not sharded and settings.sums == "exact"
     assert_same_state(ranks[:size], single, sharded=sharded, exact=exact)
     assert_same_reports(reports, expected, exact=exact)
-    assert reports[-1].num_updates == len(batches)
     assert reports[-1].metrics["actor/grad_norm"] > 0.5, "clipping takes part"
     assert 0 < reports[-1].metrics["training/importance_capped"] < 1
 

@@ -149,7 +149,6 @@ def test_a_prompt_that_cannot_be_used_is_named(prompt, encoder, message):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([], {}, r"train\.jsonl': it holds no rows"),
         ([{"text": "", "gold": ""}], {}, "no prompt column; it has .* text, gold.*prompt,"),
         ([{"prompt": "a"}, {"text": "b"}], {}, "row 1: the column 'prompt' is missing"),
         ([{"prompt": "b" * 51}], {"drop_long": True}, "all 1 prompts are longer"),

@@ -140,11 +140,9 @@ def make_prompts(
     there is a reference answer, `answer`. A chat template, if there is one, formats a text as one
     user message.
 
-    Raises `DataError` for no rows, a missing column, a prompt that is neither text nor messages, an
-    empty prompt, or one longer than the limit (unless `drop_long`).
+    Raises `DataError` for a missing column, a prompt that is neither text nor messages, an empty
+    prompt, or one longer than the limit (unless `drop_long`).
     """
-    if not rows:
-        raise DataError(f"data.source = {source!r}: it holds no rows")
     prompt_key = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
     answer_key = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
     if prompt_key is None:
