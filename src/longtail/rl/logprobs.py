@@ -25,10 +25,7 @@ MAX_LOGITS = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores with one row per generated token, in the order of the packed tokens.
-
-    Example: loss_mask 0 0 1 1 | 0 1 gives rows = (2, 3, 5).
-    """
+    """Scores with one row per generated token, in the order of the packed tokens."""
 
     logprobs: Float[Tensor, "generated"]
     """Log-probability of each token; differentiable, unless scored under `torch.no_grad`."""
@@ -84,25 +81,18 @@ def _score_rows(
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """Return the log-probability of each target, and the entropy of its distribution."""
-    logprobs = _log_distribution_with(model.logits(hidden), targets[:, None], sampling)
-    with torch.no_grad():
-        entropy = torch.special.entr(logprobs.exp()).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
-
-def _log_distribution_with(
-    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows 1"], sampling: SamplingParams
-) -> Float[Tensor, "rows vocab"]:
-    """Return `sampling.log_distribution`, with the target never truncated away.
+    """Return the log-probability of each target, and the entropy of its distribution.
 
     NOTE: by rounding, or after an update of the weights, a sampled token may lie outside of the
     truncation; its logprob would be -inf and end the run. Keeping it adds the token's own mass to
     the normaliser and changes nothing if the token is inside.
     """
-    if not is_truncated(sampling):
-        return log_distribution(logits, sampling)
+    logits, chosen = model.logits(hidden), targets[:, None]
+    logprobs = log_distribution(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    if is_truncated(sampling):
+        with torch.no_grad():
+            kept = log_distribution(logits, sampling).isfinite().scatter(-1, chosen, True)
+        logprobs = logprobs.masked_fill(~kept, float("-inf")).log_softmax(-1)
     with torch.no_grad():
-        kept = log_distribution(logits, sampling).isfinite().scatter(-1, targets, True)
-    whole = log_distribution(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
-    return whole.masked_fill(~kept, float("-inf")).log_softmax(-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return logprobs.gather(-1, chosen)[:, 0], entropy

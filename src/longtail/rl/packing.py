@@ -102,11 +102,7 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
 
 
 def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
-    """Pack texts into micro-batches of at most `budget` tokens.
-
-    Example: tokens (7, 8, 9, 2) and (7, 2) with `prompt_len` 2 and 1 and a budget of 8 give the
-    example of `types.PackedSequences`.
-    """
+    """Pack texts into micro-batches of at most `budget` tokens."""
     chosen = [[texts[i] for i in each] for each in plan([len(t.tokens) for t in texts], budget)]
     return [lay_out([t.tokens for t in each], [t.prompt_len for t in each]) for each in chosen]
 
@@ -151,11 +147,7 @@ def _cost(lengths: Sequence[int], prompt_len: int) -> int:
 
 
 def pack_group(
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
-    *,
-    budget: int,
-    keep_idle: bool = True,
+    rollouts: Sequence[Rollout], advantages: Sequence[float], *, budget: int, keep_idle: bool = True
 ) -> list[MicroBatch]:
     """Pack the graded rollouts of one prompt, each with its advantage; no other group takes part.
 
@@ -168,15 +160,22 @@ def pack_group(
         [len(rollouts[i].prompt.tokens) for i in kept],
         budget,
     )
-    return [
-        _micro_batch(
-            f"{visit_of(rollouts[0].completion.request_id)}/{number}",
-            packed,
-            [rollouts[kept[i]] for i in members],
-            [advantages[kept[i]] for i in members],
+    made = []
+    for number, (packed, members) in enumerate(packs):
+        own, generated = [kept[i] for i in members], packed.loss_mask.bool()
+        logprobs = [value for i in own for value in rollouts[i].completion.logprobs]
+        rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)
+        rollout_logprobs[generated] = torch.tensor(logprobs, dtype=torch.float64)
+        by_sequence = torch.tensor([advantages[i] for i in own], dtype=torch.float64)
+        made.append(
+            MicroBatch(
+                name=f"{visit_of(rollouts[0].completion.request_id)}/{number}",
+                packed=packed,
+                rollout_logprobs=rollout_logprobs,  # 0 in prompts, as advantages
+                advantages=by_sequence[packed.sequence] * generated,
+            )
         )
-        for number, (packed, members) in enumerate(packs)
-    ]
+    return made
 
 
 def pack_rollouts(
@@ -231,23 +230,3 @@ def pack_mini_batches(
         )
         for a, b in pairwise(cuts)
     ]
-
-
-def _micro_batch(
-    name: str,
-    packed: PackedSequences,
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
-) -> MicroBatch:
-    """Add one rollout logprob and advantage per token; they are 0 in prompts."""
-    generated = packed.loss_mask.bool()
-    logprobs = chain.from_iterable(rollout.completion.logprobs for rollout in rollouts)
-    rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)
-    rollout_logprobs[generated] = torch.tensor(list(logprobs), dtype=torch.float64)
-    by_sequence = torch.tensor(list(advantages), dtype=torch.float64)
-    return MicroBatch(
-        name=name,
-        packed=packed,
-        rollout_logprobs=rollout_logprobs,
-        advantages=by_sequence[packed.sequence] * generated,
-    )

@@ -79,11 +79,7 @@ def system_first(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of one source, in the source's order.
-
-    Example: of 3 rows, the second of which was too long and the third without an answer:
-        PromptSet(source="math.jsonl", prompts=(p,), rows=(0,), num_dropped=1, num_ungradable=1)
-    """
+    """The prompts of one source, in the source's order."""
 
     source: str
     prompts: tuple[Prompt, ...]

@@ -75,8 +75,5 @@ def regroup(rollouts: Sequence[Rollout]) -> list[Group]:
 
 
 def visit_of(request_id: str) -> str:
-    """Return what the requests of a group share: prompt and epoch, or an evaluation's prompt.
-
-    Example: visit_of("p/17@2#3") == "p/17@2"
-    """
+    """Return what the requests of a group share: prompt and epoch, or an evaluation's prompt."""
     return request_id.rpartition("#")[0]
