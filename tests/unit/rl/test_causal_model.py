@@ -32,31 +32,9 @@ def saved(root: Path, family: str) -> Path:
     return root / family
 
 
-def in_float64(model: CausalModel) -> CausalModel:
-    """The same, without the places where transformers computes in float32 whatever the dtype."""
-
-    def norm(self: nn.Module, x: Tensor) -> Tensor:
-        eps = self.variance_epsilon
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-    def rotation(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        turns = position_ids[..., None] * self.inv_freq.double()
-        both = torch.cat((turns, turns), -1)
-        return both.cos(), both.sin()
-
-    for module in model.model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            module.forward = norm.__get__(module)
-        elif kind.endswith("RotaryEmbedding"):
-            module.forward = rotation.__get__(module)
-    return model
-
-
 def pair(root: Path, family: str) -> tuple[PolicyTransformer, CausalModel]:
-    """Our decoder and transformers' code with the same weights, in float64."""
-    ours = tiny_model(family, dtype=torch.float64)
-    return ours, in_float64(open_causal(saved(root, family), torch.float64))
+    """Our decoder and transformers' code with the same weights."""
+    return tiny_model(family), open_causal(saved(root, family), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +52,7 @@ def alone(model: PreTrainedModel, text: tuple[int, ...], first: int) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared prompts"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_scores_and_gradients_are_those_of_our_decoder(root, family, shared):
-    """A sum of some hundred terms of size 1 in another order: below 1e-12, given room."""
+    """Sums of some hundred terms of size 1, in another order and in float32."""
     texts = [(5, 9, 2, 7, *text) for text in TEXTS[:3]] + [TEXTS[3]]
     packed = lay_out(texts, [4, 4, 4, 1])
     if shared:
@@ -85,20 +63,19 @@ def test_scores_and_gradients_are_those_of_our_decoder(root, family, shared):
         model.trainable()
         model.fuse()
         scores = score(model, packed, TRUNCATED, max_logits=128 * 7)  # in chunks
-        weight = torch.arange(len(scores.logprobs), dtype=torch.float64).cos()
+        weight = torch.arange(len(scores.logprobs), dtype=torch.float32).cos()
         (scores.logprobs * weight).sum().backward()
         for parameter in model.parameters():  # published in the same names as the weights
             parameter.data = parameter.grad
         gradients = {name: tensor.clone() for name, tensor in model.published()}
         found.append((scores.logprobs.detach(), scores.entropy, gradients))
     ours, theirs = found
-    assert float((ours[0] - theirs[0]).abs().max()) < 1e-9
-    assert float((ours[1] - theirs[1]).abs().max()) < 1e-9
+    assert float((ours[0] - theirs[0]).abs().max()) < 1e-5
+    assert float((ours[1] - theirs[1]).abs().max()) < 1e-5
     assert ours[2].keys() == theirs[2].keys()
     for name, gradient in ours[2].items():
-        assert float((gradient - theirs[2][name]).abs().max()) < 1e-9 * max(
-            1.0, float(gradient.abs().max())
-        ), name
+        gap = (gradient - theirs[2][name]).abs().max()
+        assert float(gap) < 1e-5 * max(1.0, float(gradient.abs().max())), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -167,13 +144,11 @@ def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
 
     eps = 1 keeps the first update smooth in the gradient.
     """
-    settings = LearnerSection(
-        learning_rate=0.05, eps=1.0, kl_coef=0.1, dtype="float64", max_grad_norm=1e9
-    )
+    settings = LearnerSection(learning_rate=0.05, eps=1.0, kl_coef=0.1, max_grad_norm=1e9)
     ours, theirs = (Learner(model, settings) for model in pair(root, "llama"))
     for step in range(3):
         first, second = ours.step([batch()]).metrics, theirs.step([batch()]).metrics
-        assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-9)
+        assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)
         if step == 1:
             fresh = Learner(pair(root, "llama")[1], settings)
             fresh.restore(theirs.state(), theirs.learned())
@@ -181,7 +156,7 @@ def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
     assert (ours.version, theirs.version) == (3, 3)
     published = dict(theirs.published())
     for name, tensor in ours.published():
-        assert float((tensor - published[name]).abs().max()) < 1e-9, name
+        assert float((tensor - published[name]).abs().max()) < 1e-6, name
 
 
 def test_the_size_of_a_foreign_model_is_known_without_its_weights(tmp_path):
