@@ -238,14 +238,12 @@ class TorchProcessGroup(ProcessGroup):
             return file, _LOOPBACK
         assert where.hostname, f"{self._name}: there is no host"
         assert where.port, f"{self._name}: there is no port"
-        is_first = self.rank == 0
-        listens: dict[str, Any] = {}
-        if is_first:
-            listens["master_listen_fd"] = _listen(where.hostname, where.port)
+        host, port, is_first = where.hostname, where.port, self.rank == 0
+        listens: dict[str, Any] = {"master_listen_fd": _listen(host, port)} if is_first else {}
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            where.hostname, where.port, self.size, is_first, self._timeout, **listens
+            host, port, self.size, is_first, self._timeout, **listens
         )
-        return store, _own_address(where.hostname, where.port)
+        return store, _own_address(host, port)
 
 
 def _listen(host: str, port: int) -> int:

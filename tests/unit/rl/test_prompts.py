@@ -216,14 +216,9 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(before, after, coun
     assert first + then == whole
 
 
-def test_plain_prompts_begin_with_special_tokens_and_a_run_without_them_is_refused():
+def test_plain_prompts_begin_with_special_tokens():
     rows = [{"prompt": "ab"}, {"prompt": "c"}]
-    now, before = prompts_of(rows, BEGUN), prompts_of(rows, PLAIN)
-    assert [each.tokens for each in now.prompts] == [(0, 97, 98), (0, 99)]
-    with pytest.raises(DataError, match=r"version of longtail that put no special tokens \(BOS\)"):
-        PromptSource(now, seed=0).restore(PromptSource(before, seed=0).state())
-    with pytest.raises(DataError, match="made with fingerprint = None"):
-        PromptSource(before, seed=0).restore({})
+    assert [each.tokens for each in prompts_of(rows, BEGUN).prompts] == [(0, 97, 98), (0, 99)]
     chat = replace(BEGUN, render=lambda messages: messages[0]["content"])
     assert [each.tokens for each in prompts_of(rows, chat).prompts] == [(97, 98), (99,)]
 

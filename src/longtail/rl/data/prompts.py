@@ -91,8 +91,6 @@ class PromptSet:
     """Number of rows left out because they were longer than the limit."""
     num_ungradable: int = 0
     """Number of rows left out because their completions cannot be graded."""
-    num_special: int = 0
-    """Number of special tokens that begin each prompt, if no chat template wrote it."""
 
     def part(self, kept: Sequence[int]) -> "PromptSet":
         """Return the prompts at the given indices, with the counts of rows left out before."""
@@ -175,7 +173,6 @@ def make_prompts(
         rows=tuple(kept),
         answer_column=answer_key,
         num_dropped=len(rows) - len(prompts),
-        num_special=len(encoder.encode_prompt("")),
     )
 
 
@@ -226,7 +223,7 @@ class PromptSource:
         assert prompts.prompts, "a prompt set is never empty"
         self._source, self._prompts = prompts.source, prompts.prompts
         self._seed, self._shuffle = seed, shuffle
-        self._fingerprint, self._num_special = fingerprint(prompts.prompts), prompts.num_special
+        self._fingerprint = fingerprint(prompts.prompts)
         self._go_to(0, 0)
 
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
@@ -246,12 +243,6 @@ class PromptSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
-        if self._num_special and state.get("fingerprint") == self._plain_fingerprint():
-            raise DataError(
-                f"data.source = {self._source!r}: the checkpoint was made by a version of longtail "
-                "that put no special tokens (BOS) before plain-text prompts; resume with that "
-                "version, or start anew in another run.dir"
-            )
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(
@@ -265,11 +256,6 @@ class PromptSource:
         ):
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
         self._go_to(epoch, position)
-
-    def _plain_fingerprint(self) -> str:
-        """Return the digest of the prompts without their special tokens."""
-        cut = self._num_special
-        return fingerprint([replace(each, tokens=each.tokens[cut:]) for each in self._prompts])
 
     def _identity(self) -> dict[str, Any]:
         return {
