@@ -221,7 +221,7 @@ class Learner:
             self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         if self._shards is not None:
-            self._shards.reduce_gradients(1.0 / self._spec.normaliser(batch), computed=bool(own))
+            self._shards.reduce_gradients(1.0 / self._spec.normaliser(batch))
 
     def _learn(
         self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None = None
