@@ -90,9 +90,11 @@ def test_a_dataset_saved_to_disk_gives_the_rows_of_its_split(tmp_path, datasets)
 
 
 def test_a_folder_of_data_files_is_a_dataset(tmp_path, datasets):
-    write(tmp_path / "train.jsonl", "\n".join(map(json.dumps, ROWS)))
-    assert load(f"hf:{tmp_path}") == ROWS
-    assert load(f"hf:{tmp_path}:train[:1]") == ROWS[:1]
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write(folder / "train.jsonl", "\n".join(map(json.dumps, ROWS)))
+    assert load(f"hf:{folder}") == ROWS
+    assert load(f"hf:{folder}:train[:1]") == ROWS[:1]
 
 
 @pytest.mark.parametrize(
