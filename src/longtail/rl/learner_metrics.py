@@ -44,6 +44,11 @@ class LearnerReport:
     sent_bytes: float
     """Bytes of gradients that this rank has sent to another host."""
 
+    @property
+    def loss(self) -> float:
+        """Mean loss of the updates."""
+        return self.metrics["actor/loss"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
