@@ -5,6 +5,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from longtail.rl.packing import pack_rollouts
+from longtail.types import SamplingParams, TrainBatch
+from support.rollouts import rollout
+
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
@@ -55,3 +59,12 @@ def random_model(family: str, **changes: Any) -> PreTrainedModel:
                 noise = 0.1 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(1.0 + noise if "norm.weight" in name else noise)
     return model
+
+
+def batch() -> TrainBatch:
+    """The texts as completions of a step."""
+    rollouts = [
+        rollout(list(text), prompt, number=index, logprobs=(-1.0,) * (len(text) - prompt))
+        for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True))
+    ]
+    return pack_rollouts(rollouts, [1.0, -0.5, 0.3, -0.8], sampling=SamplingParams(), budget=40)

@@ -222,7 +222,7 @@ def own_step(learner: Learner, packed: TrainBatch) -> dict[str, float]:
         "forward": report.logprob_seconds,
         "backward": report.backward_seconds,
         "update": report.update_seconds - report.backward_seconds,
-        "grad_norm": report.grad_norm,
+        "grad_norm": report.metrics["actor/grad_norm"],
     }
 
 

@@ -19,15 +19,13 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Float
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from longtail.errors import ConfigError, ProcessGroupError
-from longtail.rl.shared_memory import SharedWindows, share_windows
 
 _LOOPBACK = "127.0.0.1"
-_BUCKET = 2**20
-"""Numbers that are reduced in one message; a larger tensor is sent alone, without a copy."""
 
 
 def balance(tokens: Sequence[int], ranks: int) -> list[tuple[int, ...]]:
@@ -68,20 +66,19 @@ class ProcessGroup:
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""
 
+    def gather(self, row: Sequence[float]) -> Float[Tensor, "ranks numbers"]:
+        """Return the rows of all ranks."""
+        table = torch.zeros(self.size, len(row), dtype=torch.float64)
+        table[self.rank] = torch.tensor(row, dtype=torch.float64)
+        self.all_reduce([table])  # the other rows are zeros
+        return table
+
     def guarded(self) -> AbstractContextManager[None]:
         """Raise ProcessGroupError for an error of torch.distributed over a mesh, too."""
         return nullcontext()
 
 
 SINGLE_PROCESS = ProcessGroup()
-
-
-def all_gather_scalar(group: ProcessGroup, number: float) -> list[float]:
-    """Return the number of every rank, by rank."""
-    row = torch.zeros(group.size, dtype=torch.float64)
-    row[group.rank] = number
-    group.all_reduce([row])
-    return row.tolist()
 
 
 @final
@@ -121,45 +118,23 @@ class TorchProcessGroup(ProcessGroup):
         """This group among torch.distributed's globals; None if it is not."""
         self._world_before: dist.ProcessGroup | None = None
         """The default group of another part of the process, such as vLLM's."""
-        self._windows: SharedWindows | None = None
         self._sent_share = 0.0
         """Bytes that a sum of one byte sends to another host; gloo adds up in a ring of ranks."""
         with self._failing("connecting to the other ranks"):
             self._group = self._connect(address, backend)
-        if backend == "gloo" and address.startswith("file:"):
-            self._windows = share_windows(rank, self._gather)
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
-        """Replace each tensor by its sum; small tensors of one dtype share a message.
-
-        Processes of one machine add whole numbers in shared memory.
-        """
-        for bucket in _buckets([tensor.detach() for tensor in tensors]):
-            is_copied = len(bucket) > 1 or not bucket[0].is_contiguous()
-            flat = torch.cat([each.flatten() for each in bucket]) if is_copied else bucket[0]
-            flat = flat.to(self._device)
+        """Replace each tensor by its sum over all ranks, the same bits on every rank."""
+        for tensor in tensors:
+            own = tensor.detach()
+            flat = own.contiguous().to(self._device)
             with self._failing(f"the sum of {flat.numel():,} numbers"):
-                if self._windows is not None and flat.dtype is torch.int64:
-                    self._windows.add_up(flat, lambda: self._add_up(torch.zeros(1)))
-                else:
-                    self._add_up(flat)
-            if flat is not bucket[0]:
-                parts = torch.split(flat.view(-1), [each.numel() for each in bucket])
-                for each, part in zip(bucket, parts, strict=True):
-                    each.copy_(part.view(each.shape))
-
-    def _add_up(self, flat: Tensor) -> None:
-        # NOTE: a local variable for the work would keep it alive in the traceback, and with it the
-        # connections: other ranks would wait for a rank that has left.
-        self._open_group().allreduce([flat]).wait(self._timeout)
-        self.sent_bytes += self._sent_share * flat.nbytes
-
-    def _gather(self, row: Sequence[float]) -> list[list[float]]:
-        """Return the rows of all ranks."""
-        table = torch.zeros(self.size, len(row), dtype=torch.float64)
-        table[self.rank] = torch.tensor(row)
-        self.all_reduce([table])
-        return table.tolist()
+                # NOTE: a local variable for the work would keep it alive in the traceback, and with
+                # it the connections: other ranks would wait for a rank that has left.
+                self._open_group().allreduce([flat]).wait(self._timeout)
+            self.sent_bytes += self._sent_share * flat.nbytes
+            if flat is not own:
+                own.copy_(flat)
 
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""
@@ -270,14 +245,12 @@ class TorchProcessGroup(ProcessGroup):
             return file, _LOOPBACK
         assert where.hostname, f"{self._name}: there is no host"
         assert where.port, f"{self._name}: there is no port"
-        is_first = self.rank == 0
-        listens: dict[str, Any] = {}
-        if is_first:
-            listens["master_listen_fd"] = _listen(where.hostname, where.port)
+        host, port, is_first = where.hostname, where.port, self.rank == 0
+        listens: dict[str, Any] = {"master_listen_fd": _listen(host, port)} if is_first else {}
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            where.hostname, where.port, self.size, is_first, self._timeout, **listens
+            host, port, self.size, is_first, self._timeout, **listens
         )
-        return store, _own_address(where.hostname, where.port)
+        return store, _own_address(host, port)
 
 
 def _listen(host: str, port: int) -> int:
@@ -293,19 +266,3 @@ def _own_address(host: str, port: int) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return str(probe.getsockname()[0])
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors of one dtype, in order, in lists of at most _BUCKET numbers or one tensor."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket: list[Tensor] = []
-        room = _BUCKET
-        for tensor in tensors:
-            if tensor.dtype != dtype:
-                continue
-            if bucket and tensor.numel() > room:
-                yield bucket
-                bucket, room = [], _BUCKET
-            bucket.append(tensor)
-            room -= tensor.numel()
-        yield bucket

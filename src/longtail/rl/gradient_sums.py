@@ -22,7 +22,7 @@ from longtail.errors import NonFiniteError
 from longtail.model.kernels.fixed import LIMIT, add_gradient, new_sums, write_gradient
 from longtail.rl.collectives import ProcessGroup
 from longtail.rl.learner_metrics import MetricsRow
-from longtail.rl.optim import loss_error
+from longtail.rl.optim import check_loss
 
 
 @final
@@ -74,12 +74,10 @@ class GradientSums:
 
         A rank drops its sums if they hold others, or one that another rank holds, too.
         """
-        table = torch.zeros(group.size, len(names) + 1, dtype=torch.float64)
         is_strange = not self.rows.keys() <= set(names)
-        table[group.rank] = torch.tensor([*(name in self.rows for name in names), is_strange])
-        group.all_reduce([table])  # the other rows are zeros here, so this gathers all rows
-        has = table[:, :-1].bool()
-        drops = table[:, -1].bool() | (has & (has.sum(0) > 1)).any(1)
+        table = group.gather([*(name in self.rows for name in names), is_strange]).bool()
+        has = table[:, :-1]
+        drops = table[:, -1] | (has & (has.sum(0) > 1)).any(1)
         if drops[group.rank]:
             self.clear()
         held = has[~drops].any(0).tolist()
@@ -91,9 +89,7 @@ class GradientSums:
         All ranks have the same rows, and raise the same error.
         """
         for name, row in rows.items():
-            loss = torch.tensor(row.loss)
-            if error := loss_error(self._parameters, loss, step, f"the loss (micro-batch {name})"):
-                raise error
+            check_loss(self._parameters, row.loss, step, f"the loss (micro-batch {name})")
         if (total := math.fsum(row.largest for row in rows.values())) >= LIMIT:
             worst = min(rows.values(), key=lambda row: (-row.largest, row.where))
             name = list(self._parameters)[int(worst.where)]

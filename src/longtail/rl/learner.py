@@ -11,30 +11,32 @@ In a process group every rank is given the same batches, computes its part of th
 makes the update of the whole batch. Gradients are summed as whole numbers (`rl.gradient_sums`), so
 weights have the same bits on all ranks, for any number of them and order of micro-batches. With
 `sharding = "full"` each rank updates its shard, from floating-point sums (`rl.sharded`), and a step
-ends by gathering the whole policy. `rl.optim` describes what follows the loss of a rank.
+ends by gathering the whole policy.
+
+A step that loses a rank leaves weights, moments and version of the others as they were. Ranks that
+have nevertheless made it are one version ahead; in the next group the ranks behind, and those that
+are new, receive weights and moments from one of them.
 """
 
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from longtail.config.rl import LearnerSection
-from longtail.errors import ClusterError, ConfigError
+from longtail.errors import ClusterError, ConfigError, ProcessGroupError
 from longtail.model.hf.model import PolicyTransformer
 from longtail.model.kernels.fixed import sum_bytes
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
-from longtail.rl import optim
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
 from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
-from longtail.rl.logprobs import MAX_LOGITS, TokenScores, score
+from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
@@ -48,6 +50,8 @@ OnProgress = Callable[[bool], None]
 
 _EMPTY = lay_out([(0, 0)], prompt_lens=[1])
 """Input of passes that a rank makes only because others need its shard."""
+_INCOMPLETE = -1
+"""Version of a learner whose synchronization was interrupted: its weights are a mixture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +75,7 @@ class Learner:
     another group.
     """
 
-    def __init__(
-        self,
-        model: Policy,
-        settings: LearnerSection,
-        *,
-        total_steps: int = 0,
-        max_logits: int = MAX_LOGITS,
-    ) -> None:
+    def __init__(self, model: Policy, settings: LearnerSection, *, total_steps: int = 0) -> None:
         if settings.autocast is True and model.dtype != torch.float32:
             raise ConfigError(
                 f"learner.autocast = true with {model.dtype} weights: it needs float32"
@@ -87,22 +84,23 @@ class Learner:
         self._parameters = model.trainable()
         model.fuse()
         self._settings, self._total_steps = settings, total_steps
-        self._max_logits = max_logits
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
-        self._spec = LOSSES[settings.loss]
+        self._spec = spec = LOSSES[settings.loss]
+        self._loss_settings = LossSettings(
+            clip_low=spec.clip_low if settings.clip_low is None else settings.clip_low,
+            clip_high=spec.clip_high if settings.clip_high is None else settings.clip_high,
+            kl_coef=settings.kl_coef,
+            tis_cap=settings.tis_cap,
+        )
         self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=total_steps)
         self._reference = model.reference() if settings.kl_coef > 0 else None
-        self._version = 0
+        self.version = 0
+        """Number of steps made, which is the version of the present weights."""
         self._sums = GradientSums(self._parameters, exact=settings.sums == "exact")
         self._holds_casts = False
         self._metrics = LearnerMetrics()
         """Metrics of the next step, with the seconds of what was accumulated."""
-
-    @property
-    def version(self) -> int:
-        """Number of steps made, which is the version of the present weights."""
-        return self._version
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
         """Add the gradient of a micro-batch to the sums of the next step, which then leaves it out.
@@ -118,14 +116,18 @@ class Learner:
         name, rows = micro_batch.name, self._sums.rows
         if name not in rows:
             self._hold_casts()
-            self._learn(micro_batch, sampling, self._metrics)
+            self._learn(micro_batch, sampling)
             if not math.isfinite(rows[name].loss):
-                self._sums.refuse(self._version, {name: rows.pop(name)})
+                self._sums.refuse(self.version, {name: rows.pop(name)})
 
     def forget(self) -> None:
         """Drop what was accumulated; the next step computes it again."""
-        self._sums.clear()
         self._metrics = LearnerMetrics()
+        self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Free the sums, and the weights converted for autocast."""
+        self._sums.clear()
         self._model.hold_casts(None)
         self._holds_casts = False
 
@@ -140,28 +142,32 @@ class Learner:
         batches = [batch for batch in batches if batch.num_generated]
         for batch in batches:
             _refuse_greedy(batch.sampling)
-        metrics, several = self._metrics, len(batches) > 1
+        several = len(batches) > 1
         # A single update happens after the last reduction, so it needs no undo.
         can_undo = several and self._group.size > 1 and self._shards is None
-        undo = partial(self.restore, self.state(), self.learned()) if can_undo else None
+        before = (self.state(), self.learned()) if can_undo else None
         try:
-            with optim.undone_on_loss(undo), self._group.guarded():
+            with self._group.guarded():
                 held = self._held(batches)
                 self._hold_casts()
-                old = [self._old(batch, metrics, on_progress) for batch in batches if several]
+                old = [self._old(batch, on_progress) for batch in batches if several]
                 for index, batch in enumerate(batches):
                     self._hold_casts()
-                    self._backward(batch, held, old[index] if old else {}, metrics, on_progress)
+                    self._backward(batch, held, old[index] if old else {}, on_progress)
                     on_progress(True)
-                    self._reduce(batch, metrics)
-                    self._update(metrics)
+                    self._reduce(batch)
+                    self._update()
                 if self._shards is not None:
                     self._shards.gather()
+            self.version += 1
+            return self._metrics.report(self.version, batches)
+        except ProcessGroupError:
+            if before is not None:
+                self.restore(*before)
+            raise
         finally:
             self._optimizer.discard()  # gradients left by a failure
             self.forget()
-        self._version += 1
-        return metrics.report(self._version, batches)
 
     def _held(self, batches: Sequence[TrainBatch]) -> set[str]:
         """Return the micro-batches that some rank has accumulated; none for several updates."""
@@ -177,24 +183,22 @@ class Learner:
             self._model.hold_casts(torch.bfloat16)
             self._holds_casts = True
 
-    def _assigned(self, batch: TrainBatch, held: Collection[str] = ()) -> tuple[Sequence[int], int]:
+    def _assigned(
+        self, batch: TrainBatch, held: Collection[str] = ()
+    ) -> tuple[list[MicroBatch], int]:
         """Return this rank's micro-batches, and its number of extra passes for others' sake."""
-        rest = [i for i, one in enumerate(batch.micro_batches) if one.name not in held]
-        tokens = [batch.micro_batches[i].packed.num_tokens for i in rest]
-        assigned = balance(tokens, self._group.size)
+        rest = [one for one in batch.micro_batches if one.name not in held]
+        assigned = balance([one.packed.num_tokens for one in rest], self._group.size)
         own = [rest[i] for i in assigned[self._group.rank]]
         return own, 0 if self._shards is None else max(map(len, assigned)) - len(own)
 
-    def _old(
-        self, batch: TrainBatch, metrics: LearnerMetrics, on_progress: OnProgress
-    ) -> dict[int, Tensor]:
+    def _old(self, batch: TrainBatch, on_progress: OnProgress) -> dict[str, Tensor]:
         """Score this rank's micro-batches under the policy before this step's first update."""
         own, extra = self._assigned(batch)
-        logprobs: dict[int, Tensor] = {}
-        with torch.no_grad(), metrics.timed("logprob", self._trained.device):
-            for index in own:
-                packed = batch.micro_batches[index].packed
-                logprobs[index] = self._score(packed, batch.sampling).logprobs
+        logprobs: dict[str, Tensor] = {}
+        with torch.no_grad(), self._metrics.timed("logprob", self._trained.device):
+            for one in own:
+                logprobs[one.name] = self._score(one.packed, batch.sampling).logprobs
                 on_progress(False)
             for _ in range(extra):
                 self._score(_EMPTY, batch.sampling)
@@ -204,35 +208,28 @@ class Learner:
         self,
         batch: TrainBatch,
         held: Collection[str],
-        old: Mapping[int, Tensor],
-        metrics: LearnerMetrics,
+        old: Mapping[str, Tensor],
         on_progress: OnProgress,
     ) -> None:
         """Add the gradients of this rank's micro-batches, except for those that are `held`."""
         own, extra = self._assigned(batch, held)
-        for index in own:
-            one = batch.micro_batches[index]
-            self._learn(one, batch.sampling, metrics, old.get(index))
+        for one in own:
+            self._learn(one, batch.sampling, old.get(one.name))
             on_progress(False)
         for _ in range(extra):
             logprobs = self._score(_EMPTY, batch.sampling).logprobs
             self._reference_logprobs(_EMPTY, batch.sampling)
             torch.autograd.backward(0.0 * logprobs.sum())
         if self._shards is not None:
-            factor = 1.0 / self._spec.normaliser(batch)
-            self._shards.reduce_gradients(factor, computed=bool(own))
+            self._shards.reduce_gradients(1.0 / self._spec.normaliser(batch))
 
     def _learn(
-        self,
-        micro_batch: MicroBatch,
-        sampling: SamplingParams,
-        metrics: LearnerMetrics,
-        old: Tensor | None = None,
+        self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None = None
     ) -> None:
         """Add the gradient of a micro-batch, unless its loss is not finite, and its metrics."""
-        with metrics.timed("logprob", self._trained.device):
+        with self._metrics.timed("logprob", self._trained.device):
             loss, row = self._loss(micro_batch, sampling, old)
-        with metrics.timed("backward", self._trained.device):
+        with self._metrics.timed("backward", self._trained.device):
             if self._shards is None and math.isfinite(row.loss):
                 self._sums.add(micro_batch.name, loss, row)
                 return
@@ -240,12 +237,13 @@ class Learner:
             if self._shards is not None:
                 torch.autograd.backward(loss)
 
-    def _reduce(self, batch: TrainBatch, metrics: LearnerMetrics) -> None:
+    def _reduce(self, batch: TrainBatch) -> None:
         """Sum the gradients of all ranks; NonFiniteError if a number of any is not finite."""
         names, normaliser = [one.name for one in batch.micro_batches], self._spec.normaliser(batch)
+        metrics = self._metrics
         with metrics.timed("update", self._trained.device):
             rows = metrics.gather(self._group, names, self._sums.rows)
-            self._sums.refuse(self._version, dict(zip(names, rows, strict=True)))
+            self._sums.refuse(self.version, dict(zip(names, rows, strict=True)))
             if self._shards is None:
                 # NOTE: the last message before the update, so that a rank that loses the group
                 # has not made a step that other ranks lack.
@@ -255,12 +253,12 @@ class Learner:
                 self._sums.settle(1.0 / normaliser)
         metrics.add(rows, normaliser)
 
-    def _update(self, metrics: LearnerMetrics) -> None:
-        with metrics.timed("update", self._trained.device):
-            update = self._optimizer.update(self._version)
-        self.forget()  # of the weights before
-        metrics.grad_norms.append(update.grad_norm)
-        metrics.learning_rate = update.learning_rate
+    def _update(self) -> None:
+        with self._metrics.timed("update", self._trained.device):
+            update = self._optimizer.update(self.version)
+        self._drop_sums()  # of the weights before
+        self._metrics.grad_norms.append(update.grad_norm)
+        self._metrics.learning_rate = update.learning_rate
 
     def _loss(
         self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None
@@ -277,7 +275,7 @@ class Learner:
             sequence=micro_batch.packed.sequence.to(rows.device)[rows],
             num_here=micro_batch.packed.num_sequences,
         )
-        output = self._spec.function(inputs, self._loss_settings())
+        output = self._spec.function(inputs, self._loss_settings)
         return output.loss, MetricsRow.of(inputs, output, scores)
 
     def _reference_logprobs(
@@ -287,15 +285,6 @@ class Learner:
             return None
         with torch.no_grad():
             return self._score(packed, sampling, self._reference).logprobs
-
-    def _loss_settings(self) -> LossSettings:
-        own, spec = self._settings, self._spec
-        return LossSettings(
-            clip_low=spec.clip_low if own.clip_low is None else own.clip_low,
-            clip_high=spec.clip_high if own.clip_high is None else own.clip_high,
-            kl_coef=own.kl_coef,
-            tis_cap=own.tis_cap,
-        )
 
     def _score(
         self, packed: PackedSequences, sampling: SamplingParams, model: Scorer | None = None
@@ -307,7 +296,6 @@ class Learner:
             sampling,
             autocast=own.autocast is True,
             recompute=own.gradient_checkpointing,
-            max_logits=self._max_logits,
         )
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
@@ -350,14 +338,19 @@ class Learner:
                 "the process group that held the policy in shards is lost (learner.sharding); "
                 "start again: the run resumes from its newest checkpoint"
             )
-        versions = optim.gather_versions(group, self._version)
-        if self._version < max(versions):
+        versions = [int(each) for each in group.gather([self.version])[:, 0].tolist()]
+        newest = max(versions)
+        if newest == _INCOMPLETE:
+            raise ClusterError("the policy is lost; start again from the newest checkpoint")
+        self._group = group
+        if self.version < newest:
             self.forget()  # gradients of other weights
-        self._group, newest = group, max(versions)
-        if self._version < newest:
-            self._version = optim.INCOMPLETE  # until all tensors have come
-        optim.synchronize(group, versions, self._parameters, self._optimizer)
-        self._version = newest
+            self.version = _INCOMPLETE  # until all tensors have come
+        if min(versions) < newest:
+            source = versions.index(newest)
+            group.broadcast(source, list(self._parameters.values()))
+            self._optimizer.broadcast_moments(group, source)
+        self.version = newest
         if self._settings.sharding == "full" and group.size > 1:
             from longtail.rl.sharded import Shards  # importing FSDP2 takes most of a second
 
@@ -373,11 +366,11 @@ class Learner:
                 total_steps=self._total_steps,
             )
             self._shards, self._trained, self._optimizer = shards, shards.model, shards.optimizer
-        return self._version
+        return self.version
 
     def state(self) -> LearnerState:
         """Copy the state of the next step beside the weights; sharded, this rank's rows of it."""
-        return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self._version})
+        return LearnerState(tensors=self._optimizer.tensors(), numbers={"version": self.version})
 
     def restore(self, state: LearnerState, weights: Mapping[str, Tensor]) -> None:
         """Continue where `state` and the weights of `learned` were taken.
@@ -388,7 +381,7 @@ class Learner:
         self.forget()
         self._optimizer.load(state.tensors)
         load_parameters(self._parameters, weights)
-        self._version = state.numbers["version"]
+        self.version = state.numbers["version"]
 
 
 def _refuse_greedy(sampling: SamplingParams) -> None:

@@ -22,68 +22,32 @@ Section = Literal["logprob", "backward", "update"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerReport:
-    """Report of one step. Means are over scored tokens, or over updates if there are several.
+    """Report of one step.
 
-    The rollout gap compares the learner's logprobs before the update with the rollout engine's.
     All ranks of a process group report the same values, of the whole batch, except for seconds
     and bytes.
     """
 
-    step: int
     version: int
     """Version of the weights after this step."""
-    num_updates: int
-    num_tokens: int
-    """Number of scored sequences' tokens, prompts included."""
-    num_generated: int
-    num_scored: int
-    """Number of generated tokens that were computed; the others have advantage 0."""
-    loss: float
-    grad_norm: float
-    """Global gradient norm before clipping."""
-    learning_rate: float
-    entropy: float
-    clip_fraction: float
-    old_kl: float
-    """KL from the policy before this step, at each update's forward pass (k3 estimate)."""
-    reference_kl: float
-    capped_fraction: float
-    """Share of tokens whose importance weight (gspo, rloo: their sequence's) met its cap."""
-    gap_mean: float
-    """Mean of |learner - rollout| logprob."""
-    gap_max: float
-    rollout_ratio_mean: float
-    """Mean of p(learner) / p(rollout); 1 if the two agree."""
-    rollout_ratio_min: float
-    rollout_ratio_max: float
+    metrics: Mapping[str, float]
+    """Values for the metrics file, by verl's name if it has one.
+
+    Means are over scored tokens, or over updates if there are several. The rollout gap compares the
+    learner's logprobs before the update with the rollout engine's.
+    """
     logprob_seconds: float
     """Seconds of forward passes of the policy, before and during updates, and of the reference."""
     backward_seconds: float
-    """Seconds of backward passes."""
     update_seconds: float
     """Seconds of backward passes, reductions and optimizer updates."""
     sent_bytes: float
     """Bytes of gradients that this rank has sent to another host."""
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """Values for the metrics file, by verl's name if it has one."""
-        return {
-            "actor/loss": self.loss,
-            "actor/nonzero_advantage_share": self.num_scored / max(self.num_generated, 1),
-            "actor/grad_norm": self.grad_norm,
-            "actor/lr": self.learning_rate,
-            "actor/entropy": self.entropy,
-            "actor/pg_clipfrac": self.clip_fraction,
-            "actor/ppo_kl": self.old_kl,
-            "actor/kl_loss": self.reference_kl,
-            "training/rollout_logprob_gap_mean": self.gap_mean,
-            "training/rollout_logprob_gap_max": self.gap_max,
-            "training/rollout_ratio_mean": self.rollout_ratio_mean,
-            "training/rollout_ratio_min": self.rollout_ratio_min,
-            "training/rollout_ratio_max": self.rollout_ratio_max,
-            "training/importance_capped": self.capped_fraction,
-        }
+    def loss(self) -> float:
+        """Mean loss of the updates."""
+        return self.metrics["actor/loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,27 +75,19 @@ class MetricsRow:
     def of(cls, inputs: LossInputs, output: LossOutput, scores: TokenScores) -> "MetricsRow":
         """Return the metrics of a forward pass."""
         gap = inputs.old_logprobs - inputs.rollout_logprobs
-        ratio = gap.exp()
-        extremes = (
-            {
+        ratio, sums = gap.exp(), {**output.sums, "entropy": scores.entropy.sum()}
+        if len(gap):
+            sums |= {
                 "gap": gap.abs().sum(),
                 "gap_max": gap.abs().max(),
                 "ratio": ratio.sum(),
                 "ratio_min": ratio.min(),
                 "ratio_max": ratio.max(),
             }
-            if len(gap)
-            else {}
-        )
         return cls(
             loss=output.loss.item(),
-            entropy=scores.entropy.sum().item(),
-            clipped=output.sums.clipped.item(),
-            capped=output.sums.capped.item(),
-            old_kl=output.sums.old_kl.item(),
-            reference_kl=output.sums.reference_kl.item(),
             num_scored=float(len(gap)),
-            **{name: value.item() for name, value in extremes.items()},
+            **{name: value.item() for name, value in sums.items()},
         )
 
 
@@ -165,15 +121,14 @@ class LearnerMetrics:
 
         Seconds become the slowest rank's.
         """
+        seconds = group.gather(list(self.seconds.values())).amax(0).tolist()
+        self.seconds = dict(zip(self.seconds, seconds, strict=True))
         # Numbers are zeros on all other ranks, so a sum gathers them.
         table = torch.zeros(len(names), len(_NAMES), dtype=torch.float64)
         for index, name in enumerate(names):
             if name in own:
                 table[index] = torch.tensor(astuple(own[name]), dtype=torch.float64)
-        seconds = torch.zeros(group.size, len(self.seconds), dtype=torch.float64)
-        seconds[group.rank] = torch.tensor(list(self.seconds.values()), dtype=torch.float64)
-        group.all_reduce([table, seconds])
-        self.seconds = dict(zip(self.seconds, seconds.amax(0).tolist(), strict=True))
+        group.all_reduce([table])
         return [MetricsRow(**dict(zip(_NAMES, row, strict=True))) for row in table.tolist()]
 
     def add(self, rows: Sequence[MetricsRow], normaliser: int) -> None:
@@ -187,27 +142,27 @@ class LearnerMetrics:
         values = dict(zip(_NAMES, columns, strict=True)) if self.rows else {}
         total = {name: math.fsum(values.get(name, ())) for name in _NAMES}
         updates, scored = max(len(batches), 1), int(total["num_scored"])
-        tokens = max(scored, 1)
+        mean = {name: value / max(scored, 1) for name, value in total.items()}
+        num_generated = sum(batch.num_generated for batch in batches)
+        metrics = {
+            "actor/loss": sum(self.losses) / updates,
+            "actor/nonzero_advantage_share": scored / max(num_generated, 1),
+            "actor/grad_norm": sum(self.grad_norms) / updates,  # before clipping
+            "actor/lr": self.learning_rate,
+            "actor/entropy": mean["entropy"],
+            "actor/pg_clipfrac": mean["clipped"],
+            "actor/ppo_kl": mean["old_kl"],
+            "actor/kl_loss": mean["reference_kl"],
+            "training/rollout_logprob_gap_mean": mean["gap"],
+            "training/rollout_logprob_gap_max": max(values.get("gap_max", (0.0,))),
+            "training/rollout_ratio_mean": mean["ratio"] if scored else 1.0,
+            "training/rollout_ratio_min": min(values["ratio_min"]) if scored else 1.0,
+            "training/rollout_ratio_max": max(values["ratio_max"]) if scored else 1.0,
+            "training/importance_capped": mean["capped"],
+        }
         return LearnerReport(
-            step=version - 1,
             version=version,
-            num_updates=len(batches),
-            num_tokens=sum(m.packed.num_tokens for b in batches for m in b.micro_batches),
-            num_generated=sum(batch.num_generated for batch in batches),
-            num_scored=scored,
-            loss=sum(self.losses) / updates,
-            grad_norm=sum(self.grad_norms) / updates,
-            learning_rate=self.learning_rate,
-            entropy=total["entropy"] / tokens,
-            clip_fraction=total["clipped"] / tokens,
-            old_kl=total["old_kl"] / tokens,
-            reference_kl=total["reference_kl"] / tokens,
-            capped_fraction=total["capped"] / tokens,
-            gap_mean=total["gap"] / tokens,
-            gap_max=max(values.get("gap_max", (0.0,))),
-            rollout_ratio_mean=total["ratio"] / tokens if scored else 1.0,
-            rollout_ratio_min=min(values["ratio_min"]) if scored else 1.0,
-            rollout_ratio_max=max(values["ratio_max"]) if scored else 1.0,
+            metrics=metrics,
             logprob_seconds=self.seconds["logprob"],
             backward_seconds=self.seconds["backward"],
             update_seconds=self.seconds["backward"] + self.seconds["update"],

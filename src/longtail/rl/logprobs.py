@@ -25,10 +25,7 @@ MAX_LOGITS = 2**24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenScores:
-    """Scores with one row per generated token, in the order of the packed tokens.
-
-    Example: loss_mask 0 0 1 1 | 0 1 gives rows = (2, 3, 5).
-    """
+    """Scores with one row per generated token, in the order of the packed tokens."""
 
     logprobs: Float[Tensor, "generated"]
     """Log-probability of each token; differentiable, unless scored under `torch.no_grad`."""
@@ -52,38 +49,29 @@ def score(
     The last hidden state before a token predicts it. `autocast` runs matrix products in bfloat16,
     `recompute` trades time for memory in the layers.
     """
-    device = model.device
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-        return _score(model, moved(packed, device), sampling, recompute, max_logits)
-
-
-def _score(
-    model: Scorer,
-    packed: PackedSequences,
-    sampling: SamplingParams,
-    recompute: bool,
-    max_logits: int,
-) -> TokenScores:
+    packed = moved(packed, model.device)
     rows = packed.loss_mask.nonzero()[:, 0]
-    hidden = model.hidden(packed, recompute=recompute)
-    chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
     targets = packed.tokens.index_select(0, rows)
-    head = model.score_head()
-    plan = plan_scores(head, max_logits)
-    is_plain = head.is_product and not is_truncated(sampling)
-    whole = len(rows) <= plan.chunk and not (is_plain and plan.is_native)
-    if whole or not len(rows):
-        logprobs, entropy = _score_rows(model, chosen, targets, sampling)
-    elif not is_plain:
-        parts = [
-            checkpoint(_score_rows, model, h, t, sampling, use_reentrant=False)
-            for h, t in zip(
-                torch.split(chosen, plan.chunk), torch.split(targets, plan.chunk), strict=True
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=autocast):
+        hidden = model.hidden(packed, recompute=recompute)
+        chosen = hidden.index_select(0, packed.previous[rows])  # [generated, hidden]
+        head = model.score_head()
+        plan = plan_scores(head, max_logits)
+        is_plain = head.is_product and not is_truncated(sampling)
+        whole = len(rows) <= plan.chunk and not (is_plain and plan.is_native)
+        if whole or not len(rows):
+            logprobs, entropy = _score_rows(model, chosen, targets, sampling)
+        elif not is_plain:
+            chunks = zip(
+                *(torch.split(each, plan.chunk) for each in (chosen, targets)), strict=True
             )
-        ]
-        logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
-    else:
-        logprobs, entropy = token_scores(chosen, head, targets, sampling.temperature, plan)
+            parts = [
+                checkpoint(_score_rows, model, *chunk, sampling, use_reentrant=False)
+                for chunk in chunks
+            ]
+            logprobs, entropy = map(torch.cat, zip(*parts, strict=True))
+        else:
+            logprobs, entropy = token_scores(chosen, head, targets, sampling.temperature, plan)
     return TokenScores(logprobs=logprobs, entropy=entropy.detach(), rows=rows)
 
 
@@ -93,25 +81,18 @@ def _score_rows(
     targets: Int[Tensor, "rows"],
     sampling: SamplingParams,
 ) -> tuple[Float[Tensor, "rows"], Float[Tensor, "rows"]]:
-    """Return the log-probability of each target, and the entropy of its distribution."""
-    logprobs = _log_distribution_with(model.logits(hidden), targets[:, None], sampling)
-    with torch.no_grad():
-        entropy = torch.special.entr(logprobs.exp()).sum(-1)
-    return logprobs.gather(-1, targets[:, None])[:, 0], entropy
-
-
-def _log_distribution_with(
-    logits: Float[Tensor, "rows vocab"], targets: Int[Tensor, "rows 1"], sampling: SamplingParams
-) -> Float[Tensor, "rows vocab"]:
-    """Return `sampling.log_distribution`, with the target never truncated away.
+    """Return the log-probability of each target, and the entropy of its distribution.
 
     NOTE: by rounding, or after an update of the weights, a sampled token may lie outside of the
     truncation; its logprob would be -inf and end the run. Keeping it adds the token's own mass to
     the normaliser and changes nothing if the token is inside.
     """
-    if not is_truncated(sampling):
-        return log_distribution(logits, sampling)
+    logits, chosen = model.logits(hidden), targets[:, None]
+    logprobs = log_distribution(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
+    if is_truncated(sampling):
+        with torch.no_grad():
+            kept = log_distribution(logits, sampling).isfinite().scatter(-1, chosen, True)
+        logprobs = logprobs.masked_fill(~kept, float("-inf")).log_softmax(-1)
     with torch.no_grad():
-        kept = log_distribution(logits, sampling).isfinite().scatter(-1, targets, True)
-    whole = log_distribution(logits, replace(sampling, top_k=0, top_p=1.0, min_p=0.0))
-    return whole.masked_fill(~kept, float("-inf")).log_softmax(-1)
+        entropy = torch.special.entr(logprobs.exp()).sum(-1)
+    return logprobs.gather(-1, chosen)[:, 0], entropy

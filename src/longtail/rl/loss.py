@@ -18,7 +18,7 @@ negative. w: Yao et al. 2025 ("truncated importance sampling"), for the gap betw
 engine's arithmetic and the learner's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +56,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """Constants of a loss.
-
-    Example: LossSettings(clip_low=0.2, clip_high=0.28)
-    """
+    """Constants of a loss."""
 
     clip_low: float
     clip_high: float
@@ -68,24 +65,17 @@ class LossSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSums:
-    """Detached sums over the tokens of a micro-batch, for metrics."""
-
-    clipped: Float[Tensor, ""]
-    """Number of tokens with a clipped surrogate, whose gradient is 0."""
-    old_kl: Float[Tensor, ""]
-    """k3 estimate of the KL from the policy before the update to the present one."""
-    reference_kl: Float[Tensor, ""]
-    capped: Float[Tensor, ""]
-    """Number of tokens whose importance weight met its cap."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     """A micro-batch's loss before division by the normaliser, and sums for metrics."""
 
     loss: Float[Tensor, ""]
-    sums: LossSums
+    sums: Mapping[str, Float[Tensor, ""]]
+    """Detached sums over tokens.
+
+    `clipped`: tokens with a clipped surrogate, whose gradient is 0; `capped`: tokens whose
+    importance weight (gspo, rloo: their sequence's) met its cap; `old_kl`, `reference_kl`: k3
+    estimates of the KL from the policy before the update, and from the reference.
+    """
 
 
 LossFunction = Callable[[LossInputs, LossSettings], LossOutput]
@@ -97,8 +87,7 @@ def sequence_means(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     GRPO, Shao et al. 2024 (arXiv 2402.03300), equation 3:
     L = 1/num_sequences sum_i 1/|o_i| sum_t l_it
     """
-    terms = _token_terms(inputs, settings)
-    return _output(_sequence_means(terms.loss, inputs).sum(), terms, inputs)
+    return _output(inputs, settings, average=_sequence_means)
 
 
 def token_sum(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -114,8 +103,7 @@ def token_sum(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     reinforce_pp: Hu 2025 (arXiv 2501.03262), as dapo, with advantages normalised over the batch
     (`advantage.reinforce_pp`) and no critic.
     """
-    terms = _token_terms(inputs, settings)
-    return _output(terms.loss.sum(), terms, inputs)
+    return _output(inputs, settings)
 
 
 def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -125,7 +113,7 @@ def gspo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     s_i = (pi(y_i) / pi_old(y_i)) ** (1/|y_i|),   L = -1/num_sequences sum_i w_i surrogate(s_i, A_i)
     The importance weight is length-normalised in the same way; KL is averaged as in grpo.
     """
-    return _sequence_loss(inputs, settings, _sequence_means)
+    return _output(inputs, settings, combine=_sequence_means)
 
 
 def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -137,15 +125,7 @@ def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     On policy s_i = 1, nothing is clipped, and the gradient is REINFORCE's, A_i grad log pi(y_i).
     KL and log w are also summed over the tokens of a sequence.
     """
-    return _sequence_loss(inputs, settings, _sequence_sums)
-
-
-def _sequences(batch: TrainBatch) -> int:
-    return batch.num_sequences
-
-
-def _budgets(batch: TrainBatch) -> int:
-    return batch.num_sequences * batch.sampling.max_tokens
+    return _output(inputs, settings, combine=_sequence_sums)
 
 
 def _tokens(batch: TrainBatch) -> int:
@@ -158,7 +138,7 @@ class LossSpec:
 
     function: LossFunction
     advantages: advantage.Estimator
-    normaliser: Callable[[TrainBatch], int] = _sequences
+    normaliser: Callable[[TrainBatch], int] = lambda batch: batch.num_sequences
     """Number by which the sum over a batch is divided."""
     by_group: bool = True
     """Whether a group's advantages need no other group, so that it can be learned from alone."""
@@ -169,7 +149,11 @@ class LossSpec:
 
 LOSSES: dict[str, LossSpec] = {
     "grpo": LossSpec(function=sequence_means, advantages=advantage.grpo),
-    "dr_grpo": LossSpec(function=token_sum, advantages=advantage.dr_grpo, normaliser=_budgets),
+    "dr_grpo": LossSpec(
+        function=token_sum,
+        advantages=advantage.dr_grpo,
+        normaliser=lambda batch: batch.num_sequences * batch.sampling.max_tokens,
+    ),
     "dapo": LossSpec(
         function=token_sum,
         advantages=advantage.grpo,
@@ -188,19 +172,6 @@ LOSSES: dict[str, LossSpec] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
-    """Terms with one row per token or sequence, before averaging."""
-
-    loss: Float[Tensor, "rows"]
-    clipped: Float[Tensor, "rows"]
-    capped: Float[Tensor, "rows"]
-
-    def of(self, rows: Int[Tensor, "tokens"]) -> "_Terms":
-        """Return one row per token: the row of its sequence."""
-        return _Terms(loss=self.loss[rows], clipped=self.clipped[rows], capped=self.capped[rows])
-
-
 def _exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
@@ -213,39 +184,6 @@ def _kl(inputs: LossInputs) -> Tensor:
     return _exp(gap) - gap - 1
 
 
-def _terms(
-    log_ratio: Float[Tensor, "rows"],
-    log_weight: Float[Tensor, "rows"],
-    advantages: Float[Tensor, "rows"],
-    kl: Float[Tensor, "rows"],
-    settings: LossSettings,
-) -> _Terms:
-    """Return -w surrogate(r, A) + kl_coef kl for each row."""
-    ratio = _exp(log_ratio)
-    plain = ratio * advantages
-    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
-    loss, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
-    if settings.tis_cap is not None:
-        weight = _exp(log_weight.detach())
-        loss = weight.clamp(max=settings.tis_cap) * loss
-        capped = (weight > settings.tis_cap).to(ratio.dtype)
-    return _Terms(
-        loss=loss + settings.kl_coef * kl,
-        clipped=(limited < plain).to(ratio.dtype).detach(),
-        capped=capped.detach(),
-    )
-
-
-def _token_terms(inputs: LossInputs, settings: LossSettings) -> _Terms:
-    return _terms(
-        inputs.logprobs - inputs.old_logprobs,
-        inputs.old_logprobs - inputs.rollout_logprobs,
-        inputs.advantages,
-        _kl(inputs),
-        settings,
-    )
-
-
 def _sequence_sums(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tensor:
     return values.new_zeros(inputs.num_here).index_add(0, inputs.sequence, values)
 
@@ -256,30 +194,37 @@ def _sequence_means(values: Float[Tensor, "tokens"], inputs: LossInputs) -> Tens
     return _sequence_sums(values, inputs) / lengths.clamp(min=1)
 
 
-def _sequence_loss(
+def _output(
     inputs: LossInputs,
     settings: LossSettings,
-    reduce: Callable[[Tensor, LossInputs], Tensor],
+    *,
+    combine: Callable[[Tensor, LossInputs], Tensor] | None = None,
+    average: Callable[[Tensor, LossInputs], Tensor] | None = None,
 ) -> LossOutput:
-    """Return the loss of one term per sequence; `reduce` combines the values of its tokens."""
-    terms = _terms(
-        reduce(inputs.logprobs - inputs.old_logprobs, inputs),
-        reduce(inputs.old_logprobs - inputs.rollout_logprobs, inputs),
-        _sequence_means(inputs.advantages, inputs),
-        reduce(_kl(inputs), inputs),
-        settings,
-    )
-    return _output(terms.loss.sum(), terms.of(inputs.sequence), inputs)
+    """Return the sum of the terms -w surrogate(r, A) + kl_coef kl.
 
-
-def _output(loss: Tensor, terms: _Terms, inputs: LossInputs) -> LossOutput:
-    """Return the loss with the sums for metrics; `terms` has one row per token."""
+    With `combine`, which makes one value of those of a sequence's tokens, there is a term for each
+    sequence, else for each token; `average` takes terms of tokens before the sum.
+    """
+    log_ratio, kl = inputs.logprobs - inputs.old_logprobs, _kl(inputs)
+    gap, advantages = inputs.old_logprobs - inputs.rollout_logprobs, inputs.advantages
+    ratio, tokens = _exp(log_ratio), torch.arange(len(kl), device=kl.device)
+    if combine is not None:
+        ratio, gap, kl = _exp(combine(log_ratio, inputs)), combine(gap, inputs), combine(kl, inputs)
+        advantages, tokens = _sequence_means(advantages, inputs), inputs.sequence
+    plain = ratio * advantages
+    limited = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    terms, capped = -torch.minimum(plain, limited), torch.zeros_like(ratio)
+    if settings.tis_cap is not None:
+        weight = _exp(gap.detach())
+        terms = weight.clamp(max=settings.tis_cap) * terms
+        capped = (weight > settings.tis_cap).to(ratio.dtype)
+    terms = terms + settings.kl_coef * kl
     with torch.no_grad():
-        log_ratio = inputs.logprobs - inputs.old_logprobs
-        sums = LossSums(
-            clipped=terms.clipped.sum(),
-            capped=terms.capped.sum(),
-            old_kl=(_exp(log_ratio) - log_ratio - 1).sum(),
-            reference_kl=_kl(inputs).sum(),
-        )
-    return LossOutput(loss=loss, sums=sums)
+        sums = {
+            "clipped": (limited < plain).to(ratio.dtype)[tokens].sum(),
+            "capped": capped[tokens].sum(),
+            "old_kl": (_exp(log_ratio) - log_ratio - 1).sum(),
+            "reference_kl": _kl(inputs).sum(),
+        }
+    return LossOutput(loss=(terms if average is None else average(terms, inputs)).sum(), sums=sums)

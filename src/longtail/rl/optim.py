@@ -1,19 +1,11 @@
 """AdamW with a schedule, global-norm clipping, a check for NaN, and a state that needs no pickle.
 
 The learners of the policy, of supervised examples and of drafters use it. It knows parameters by
-name; losses and batches are unknown here. Replicated learners that lost a rank continue from the
-newest version:
-
-    version before     rank 0: 7    rank 1: 6 (lost its group during the step)    rank 2: 0 (new)
-    synchronize        rank 0 broadcasts weights and moments to all               version 7
-
-A step that loses a rank leaves weights, moments and version of the others as they were. Ranks that
-have nevertheless made it are one version ahead, and the ranks behind receive the result.
+name; losses and batches are unknown here.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -22,11 +14,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.config.sections import OptimizerSection
-from longtail.errors import CheckpointError, ClusterError, NonFiniteError, ProcessGroupError
-from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, all_gather_scalar
-
-INCOMPLETE = -1
-"""Version of a learner whose synchronization was interrupted: its weights are a mixture."""
+from longtail.errors import CheckpointError, NonFiniteError
+from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -118,17 +107,16 @@ class Optimizer:
         missing = self._parameters.keys() - gradients.keys()
         assert not missing, f"no gradient reached {min(missing)}: was the model packed?"
         own = torch.nn.utils.get_total_norm(gradients.values())
-        norm = own.new_tensor(math.hypot(*all_gather_scalar(self._group, own.item())))
-        if not norm.isfinite():
-            broken = torch.tensor([not g.isfinite().all() for g in gradients.values()]).float()
-            self._group.all_reduce([broken])
-            for name, is_broken in zip(gradients, broken.tolist(), strict=True):
-                if is_broken:
-                    raise NonFiniteError(
-                        f"step {step}: the gradient of {name} is not finite; no update was made"
-                    )
-            raise NonFiniteError(f"step {step}: the gradient norm overflows; no update was made")
-        return norm
+        norm = own.new_tensor(math.hypot(*self._group.gather([own.item()])[:, 0].tolist()))
+        if norm.isfinite():
+            return norm
+        broken = self._group.gather([not g.isfinite().all() for g in gradients.values()]).any(0)
+        for name, is_broken in zip(gradients, broken.tolist(), strict=True):
+            if is_broken:
+                raise NonFiniteError(
+                    f"step {step}: the gradient of {name} is not finite; no update was made"
+                )
+        raise NonFiniteError(f"step {step}: the gradient norm overflows; no update was made")
 
     def discard(self) -> None:
         """Free accumulated gradients without using them."""
@@ -150,7 +138,7 @@ class Optimizer:
     def broadcast_moments(self, group: ProcessGroup, source: int) -> None:
         """Replace the moments of all other ranks by those of rank `source`, bit for bit."""
         state = self._adamw.state
-        if not all_gather_scalar(group, bool(state))[source]:
+        if not group.gather([bool(state)])[source].item():
             state.clear()
             return
         for parameter in self._parameters.values():
@@ -182,42 +170,6 @@ class Optimizer:
             }
 
 
-@contextmanager
-def undone_on_loss(undo: Callable[[], None] | None) -> Iterator[None]:
-    """Call `undo`, if there is one, when the process group is lost."""
-    try:
-        yield
-    except ProcessGroupError:
-        if undo is not None:
-            undo()
-        raise
-
-
-def gather_versions(group: ProcessGroup, version: int) -> list[int]:
-    """Return the version of each rank. Raises ClusterError if all are INCOMPLETE."""
-    versions = [int(each) for each in all_gather_scalar(group, version)]
-    if max(versions) == INCOMPLETE:
-        raise ClusterError("the policy is lost; start again from the newest checkpoint")
-    return versions
-
-
-def synchronize(
-    group: ProcessGroup,
-    versions: Sequence[int],
-    parameters: Mapping[str, nn.Parameter],
-    optimizer: Optimizer,
-) -> None:
-    """Broadcast weights and moments from the first rank with the newest version to the others.
-
-    Nothing is sent if all versions are equal. If it raises ProcessGroupError, ranks with the newest
-    version still have the same bits; the others are INCOMPLETE.
-    """
-    source = versions.index(max(versions))
-    if min(versions) < versions[source]:
-        group.broadcast(source, [parameter.detach() for parameter in parameters.values()])
-        optimizer.broadcast_moments(group, source)
-
-
 def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
     """Copy tensors into the parameters; CheckpointError, before any copy, if one does not fit."""
     for name, parameter in parameters.items():
@@ -228,12 +180,8 @@ def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str
             parameter.copy_(tensors[name])
 
 
-def loss_error(
-    parameters: Mapping[str, nn.Parameter], loss: Float[Tensor, ""], step: int, name: str
-) -> NonFiniteError | None:
-    """Return the error of a loss that is not finite, naming the broken weights if there are any."""
-    if loss.isfinite():
-        return None
-    broken = (n for n, p in parameters.items() if not p.isfinite().all())
-    culprit = next(broken, name)
-    return NonFiniteError(f"step {step}: {culprit} is not finite; no update was made")
+def check_loss(parameters: Mapping[str, nn.Parameter], loss: float, step: int, name: str) -> None:
+    """Raise NonFiniteError for a loss that is not finite, naming broken weights if there are."""
+    if not math.isfinite(loss):
+        broken = (n for n, p in parameters.items() if not p.isfinite().all())
+        raise NonFiniteError(f"step {step}: {next(broken, name)} is not finite; no update was made")

@@ -6,7 +6,7 @@ whose tokens sum to at most the budget; the completions of a prompt share its to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 
 import torch
@@ -17,18 +17,6 @@ from longtail.types import MicroBatch, PackedSequences, Rollout, SamplingParams,
 
 _MOST_LAID = 2
 """Most tokens of the whole sequences of a micro-batch, in budgets: attention keeps keys of each."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pack:
-    """One micro-batch of packed sequences, and their indices in the caller's list.
-
-    Example: sequences of lengths 2, 6, 3 under a budget of 8 give indices (1, 0), then (2,).
-    """
-
-    packed: PackedSequences
-    indices: tuple[int, ...]
-    """Index in the caller's list of each sequence of `packed`."""
 
 
 def plan(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
@@ -113,38 +101,26 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
     )
 
 
-def pack(sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int) -> list[Pack]:
-    """Pack sequences (prompt, then completion) into micro-batches of at most `budget` tokens.
-
-    Example: pack([(7, 8, 9, 2), (7, 2)], prompt_lens=(2, 1), budget=8) gives one Pack whose
-    `packed` is the example of `types.PackedSequences`, with indices (0, 1).
-    """
-    return [
-        Pack(
-            packed=lay_out([sequences[i] for i in members], [prompt_lens[i] for i in members]),
-            indices=members,
-        )
-        for members in plan([len(sequence) for sequence in sequences], budget)
-    ]
-
-
 def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
     """Pack texts into micro-batches of at most `budget` tokens."""
-    packs = pack([text.tokens for text in texts], [text.prompt_len for text in texts], budget)
-    return [one.packed for one in packs]
+    chosen = [[texts[i] for i in each] for each in plan([len(t.tokens) for t in texts], budget)]
+    return [lay_out([t.tokens for t in each], [t.prompt_len for t in each]) for each in chosen]
 
 
 def pack_shared(
     sequences: Sequence[Sequence[int]], prompt_lens: Sequence[int], budget: int
-) -> list[Pack]:
-    """Pack sequences as `pack`, with the prompt of several completions once."""
+) -> list[tuple[PackedSequences, tuple[int, ...]]]:
+    """Pack sequences (prompt, then completion), with the prompt of several completions once.
+
+    With each micro-batch comes the caller's index of each of its sequences.
+    """
     units = _units(sequences, prompt_lens, budget)
     costs = [_cost([len(sequences[i]) for i in unit], prompt_lens[unit[0]]) for unit in units]
     packs = []
     for chosen in plan(costs, budget):
         members = tuple(index for unit in chosen for index in units[unit])
         whole = lay_out([sequences[i] for i in members], [prompt_lens[i] for i in members])
-        packs.append(Pack(packed=share_prompts(whole), indices=members))
+        packs.append((share_prompts(whole), members))
     return packs
 
 
@@ -171,11 +147,7 @@ def _cost(lengths: Sequence[int], prompt_len: int) -> int:
 
 
 def pack_group(
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
-    *,
-    budget: int,
-    keep_idle: bool = True,
+    rollouts: Sequence[Rollout], advantages: Sequence[float], *, budget: int, keep_idle: bool = True
 ) -> list[MicroBatch]:
     """Pack the graded rollouts of one prompt, each with its advantage; no other group takes part.
 
@@ -188,15 +160,22 @@ def pack_group(
         [len(rollouts[i].prompt.tokens) for i in kept],
         budget,
     )
-    return [
-        _micro_batch(
-            f"{visit_of(rollouts[0].completion.request_id)}/{number}",
-            one.packed,
-            [rollouts[kept[i]] for i in one.indices],
-            [advantages[kept[i]] for i in one.indices],
+    made = []
+    for number, (packed, members) in enumerate(packs):
+        own, generated = [kept[i] for i in members], packed.loss_mask.bool()
+        logprobs = [value for i in own for value in rollouts[i].completion.logprobs]
+        rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)
+        rollout_logprobs[generated] = torch.tensor(logprobs, dtype=torch.float64)
+        by_sequence = torch.tensor([advantages[i] for i in own], dtype=torch.float64)
+        made.append(
+            MicroBatch(
+                name=f"{visit_of(rollouts[0].completion.request_id)}/{number}",
+                packed=packed,
+                rollout_logprobs=rollout_logprobs,  # 0 in prompts, as advantages
+                advantages=by_sequence[packed.sequence] * generated,
+            )
         )
-        for number, one in enumerate(packs)
-    ]
+    return made
 
 
 def pack_rollouts(
@@ -251,23 +230,3 @@ def pack_mini_batches(
         )
         for a, b in pairwise(cuts)
     ]
-
-
-def _micro_batch(
-    name: str,
-    packed: PackedSequences,
-    rollouts: Sequence[Rollout],
-    advantages: Sequence[float],
-) -> MicroBatch:
-    """Add one rollout logprob and advantage per token; they are 0 in prompts."""
-    generated = packed.loss_mask.bool()
-    logprobs = chain.from_iterable(rollout.completion.logprobs for rollout in rollouts)
-    rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)
-    rollout_logprobs[generated] = torch.tensor(list(logprobs), dtype=torch.float64)
-    by_sequence = torch.tensor(list(advantages), dtype=torch.float64)
-    return MicroBatch(
-        name=name,
-        packed=packed,
-        rollout_logprobs=rollout_logprobs,
-        advantages=by_sequence[packed.sequence] * generated,
-    )

@@ -5,7 +5,7 @@ of the completions' tokens over the whole batch, so the gradient does not depend
 into micro-batches. `rl.data.examples` makes the examples.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -17,18 +17,14 @@ from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.policy import Policy
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
-from longtail.rl.optim import Optimizer, load_parameters, loss_error
+from longtail.rl.optim import Optimizer, check_loss, load_parameters
 from longtail.rl.packing import pack_texts
-from longtail.types import PackedSequences, SamplingParams
+from longtail.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SftReport:
-    """Report of one step.
-
-    Example: SftReport(loss=0.31, entropy=0.29, num_tokens=2040, num_trained=1820, grad_norm=0.8,
-                       learning_rate=1e-3)
-    """
+    """Report of one step."""
 
     loss: float
     """Mean over completion tokens, in nats."""
@@ -54,35 +50,25 @@ class SftLearner:
         self._model.fuse()
         self._settings = settings
         self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=settings.steps)
-        self._steps = 0
-
-    @property
-    def steps(self) -> int:
+        self.steps = 0
         """Number of updates made."""
-        return self._steps
 
     def step(self, examples: Sequence[Example]) -> SftReport:
         """Make one update that raises the likelihood of the completions."""
         num_trained = sum(len(e.tokens) - e.prompt_len for e in examples)
         loss = entropy = 0.0
         try:
-            for packed in self._packs(examples):
-                scores = self._score(packed)
+            for scores in self._scores(examples):
                 part = -scores.logprobs.sum() / num_trained
-                failure = loss_error(self._parameters, part, self._steps, "the loss")
-                if failure is not None:
-                    raise failure
+                check_loss(self._parameters, part.item(), self.steps, "the loss")
                 torch.autograd.backward(part)
-                loss += float(part.detach())
+                loss += part.item()
                 entropy += float(scores.entropy.sum()) / num_trained
-            for parameter in self._parameters.values():
-                if parameter.grad is None:  # of experts that no token has reached
-                    parameter.grad = torch.zeros_like(parameter)
-            update = self._optimizer.update(self._steps)
+            update = self._optimizer.update(self.steps)
         except NonFiniteError:
             self._optimizer.discard()
             raise
-        self._steps += 1
+        self.steps += 1
         return SftReport(
             loss=loss,
             entropy=entropy,
@@ -95,9 +81,7 @@ class SftLearner:
     def loss(self, examples: Sequence[Example]) -> float:
         """Return the mean negative log-likelihood of the completions' tokens, without an update."""
         with torch.no_grad():
-            parts = [
-                -self._score(packed).logprobs.double().sum() for packed in self._packs(examples)
-            ]
+            parts = [-each.logprobs.double().sum() for each in self._scores(examples)]
         return float(sum(parts)) / sum(len(e.tokens) - e.prompt_len for e in examples)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -110,17 +94,15 @@ class SftLearner:
         """Continue after `steps` updates; CheckpointError if the tensors are another model's."""
         self._optimizer.load(tensors)
         load_parameters(self._parameters, weights)
-        self._steps = steps
+        self.steps = steps
 
-    def _packs(self, examples: Sequence[Example]) -> list[PackedSequences]:
-        return pack_texts(examples, self._settings.tokens_per_micro_batch)
-
-    def _score(self, packed: PackedSequences) -> TokenScores:
+    def _scores(self, examples: Sequence[Example]) -> Iterator[TokenScores]:
         own = self._settings
-        return score(
-            self._model,
-            packed,
-            SamplingParams(),
-            autocast=own.autocast is True,
-            recompute=own.gradient_checkpointing,
-        )
+        for packed in pack_texts(examples, own.tokens_per_micro_batch):
+            yield score(
+                self._model,
+                packed,
+                SamplingParams(),
+                autocast=own.autocast is True,
+                recompute=own.gradient_checkpointing,
+            )

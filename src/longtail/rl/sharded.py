@@ -58,9 +58,9 @@ class Shards:
         """Optimizer of this rank's rows."""
         self.optimizer.load({name: self._own(moment) for name, moment in moments.items()})
 
-    def reduce_gradients(self, factor: float, *, computed: bool) -> None:
+    def reduce_gradients(self, factor: float) -> None:
         """Give the sums of gradients times a factor to the optimizer; zeros if there are none."""
-        passed = computed or any(p.grad is not None for p in self._parameters.values())
+        passed = any(p.grad is not None for p in self._parameters.values())
         for name, parameter in self._parameters.items():
             row, gradient = self._rows[name], parameter.grad
             assert gradient is not None or not passed, f"no gradient reached {name}"

@@ -93,14 +93,13 @@ class GroupStream:
     def add(self, completions: Iterable[Completion]) -> None:
         """Add finished texts, in any order; texts that are known are ignored."""
         for each in completions:
-            if each.request_id in self._completions:
-                continue
-            self._completions[each.request_id] = each
-            visit = visit_of(each.request_id)
-            self._missing[visit] -= 1
-            if not self._missing[visit]:
-                self._complete.append(visit)
-                self._graded.append(self._thread.submit(self._grade_complete))
+            if each.request_id not in self._completions:
+                self._completions[each.request_id] = each
+                visit = visit_of(each.request_id)
+                self._missing[visit] -= 1
+                if not self._missing[visit]:
+                    self._complete.append(visit)
+                    self._graded.append(self._thread.submit(self._grade_complete))
 
     def micro_batches(self) -> list[MicroBatch]:
         """Return the micro-batches of groups that were graded since the last call.
@@ -144,7 +143,7 @@ class GroupStream:
         while self._complete:
             members = self._members[self._complete.popleft()]
             pairs += [(prompt, self._completions[name]) for name, prompt in members]
-        return self._grader.grade(pairs) if pairs else Graded(rollouts=(), failures=())
+        return self._grader.grade(pairs)
 
 
 def why_not(config: RunConfig) -> str | None:

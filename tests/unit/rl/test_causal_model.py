@@ -11,19 +11,15 @@ from transformers import PreTrainedModel
 
 from longtail.assembly.memory import count_parameters
 from longtail.config.rl import LearnerSection
-from longtail.config.sft import SftTrainSection
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, open_causal
 from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.model.hf.weights import tensor_names
-from longtail.rl.data.examples import Example
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
-from longtail.rl.packing import lay_out, pack_rollouts, share_prompts
-from longtail.rl.sft_learner import SftLearner
+from longtail.rl.packing import lay_out, share_prompts
 from longtail.types import SamplingParams
-from support.causal import FAMILIES, PROMPTS, TEXTS, random_model
-from support.rollouts import rollout
+from support.causal import FAMILIES, PROMPTS, TEXTS, batch, random_model
 from support.tiny_models import tiny_model
 
 NOT_PRODUCTS = {"gemma2", "granite", "cohere", "phi"}
@@ -36,31 +32,9 @@ def saved(root: Path, family: str) -> Path:
     return root / family
 
 
-def in_float64(model: CausalModel) -> CausalModel:
-    """The same, without the places where transformers computes in float32 whatever the dtype."""
-
-    def norm(self: nn.Module, x: Tensor) -> Tensor:
-        eps = self.variance_epsilon
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-
-    def rotation(self: nn.Module, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        turns = position_ids[..., None] * self.inv_freq.double()
-        both = torch.cat((turns, turns), -1)
-        return both.cos(), both.sin()
-
-    for module in model.model.modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            module.forward = norm.__get__(module)
-        elif kind.endswith("RotaryEmbedding"):
-            module.forward = rotation.__get__(module)
-    return model
-
-
 def pair(root: Path, family: str) -> tuple[PolicyTransformer, CausalModel]:
-    """Our decoder and transformers' code with the same weights, in float64."""
-    ours = tiny_model(family, dtype=torch.float64)
-    return ours, in_float64(open_causal(saved(root, family), torch.float64))
+    """Our decoder and transformers' code with the same weights."""
+    return tiny_model(family), open_causal(saved(root, family), torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +52,7 @@ def alone(model: PreTrainedModel, text: tuple[int, ...], first: int) -> Tensor:
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared prompts"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_scores_and_gradients_are_those_of_our_decoder(root, family, shared):
-    """A sum of some hundred terms of size 1 in another order: below 1e-12, given room."""
+    """Sums of some hundred terms of size 1, in another order and in float32."""
     texts = [(5, 9, 2, 7, *text) for text in TEXTS[:3]] + [TEXTS[3]]
     packed = lay_out(texts, [4, 4, 4, 1])
     if shared:
@@ -89,20 +63,19 @@ def test_scores_and_gradients_are_those_of_our_decoder(root, family, shared):
         model.trainable()
         model.fuse()
         scores = score(model, packed, TRUNCATED, max_logits=128 * 7)  # in chunks
-        weight = torch.arange(len(scores.logprobs), dtype=torch.float64).cos()
+        weight = torch.arange(len(scores.logprobs), dtype=torch.float32).cos()
         (scores.logprobs * weight).sum().backward()
         for parameter in model.parameters():  # published in the same names as the weights
             parameter.data = parameter.grad
         gradients = {name: tensor.clone() for name, tensor in model.published()}
         found.append((scores.logprobs.detach(), scores.entropy, gradients))
     ours, theirs = found
-    assert float((ours[0] - theirs[0]).abs().max()) < 1e-9
-    assert float((ours[1] - theirs[1]).abs().max()) < 1e-9
+    assert float((ours[0] - theirs[0]).abs().max()) < 1e-5
+    assert float((ours[1] - theirs[1]).abs().max()) < 1e-5
     assert ours[2].keys() == theirs[2].keys()
     for name, gradient in ours[2].items():
-        assert float((gradient - theirs[2][name]).abs().max()) < 1e-9 * max(
-            1.0, float(gradient.abs().max())
-        ), name
+        gap = (gradient - theirs[2][name]).abs().max()
+        assert float(gap) < 1e-5 * max(1.0, float(gradient.abs().max())), name
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -141,21 +114,10 @@ def test_published_names_are_those_of_the_files_and_files_restore_every_weight(n
     assert again.model.generation_config.eos_token_id == [1, 2]
 
 
-def test_no_token_sees_another_text_or_what_follows_it(root):
-    _, model = pair(root, "qwen3")
-    with torch.no_grad():
-        alike = model.hidden(lay_out(TEXTS, PROMPTS))
-        other = [TEXTS[0], (*TEXTS[1][:-1], 63), *TEXTS[2:]]
-        changed = model.hidden(lay_out(other, PROMPTS))
-    assert (alike != changed).any(-1).nonzero()[:, 0].tolist() == [20 + 13 - 1]
-
-
 @pytest.mark.parametrize(
     ("lengths", "expected"),
     [
         ([10, 3, 9, 10], [[0, 3, 2], [1]]),
-        ([5], [[0]]),
-        ([1, 1], [[0, 1]]),
         ([100, 80, 90], [[0, 2, 1]]),
         ([100, 79, 90], [[0, 2], [1]]),
     ],
@@ -177,26 +139,16 @@ def test_an_expert_that_no_token_reaches_is_updated_with_a_gradient_of_zero():
     assert not torch.equal(after["model.norm.weight"], before["model.norm.weight"])
 
 
-def batch():
-    rollouts = [
-        rollout(list(text), prompt, number=index, logprobs=(-1.0,) * (len(text) - prompt))
-        for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True))
-    ]
-    return pack_rollouts(rollouts, [1.0, -0.5, 0.3, -0.8], sampling=SamplingParams(), budget=40)
-
-
 def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
     """The same losses, norms and weights; restored in between, with the KL to the initial policy.
 
     eps = 1 keeps the first update smooth in the gradient.
     """
-    settings = LearnerSection(
-        learning_rate=0.05, eps=1.0, kl_coef=0.1, dtype="float64", max_grad_norm=1e9
-    )
+    settings = LearnerSection(learning_rate=0.05, eps=1.0, kl_coef=0.1, max_grad_norm=1e9)
     ours, theirs = (Learner(model, settings) for model in pair(root, "llama"))
     for step in range(3):
-        first, second = ours.step([batch()]), theirs.step([batch()])
-        assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-9)
+        first, second = ours.step([batch()]).metrics, theirs.step([batch()]).metrics
+        assert second["actor/grad_norm"] == pytest.approx(first["actor/grad_norm"], rel=1e-5)
         if step == 1:
             fresh = Learner(pair(root, "llama")[1], settings)
             fresh.restore(theirs.state(), theirs.learned())
@@ -204,19 +156,7 @@ def test_a_learner_of_transformers_code_makes_the_updates_of_ours(root):
     assert (ours.version, theirs.version) == (3, 3)
     published = dict(theirs.published())
     for name, tensor in ours.published():
-        assert float((tensor - published[name]).abs().max()) < 1e-9, name
-
-
-def test_a_supervised_learner_takes_it_too(root):
-    settings = SftTrainSection(steps=2, learning_rate=0.01, autocast=False)
-    examples = [Example(tokens=t, prompt_len=p) for t, p in zip(TEXTS, PROMPTS, strict=True)]
-    learners = [
-        SftLearner(model, settings)
-        for model in (tiny_model("llama"), open_causal(saved(root, "llama"), torch.float32))
-    ]
-    losses = [[each.step(examples).loss for _ in range(2)] for each in learners]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-    assert losses[0][1] < losses[0][0]
+        assert float((tensor - published[name]).abs().max()) < 1e-6, name
 
 
 def test_the_size_of_a_foreign_model_is_known_without_its_weights(tmp_path):

@@ -16,13 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, ProcessGroupError
-from longtail.rl import shared_memory
-from longtail.rl.collectives import (
-    ProcessGroup,
-    TorchProcessGroup,
-    all_gather_scalar,
-    balance,
-)
+from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, balance
 from support.listening import Listening, listening
 from support.rank_processes import PATIENCE_S, free_address
 
@@ -74,13 +68,12 @@ def tensors_of(rank: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
     matrix = torch.randn(5, 7, generator=generator, dtype=torch.float64)
     vector = torch.randn(3, generator=generator)
-    return [matrix.T, vector, matrix[:, 2].float(), matrix[0, 0].clone()]
+    whole = torch.randint(-(2**61), 2**61, (100,), generator=generator) // 3
+    return [matrix.T, vector, matrix[:, 2].float(), matrix[0, 0].clone(), whole]
 
 
-@pytest.mark.parametrize(("size", "numbers"), [(1, 6), (2, 2**20), (3, 6)])
-def test_a_sum_has_the_same_bits_on_all_ranks(size, numbers, monkeypatch):
-    monkeypatch.setattr("longtail.rl.collectives._BUCKET", numbers)
-
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_sum_has_the_same_bits_on_all_ranks_and_is_exact_of_whole_numbers(size):
     def run(group: ProcessGroup) -> list[torch.Tensor]:
         tensors = tensors_of(group.rank)
         group.all_reduce(tensors)
@@ -93,18 +86,17 @@ def test_a_sum_has_the_same_bits_on_all_ranks(size, numbers, monkeypatch):
             assert ours.dtype == theirs.dtype
             assert torch.equal(ours, others)
             # Up to two additions, in any order: each errs by half a unit in the last place.
-            eps = 2 * torch.finfo(ours.dtype).eps
+            eps = 2 * torch.finfo(ours.dtype).eps if ours.is_floating_point() else 0.0
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=10 * eps)
 
 
 def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
     def run(group: ProcessGroup) -> list[Listening]:
-        assert all_gather_scalar(group, group.rank + 0.5) == [0.5, 1.5, 2.5]
+        assert group.gather([group.rank + 0.5])[:, 0].tolist() == [0.5, 1.5, 2.5]
         return listening([os.getpid()])
 
     known = set(listening([os.getpid()]))
-    address = f"file://{tmp_path}/group"
-    for found in together(3, run, address=address):
+    for found in together(3, run, address=f"file://{tmp_path}/group"):
         assert set(found) - known, "gloo listens for its pairs"
         assert all(each.is_loopback for each in set(found) - known)
 
@@ -117,7 +109,7 @@ def test_a_mesh_is_the_default_group_until_a_collective_fails_and_opens_no_port(
     assert set(listening([os.getpid()])) <= known
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), group.guarded():
         torch.ones(2, 2) @ torch.ones(3, 3)
-    assert all_gather_scalar(group, 0.5) == [0.5]
+    assert group.gather([0.5]).tolist() == [[0.5]]
     with pytest.raises(ProcessGroupError, match="of the shards failed"), group.guarded():
         dist.all_gather_single(torch.zeros(3), torch.zeros(2))
     assert not dist.is_initialized()
@@ -131,7 +123,7 @@ def test_a_late_rank_ends_the_group_for_all_ranks():
         if group.rank == 1:
             assert given_up.wait(PATIENCE_S)
         try:
-            group.all_reduce([torch.zeros(3), torch.zeros(4)])
+            group.all_reduce([torch.zeros(7)])
         finally:
             given_up.set()
 
@@ -188,33 +180,7 @@ def test_a_backend_that_is_not_built_in_is_refused(monkeypatch):
         TorchProcessGroup(0, 1, free_address(), backend="nccl", timeout_s=1.0)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("shares", [True, False])
-def test_whole_numbers_are_added_exactly_over_one_machine(size, shares, tmp_path, monkeypatch):
-    """Chunks of any length, with and without shared memory, between floats."""
-    monkeypatch.setattr(shared_memory, "CHUNK", 64)
-    if not shares:
-        monkeypatch.delattr(os, "memfd_create", raising=False)
-    lengths = (1, 2, 63, 64, 65, 1000)
-    made = [
-        [torch.randint(-(2**61), 2**61, (n,), generator=torch.Generator().manual_seed(rank)) // size
-         for n in lengths] for rank in range(size)
-    ]  # fmt: skip
-
-    def run(group: ProcessGroup) -> list[torch.Tensor]:
-        own = [each.clone() for each in made[group.rank]]
-        for each in (*own, torch.ones(3)):
-            group.all_reduce([each])
-        group.all_reduce(own[:0])
-        return own
-
-    address = f"file://{tmp_path / 'meeting'}"
-    for found in together(size, run, address=address):
-        for numbers, *parts in zip(found, *made, strict=True):
-            assert torch.equal(numbers, sum(parts, torch.zeros_like(numbers)))
-
-
-@pytest.mark.parametrize(("hosts", "links"), [("11", 0), ("12", 2), ("112", 2), ("123", 3)])
+@pytest.mark.parametrize(("hosts", "links"), [("11", 0), ("112", 2)])
 def test_a_sum_sends_its_bytes_along_a_ring_of_which_other_hosts_are_counted(
     hosts, links, monkeypatch
 ):

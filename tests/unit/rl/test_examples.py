@@ -11,6 +11,7 @@ WORDS = tiny_tokenizer()
 ENCODER = Encoder(encode=WORDS.encode, render=WORDS.render)
 PLAIN = Encoder(encode=WORDS.encode, render=None)
 EOS = WORDS.eos_ids[0]
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 
 
 def make(rows, encoder=PLAIN, **options):
@@ -23,17 +24,9 @@ def make(rows, encoder=PLAIN, **options):
     [
         {"prompt": "hi", "completion": "yo"},
         {"question": "hi", "response": "yo"},
-        {"prompt": [{"role": "user", "content": "hi"}], "completion": "yo"},
-        {
-            "prompt": [{"role": "user", "content": "hi"}],
-            "completion": [{"role": "assistant", "content": "yo"}],
-        },
-        {
-            "messages": [
-                {"role": "user", "content": "hi"},
-                {"role": "assistant", "content": "yo"},
-            ]
-        },
+        {"prompt": [USER], "completion": "yo"},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"messages": [USER, ASSISTANT]},
     ],
 )
 def test_every_layout_gives_the_same_example(row):
@@ -57,11 +50,9 @@ def test_columns_may_be_named():
         ({"prompt": "hi"}, {}, r"row 0: no completion column.*data\.completion_column"),
         ({"prompt": "hi", "completon": "yo"}, {}, "did you mean 'completon'"),
         ({"prompt": "hi", "reply": "x"}, {"completion_column": "reply_"}, "did you mean 'reply'"),
-        ({"prompt": "hi", "completion": " "}, {}, "expected text"),
         ({"prompt": "hi", "completion": 7}, {}, "completion is 7, expected text"),
-        ({"prompt": "", "completion": "yo"}, {}, "the prompt is empty"),
         ({"completion": "yo"}, {}, "no prompt column"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, {}, "not the assistant's"),
+        ({"messages": [USER]}, {}, "not the assistant's"),
         ({"prompt": "hi", "completion": "y" * 99}, {}, r"102 tokens, data\.max_len is 64"),
     ],
 )

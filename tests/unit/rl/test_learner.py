@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from longtail.config.rl import LearnerSection
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.attention import PackedAttention
-from longtail.model.hf.weights import hf_rows
 from longtail.model.kernels import native
 from longtail.model.transformer import Transformer
 from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
-from longtail.rl.loss import LOSSES
 from longtail.rl.packing import pack_mini_batches, pack_rollouts
 from longtail.types import Rollout, SamplingParams, TrainBatch
 from support.processors import needs_bfloat16
@@ -35,58 +33,49 @@ ADVANTAGES = [1.0, -0.7, 0.4, -1.3]
 LENGTHS = ((3, 5), (2, 9), (4, 1), (1, 7))
 
 
+BATCHES = Plan(seed=1).batches()
+
+
 def rollouts(
     model: Transformer,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
     gaps: Sequence[Sequence[float]] | None = None,
     shared: bool = False,
 ) -> list[Rollout]:
-    """Random completions; their logprobs are the model's own less `gaps`, which are noise.
+    """Random completions; their logprobs are the model's own less `gaps`.
 
     `shared`: prompts of the same length are equal.
     """
     generator = torch.Generator().manual_seed(11)
     made = []
     for index, (prompt_len, completion_len) in enumerate(lengths):
-        count = prompt_len + completion_len
-        tokens = torch.randint(0, model.config.vocab_size, (count,), generator=generator)
+        tokens = torch.randint(0, 128, (prompt_len + completion_len,), generator=generator)
         if shared:
             tokens[:prompt_len] = torch.arange(prompt_len)
-        noise = 0.05 * torch.randn(completion_len, generator=generator, dtype=torch.float64)
-        gap = noise if gaps is None else torch.tensor(gaps[index])
-        own = alone(model, tokens, prompt_len, SAMPLING.temperature).detach()
-        logprobs = tuple((own - gap).tolist())
-        made.append(rollout(tokens.tolist(), prompt_len, number=index, logprobs=logprobs))
+        logprobs = alone(model, tokens, prompt_len).detach()
+        if gaps is not None:
+            logprobs -= torch.tensor(gaps[index])
+        made.append(
+            rollout(tokens.tolist(), prompt_len, number=index, logprobs=tuple(logprobs.tolist()))
+        )
     return made
 
 
-def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int, temperature: float):
+def alone(model: Transformer, tokens: torch.Tensor, prompt_len: int) -> torch.Tensor:
     """Logprobs of one completion from a forward pass over it alone, the LM head on every row."""
     count = len(tokens)
     hidden = model(tokens, torch.arange(count), PackedAttention((0, count)))
-    logprobs = F.log_softmax(model.logits(hidden) / temperature, dim=-1)
     rows = torch.arange(prompt_len - 1, count - 1)
-    return logprobs[rows, tokens[prompt_len:]]
-
-
-def batch(model: Transformer, budget: int = 12, sampling=SAMPLING, **changes) -> TrainBatch:
-    made = changes.pop("rollouts", None) or rollouts(model)
-    advantages = changes.pop("advantages", ADVANTAGES[: len(made)])
-    return pack_rollouts(made, advantages, sampling=sampling, budget=budget)
+    return F.log_softmax(model.logits(hidden), dim=-1)[rows, tokens[prompt_len:]]
 
 
 def learner(model: Transformer | None = None, **changes) -> Learner:
     model = tiny_model(dtype=torch.float64) if model is None else model
-    more = {name: changes.pop(name) for name in ("total_steps", "max_logits") if name in changes}
-    return Learner(model, SMOOTH.model_copy(update=changes), **more)
-
-
-def tensors(one: Learner) -> dict[str, torch.Tensor]:
-    return one.learned()
+    return Learner(model, SMOOTH.model_copy(update=changes))
 
 
 def assert_same_weights(first: Learner, second: Learner, *, tolerance: float = 0.0) -> None:
-    ours, theirs = tensors(first), tensors(second)
+    ours, theirs = first.learned(), second.learned()
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0.0, atol=tolerance, msg=name)
@@ -94,7 +83,7 @@ def assert_same_weights(first: Learner, second: Learner, *, tolerance: float = 0
 
 def test_a_truncated_distribution_is_renormalised_over_what_is_kept_and_the_token():
     model = tiny_model(dtype=torch.float64)
-    packed = batch(model, budget=100).micro_batches[0].packed
+    packed = Plan(seed=1, budget=100).batches()[0].micro_batches[0].packed
     sampling, rows_at_once = replace(SAMPLING, temperature=0.8, top_k=5), 3 * 128
     found = score(model, packed, sampling, max_logits=rows_at_once, recompute=True)
     hidden = model(packed.tokens, packed.positions, PackedAttention(packed.cu_seqlens))
@@ -119,16 +108,16 @@ def test_a_step_is_the_textbook_one(mini_batches):
         made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=mini_batches
     )
     report = learner(model, loss="dapo", clip_low=9.0, clip_high=9.0).step(cut)
-    assert (report.num_updates, report.version) == (mini_batches, 1)
-    assert (report.old_kl > 0) == (mini_batches > 1)
-    assert report.clip_fraction == 0.0
+    assert report.version == 1
+    assert (report.metrics["actor/ppo_kl"] > 0) == (mini_batches > 1)
+    assert report.metrics["actor/pg_clipfrac"] == 0.0
 
     parameters = list(twin.parameters())
     adam = torch.optim.AdamW(parameters, lr=0.05, betas=(0.9, 0.95), eps=1.0, weight_decay=0.0)
 
     def logprobs(index: int) -> torch.Tensor:
         prompt, tokens = made[index].prompt.tokens, made[index].completion.tokens
-        return alone(twin, torch.tensor(prompt + tokens), len(prompt), 1.0)
+        return alone(twin, torch.tensor(prompt + tokens), len(prompt))
 
     old = [logprobs(index).detach() for index in range(4)]
     for members in ((0, 1, 2, 3),) if mini_batches == 1 else ((0, 1), (2, 3)):
@@ -143,36 +132,34 @@ def test_a_step_is_the_textbook_one(mini_batches):
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=1e-12, msg=name)
     if mini_batches == 1:
         assert report.loss == pytest.approx(loss.item(), abs=1e-12)
-        assert report.grad_norm == pytest.approx(norm.item(), rel=1e-9)
+        assert report.metrics["actor/grad_norm"] == pytest.approx(norm.item(), rel=1e-9)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_neither_packing_budget_nor_shared_prompts_change_the_update(name):
-    """Prompts of their own: test_law10_sums."""
+def test_neither_packing_budget_nor_shared_prompts_change_the_update():
+    """Prompts of their own, and other losses: test_law10_sums."""
     reports, learners = [], []
     lengths = ((3, 5), (2, 9), (3, 1), (3, 7), (2, 0))
     made = rollouts(tiny_model(dtype=torch.float64), lengths, shared=True)
     for budget in (8, 1000):
-        one = learner(loss=name, kl_coef=0.1, tis_cap=1.02)
+        one = learner(kl_coef=0.1, tis_cap=1.02)
         both = pack_rollouts(made, [*ADVANTAGES, 0.6], sampling=SAMPLING, budget=budget)
         if budget == 1000:
             (packed,) = (each.packed for each in both.micro_batches)
             assert packed.num_tokens == 22 + 3 + 2
         one.step([both])
-        reports.append(one.step([both]))  # off policy: ratios, clips and KL take part
+        reports.append(one.step([both]).metrics)  # off policy: ratios, clips and KL take part
         learners.append(one)
     report, other = reports
-    assert report.grad_norm > 1e-3
-    assert 0 < report.capped_fraction < 1
-    assert report.reference_kl > 0
+    assert report["actor/grad_norm"] > 1e-3
+    assert 0 < report["training/importance_capped"] < 1
+    assert report["actor/kl_loss"] > 0
     assert_same_weights(*learners, tolerance=1e-12)
-    for field in ("loss", "entropy", "gap_max"):
-        assert getattr(report, field) == pytest.approx(getattr(other, field), abs=1e-12)
+    assert report == pytest.approx(other, abs=1e-12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", ["grpo", "dapo", "gspo"])
 def test_leaving_out_what_has_no_advantage_changes_no_update(loss):
     learners = []
     for keep_idle, scored in ((True, 32), (False, 32 - 5 - 1 - 3)):
@@ -180,7 +167,7 @@ def test_leaving_out_what_has_no_advantage_changes_no_update(loss):
         for seed in (1, 2):
             plan = Plan(seed=seed, idle=(0, 2, 4), mini_batches=2, keep_idle=keep_idle)
             report = one.step(plan.batches())
-        assert (report.num_generated, report.num_scored) == (32, scored)
+        assert report.metrics["actor/nonzero_advantage_share"] == scored / 32
         learners.append(one)
     assert_same_weights(*learners, tolerance=1e-12)
 
@@ -197,34 +184,17 @@ def test_progress_is_told_after_every_micro_batch_and_before_others_are_waited_f
 def test_the_gap_between_rollout_and_learner_is_measured():
     model = tiny_model(dtype=torch.float64)
     made = rollouts(model, ((2, 2), (3, 2)), gaps=((0.1, -0.3), (0.0, 0.2)))
-    report = learner(model).step([batch(model, rollouts=made)])
-    assert report.gap_mean == pytest.approx((0.1 + 0.3 + 0.2) / 4)
-    assert report.gap_max == pytest.approx(0.3)
+    both = pack_rollouts(made, ADVANTAGES[:2], sampling=SAMPLING, budget=12)
+    found = learner(model).step([both]).metrics
+    assert found["training/rollout_logprob_gap_mean"] == pytest.approx((0.1 + 0.3 + 0.2) / 4)
+    assert found["training/rollout_logprob_gap_max"] == pytest.approx(0.3)
     ratios = [math.exp(gap) for gap in (0.1, -0.3, 0.0, 0.2)]
-    assert report.rollout_ratio_mean == pytest.approx(sum(ratios) / 4)
-    assert report.rollout_ratio_min == pytest.approx(min(ratios))
-    assert report.rollout_ratio_max == pytest.approx(max(ratios))
-    assert report.metrics["training/rollout_logprob_gap_max"] == report.gap_max
-
-
-def test_the_reference_is_the_policy_at_construction():
-    model = tiny_model(dtype=torch.float64)
-    one = learner(model, kl_coef=0.5)
-    both = batch(tiny_model(dtype=torch.float64))
-    assert one.step([both]).reference_kl == pytest.approx(0.0, abs=1e-12)
-    second = one.step([both])
-    assert second.reference_kl > 1e-4
-    # At the reference KL has no slope, so a free learner takes the same first step; at the second
-    # step the losses differ by the KL alone.
-    free = learner(kl_coef=1e-9)
-    free.step([both])
-    unpenalised = free.step([both])
-    assert second.loss > unpenalised.loss + 0.5 * 1e-4
-    assert second.grad_norm != pytest.approx(unpenalised.grad_norm, rel=1e-3)
+    assert found["training/rollout_ratio_mean"] == pytest.approx(sum(ratios) / 4)
+    assert found["training/rollout_ratio_min"] == pytest.approx(min(ratios))
+    assert found["training/rollout_ratio_max"] == pytest.approx(max(ratios))
 
 
 def test_gradient_checkpointing_gives_the_same_weights():
-    both = batch(tiny_model(dtype=torch.float64))
     forwards = {False: 0, True: 0}
     learners = []
     for recompute in (False, True):
@@ -234,31 +204,31 @@ def test_gradient_checkpointing_gives_the_same_weights():
             forwards[recompute] += 1
 
         model.layers[0].register_forward_pre_hook(count)
-        learners.append(learner(model, gradient_checkpointing=recompute, max_logits=300))
-        learners[-1].step([both])
+        learners.append(learner(model, gradient_checkpointing=recompute))
+        learners[-1].step(BATCHES)
     assert_same_weights(*learners, tolerance=1e-13)
-    assert forwards[True] == 2 * forwards[False] == 2 * len(both.micro_batches)
+    assert forwards[True] == 2 * forwards[False] == 2 * len(BATCHES[0].micro_batches)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "recompute"), [("qwen3", False), ("qwen2", True)])
-def test_autocast_comes_close_to_float32(family, recompute):
-    model = tiny_model(family)
-    both = batch(model, rollouts=rollouts(model, gaps=[[0.0] * n for _, n in LENGTHS]))
+def test_autocast_comes_close_to_float32():
+    model = tiny_model()
+    both = pack_rollouts(rollouts(model), ADVANTAGES, sampling=SAMPLING, budget=12)
     plain = learner(model)
-    mixed = learner(tiny_model(family), autocast=True, gradient_checkpointing=recompute)
-    exact, rounded = plain.step([both]), mixed.step([both])
+    mixed = learner(tiny_model(), autocast=True, gradient_checkpointing=True)
+    exact, rounded = plain.step([both]).metrics, mixed.step([both]).metrics
     # bfloat16 has 8 bits: logits of +-3 err by about 0.02, a gradient by a few per cent.
-    assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.1)
-    assert exact.gap_mean < 1e-5 < 1e-4 < rounded.gap_mean < 0.1
-    assert all(tensor.dtype == torch.float32 for tensor in tensors(mixed).values())
-    assert F.cosine_similarity(moved(plain, family), moved(mixed, family), dim=0) > 0.98
+    assert rounded["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.1)
+    gap = "training/rollout_logprob_gap_mean"
+    assert exact[gap] < 1e-5 < 1e-4 < rounded[gap] < 0.1
+    assert all(tensor.dtype == torch.float32 for tensor in mixed.learned().values())
+    assert F.cosine_similarity(moved(plain), moved(mixed), dim=0) > 0.98
 
 
-def moved(one: Learner, family="qwen3") -> torch.Tensor:
+def moved(one: Learner) -> torch.Tensor:
     """Return all movements of the weights since their initialization."""
-    start = dict(tiny_model(family).named_parameters())
-    return torch.cat([(tensors(one)[n] - start[n].detach()).flatten() for n in start])
+    start = dict(tiny_model().named_parameters())
+    return torch.cat([(one.learned()[n] - start[n].detach()).flatten() for n in start])
 
 
 @needs_bfloat16
@@ -266,9 +236,7 @@ def moved(one: Learner, family="qwen3") -> torch.Tensor:
 def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(native, "functions", lambda dtype: None)
-    both = pack_mini_batches(
-        rollouts(tiny_model()), ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2
-    )
+    both = Plan(seed=1, mini_batches=2).batches()
     learners = []
     for holds in (True, False):
         monkeypatch.setattr(learner_module, "can_hold_casts", lambda device, holds=holds: holds)
@@ -285,47 +253,24 @@ def test_weights_converted_once_an_update_give_the_update_of_autocast(compiled, 
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_the_weights_of_another_model_are_refused():
-    one = learner()
-    weights = tensors(one)
-    del weights["norm.weight"]
-    with pytest.raises(CheckpointError, match=r"norm\.weight is missing"):
-        one.restore(one.state(), weights)
-
-
-def test_what_is_published_are_the_present_weights_without_gradients():
-    model = tiny_model("qwen2", dtype=torch.float64)
-    one = learner(model)
-    before = {name: tensor.clone() for name, tensor in one.published()}
-    assert set(before) == set(hf_rows(model))
-    one.step([batch(tiny_model("qwen2", dtype=torch.float64))])
-    after = dict(one.published())
-    assert all(torch.equal(after[name], tensor) for name, tensor in hf_rows(model).items())
-    assert not all(torch.equal(after[name], before[name]) for name in before)
-    assert not any(tensor.requires_grad for tensor in after.values())
-
-
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         ("weight", r"step 1: layers\.1\.feed_forward\.down\.weight is not finite"),
         ("advantage", r"step 1: the loss \(micro-batch /\d\) is not finite"),
         ("gradient", r"step 1: the gradient of layers\.0\.attention\.qkv\.weight is not finite"),
-        ("size", r"of layers\.0\.attention\.qkv\.weight is up to 9e\+06, over 4.2e\+06; no"),
+        ("size", r"of layers\.0\.attention\.qkv\.weight is up to 1.6e\+07, over 4.2e\+06; no"),
     ],
 )
 def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, message):
     model, twin = tiny_model(dtype=torch.float64), tiny_model(dtype=torch.float64)
     one, other = learner(model), learner(twin)
-    good = batch(tiny_model(dtype=torch.float64), budget=8)
     for each in (one, other):
-        each.step([good])
-    state, bad = one.state(), good
+        each.step(BATCHES)
+    state, bad = one.state(), BATCHES
     weight = model.layers[1].feed_forward.down.weight
     if broken == "advantage":
-        bad = batch(
-            tiny_model(dtype=torch.float64), budget=8, advantages=[1.0, -1.0, math.nan, 0.0]
-        )
+        bad = Plan(seed=1, bad_advantage=3).batches()
     elif broken in ("gradient", "size"):
         qkv = model.layers[0].attention.qkv.weight
         factor = math.inf if broken == "gradient" else 1e7
@@ -334,7 +279,7 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
         kept = weight[0, 0].item()
         weight.data[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=message):
-        one.step([bad])
+        one.step(bad)
     if broken in ("gradient", "size"):
         hook.remove()
     elif broken == "weight":
@@ -345,12 +290,12 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
     assert all(torch.equal(after.tensors[n], tensor) for n, tensor in state.tensors.items())
     # No gradient of the failed step leaks into the next one.
     for each in (one, other):
-        each.step([good])
+        each.step(BATCHES)
     assert_same_weights(one, other)
 
 
 def test_greedy_rollouts_and_autocast_over_float64_are_refused():
-    greedy = batch(tiny_model(dtype=torch.float64), sampling=SamplingParams(temperature=0.0))
+    greedy = replace(BATCHES[0], sampling=SamplingParams(temperature=0.0))
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0"):
         learner().step([greedy])
     with pytest.raises(ConfigError, match=r"learner\.autocast"):
@@ -363,16 +308,16 @@ def test_greedy_rollouts_and_autocast_over_float64_are_refused():
 )
 def test_a_step_without_anything_to_learn_only_counts(batches):
     one = learner()
-    before = tensors(one)
+    before = one.digest()
     report = one.step(batches)
-    assert (report.num_updates, report.version, report.loss) == (0, 1, 0.0)
+    assert (report.version, report.loss) == (1, 0.0)
     assert all(math.isfinite(value) for value in report.metrics.values())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(one).items())
+    assert one.digest() == before
 
 
 def test_the_schedule_counts_steps_and_not_updates():
-    one = learner(learning_rate=1e-3, schedule="linear", total_steps=4)
-    made = rollouts(tiny_model(dtype=torch.float64))
-    cut = pack_mini_batches(made, ADVANTAGES, sampling=SAMPLING, budget=12, mini_batches=2)
-    rates = [one.step(cut).learning_rate for _ in range(4)]
+    settings = SMOOTH.model_copy(update={"learning_rate": 1e-3, "schedule": "linear"})
+    one = Learner(tiny_model(dtype=torch.float64), settings, total_steps=4)
+    cut = Plan(seed=1, mini_batches=2).batches()
+    rates = [one.step(cut).metrics["actor/lr"] for _ in range(4)]
     assert rates == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])

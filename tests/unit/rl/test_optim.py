@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, NonFiniteError
@@ -21,10 +21,6 @@ def module() -> nn.Module:
 def give_gradients(net: nn.Module, weight: float, bias: float) -> None:
     for name, parameter in net.named_parameters():
         parameter.grad = torch.full_like(parameter, weight if name == "weight" else bias)
-
-
-def snapshot(net: nn.Module) -> list[Tensor]:
-    return [p.detach().clone() for p in net.parameters()]
 
 
 @pytest.mark.parametrize(
@@ -78,11 +74,11 @@ def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
     optimizer = Optimizer(net.named_parameters(), OptimizerSection(learning_rate=0.1))
     give_gradients(net, 1.0, 1.0)
     optimizer.update(0)
-    weights, moments = snapshot(net), optimizer.tensors()
+    weights, moments = [p.detach().clone() for p in net.parameters()], optimizer.tensors()
     give_gradients(net, 1.0, float("nan"))
     with pytest.raises(NonFiniteError, match=r"step 7: the gradient of bias is not finite"):
         optimizer.update(7)
-    assert all(torch.equal(a, b) for a, b in zip(weights, snapshot(net), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     after = optimizer.tensors()
     assert all(torch.equal(after[name], moment) for name, moment in moments.items())
     assert all(parameter.grad is None for parameter in net.parameters())

@@ -5,7 +5,7 @@ Replicated or with shards of the learner (`sharding = "full"`).
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from support.tiny_models import tiny_model
 Arrays = dict[str, np.ndarray]
 SHARDED = SETTINGS.model_copy(update={"sharding": "full"})
 STEPS = (Plan(seed=1), Plan(seed=2), Plan(seed=3))
-SECONDS = ("logprob_seconds", "backward_seconds", "update_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,7 @@ def learn(ranks: Sequence[RankProcess], steps: Sequence[Plan]) -> list[LearnerRe
     for plan in steps:
         results = call_all(ranks, "step", plan)
         assert all(isinstance(one, LearnerReport) for one in results), results
-        times = dict.fromkeys(SECONDS, 0.0)
-        assert all(replace(one, **times) == replace(results[0], **times) for one in results)
+        assert all(one.metrics == results[0].metrics for one in results)
         reports.append(results[0])
     return reports
 
@@ -107,17 +105,15 @@ def assert_same_reports(
     ours: Sequence[LearnerReport], theirs: Sequence[LearnerReport], *, exact: bool = True
 ) -> None:
     for one, other in zip(ours, theirs, strict=True):
-        for name, value in asdict(other).items():
-            if name not in SECONDS:
-                expected = value if exact else pytest.approx(value, rel=1e-9, abs=1e-12)
-                assert asdict(one)[name] == expected, name
+        expected = other.metrics
+        assert one.metrics == (expected if exact else pytest.approx(expected, rel=1e-9, abs=1e-12))
+        assert one.version == other.version
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "model", "settings", "plan"),
     [
-        pytest.param(3, {}, SETTINGS, {"mini_batches": 2}, id="two-updates"),
         pytest.param(3, {}, SETTINGS, {"budget": 100, "mini_batches": 2}, id="idle-ranks"),
         pytest.param(2, {}, SETTINGS.model_copy(update={"sums": "float"}), {}, id="float-sums"),
         pytest.param(2, {"family": "qwen2"}, SHARDED, {"mini_batches": 2}, id="tied-shards"),
@@ -151,15 +147,13 @@ def test_a_group_makes_the_steps_of_a_single_learner(ranks, size, model, setting
     exact = not sharded and settings.sums == "exact"
     assert_same_state(ranks[:size], single, sharded=sharded, exact=exact)
     assert_same_reports(reports, expected, exact=exact)
-    assert reports[-1].num_updates == len(batches)
-    assert reports[-1].grad_norm > 0.5, "clipping takes part"
-    assert 0 < reports[-1].capped_fraction < 1
+    assert reports[-1].metrics["actor/grad_norm"] > 0.5, "clipping takes part"
+    assert 0 < reports[-1].metrics["training/importance_capped"] < 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("autocast", [False, True])
-def test_shards_work_with_native_kernels_and_with_autocast(ranks, autocast):
-    settings = SHARDED.model_copy(update={"autocast": autocast})
+def test_shards_work_with_native_kernels_and_autocast(ranks):
+    settings = SHARDED.model_copy(update={"autocast": True})
     single, _ = learn_alone(STEPS, settings, dtype=torch.float32)
     begin(ranks[:2], settings, dtype=torch.float32)
     learn(ranks[:2], STEPS)
@@ -314,25 +308,17 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(ranks, i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "sharded"), [(3, 2, False), (3, 2, True)])
-def test_a_group_of_another_size_continues_from_a_checkpoint(ranks, before, after, sharded):
-    """Restored state has the same bits; later steps of shards differ by the order of additions."""
-    settings = SHARDED if sharded else SETTINGS
-    begin(ranks[:before], settings)
-    learn(ranks[:before], STEPS[:1])
-    kept = state_of(ranks[:before], sharded=sharded)
-    assert call_all(ranks[:after], "begin", settings) == [None] * after
-    assert call_all(ranks[:after], "restore", *kept) == [None] * after
-    connect(ranks[:after])
-    found = state_of(ranks[:after], sharded=sharded)
-    assert found[0] == kept[0]
-    for ours, theirs in zip(found[1:], kept[1:], strict=True):
-        assert ours.keys() == theirs.keys()
-        assert all(np.array_equal(array, theirs[name]) for name, array in ours.items())
-    learn(ranks[:after], STEPS[1:])
-    assert_same_state(
-        ranks[:after], learn_alone(STEPS, settings)[0], sharded=sharded, exact=not sharded
-    )
+def test_shards_of_another_number_continue_from_a_checkpoint(ranks):
+    """Later steps differ by the order of additions."""
+    begin(ranks, SHARDED)
+    learn(ranks, STEPS[:1])
+    kept = state_of(ranks, sharded=True)
+    two = ranks[:2]
+    assert call_all(two, "begin", SHARDED) == [None] * 2
+    assert call_all(two, "restore", *kept) == [None] * 2
+    connect(two)
+    learn(two, STEPS[1:])
+    assert_same_state(two, learn_alone(STEPS, SHARDED)[0], sharded=True, exact=False)
 
 
 def test_any_two_weights_have_different_digests():
@@ -341,8 +327,6 @@ def test_any_two_weights_have_different_digests():
     learner.step(STEPS[0].batches())
     after = learner.digest()
     assert after != twin.digest()
-    twin.restore(learner.state(), learner.learned())
-    assert twin.digest() == after
     weights = learner.learned()
     weights["norm.weight"].view(torch.int64)[3] ^= 1
     twin.restore(learner.state(), weights)

@@ -40,9 +40,6 @@ def visited(taken):
     return [(one.epoch, one.prompt.prompt_id) for one in taken]
 
 
-# ------------------------------------------------------------------------------ layouts
-
-
 USER = {"role": "user", "content": "6*7="}
 BRIEF = {"role": "system", "content": "Be brief."}
 
@@ -85,7 +82,6 @@ def test_a_template_that_leaves_the_system_prompt_out_is_refused():
 @pytest.mark.parametrize(
     ("row", "named"),
     [
-        ({"question": "6*7=", "answer": "42"}, {}),
         ({"question": "6*7=", "ground_truth": "42"}, {}),
         # verl's layout
         (
@@ -108,9 +104,6 @@ def test_the_usual_columns_are_found_named_ones_win_and_all_are_kept(row, named)
     assert prompt.data == {**row, "prompt": "6*7=", "answer": "42"}
 
 
-# ------------------------------------------------------------------------------ ids
-
-
 def test_ids_are_row_numbers_even_where_rows_before_were_dropped():
     rows = [{"prompt": "a"}, {"prompt": "b" * 99}, {"prompt": "c"}]
     kept = prompts_of(rows, drop_long=True)
@@ -124,7 +117,6 @@ def test_ids_are_row_numbers_even_where_rows_before_were_dropped():
         (("x1", "x2"), ["train/x1", "train/x2"]),
         (("x", "x"), ["train/0", "train/1"]),
         (("x", None), ["train/0", "train/1"]),
-        (("x", ""), ["train/0", "train/1"]),
         (("1", 1), ["train/0", "train/1"]),
     ],
 )
@@ -132,8 +124,6 @@ def test_an_id_column_names_the_prompts_unless_it_has_gaps_or_repeats(ids, named
     rows = [{"prompt": "a", "id": ids[0]}, {"prompt": "b", "id": ids[1]}]
     assert [prompt.prompt_id for prompt in prompts_of(rows).prompts] == named
 
-
-# ------------------------------------------------------------------------------ bad input
 
 NOT_A_PROMPT = r"row 1: the prompt is .*, expected text or a list of mess"
 
@@ -144,19 +134,11 @@ NOT_A_PROMPT = r"row 1: the prompt is .*, expected text or a list of mess"
         ("b" * 51, PLAIN, r"row 1: .* 51 tokens, .* is 50; .* data\.drop_long_prompts = true"),
         ("b" * 48, CHAT, "59 tokens"),  # the chat template counts, too
         ("", CHAT, "row 1: the prompt is empty"),
-        ("  \n", CHAT, "row 1: the prompt is empty"),
         ([], CHAT, "row 1: the prompt is empty"),
-        (None, CHAT, NOT_A_PROMPT),
         (7, CHAT, NOT_A_PROMPT),
-        ({"role": "user"}, CHAT, NOT_A_PROMPT),
         (["a"], CHAT, NOT_A_PROMPT),
         ([{"role": "user"}], CHAT, NOT_A_PROMPT),
-        ([{"role": 1, "content": ""}], CHAT, NOT_A_PROMPT),
-        (
-            [{"role": "user", "content": "a"}],
-            PLAIN,
-            "row 1: .* no chat template",
-        ),
+        ([USER], PLAIN, "row 1: .* no chat template"),
     ],
 )
 def test_a_prompt_that_cannot_be_used_is_named(prompt, encoder, message):
@@ -167,19 +149,9 @@ def test_a_prompt_that_cannot_be_used_is_named(prompt, encoder, message):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([], {}, r"train\.jsonl': it holds no rows"),
-        (
-            [{"text": "", "gold": ""}],
-            {},
-            "no prompt column; it has .* text, gold.*prompt,",
-        ),
+        ([{"text": "", "gold": ""}], {}, "no prompt column; it has .* text, gold.*prompt,"),
         ([{"prompt": "a"}, {"text": "b"}], {}, "row 1: the column 'prompt' is missing"),
         ([{"prompt": "b" * 51}], {"drop_long": True}, "all 1 prompts are longer"),
-        (
-            [{"prompt": "a", "solution": "42"}],
-            {"prompt_column": "solutoin"},
-            r"data\.prompt_column = 'solutoin': .* did you mean 'solution'\?; found .* prompt, sol",
-        ),
         (
             [{"prompt": "a", "solution": "42"}],
             {"answer_column": "solutoin"},
@@ -200,18 +172,12 @@ def test_messages_that_the_template_refuses_are_named_by_row():
         prompts_of([{"prompt": "a"}], Encoder(encode=PLAIN.encode, render=refuse))
 
 
-# ------------------------------------------------------------------------------ held out
-
-
 def test_the_held_out_prompts_are_the_last_ones_and_never_all():
     parts = hold_out(numbered(5), 2)
     assert [prompt.text for prompt in parts.train.prompts] == ["0?", "1?", "2?"]
     assert [prompt.text for prompt in parts.heldout.prompts] == ["3?", "4?"]
     with pytest.raises(DataError, match=r"data\.heldout_size = 5: .* has 5 prompts"):
         hold_out(numbered(5), 5)
-
-
-# ------------------------------------------------------------------------------ the cursor
 
 
 def test_each_epoch_visits_each_prompt_once_in_another_order():
@@ -222,17 +188,12 @@ def test_each_epoch_visits_each_prompt_once_in_another_order():
     assert len(orders[0]) == 20
 
 
-def test_another_seed_is_another_order_and_no_shuffle_is_the_files_order():
-    prompts = numbered(20)
-    first, second = (PromptSource(prompts, seed=seed).take(20) for seed in (1, 2))
-    assert visited(first) != visited(second)
-    plain = PromptSource(prompts, seed=1, shuffle=False).take(40)
-    assert visited(plain) == [(e, p.prompt_id) for e in (0, 1) for p in prompts.prompts]
-
-
-def test_the_order_depends_on_seed_and_epoch_alone():
-    taken = visited(PromptSource(numbered(7), seed=3).take(14))
-    assert [number.removeprefix("train/") for _, number in taken] == list("40651324236105")
+@pytest.mark.parametrize(
+    ("shuffle", "order"), [(True, "40651324236105"), (False, "01234560123456")]
+)
+def test_the_order_depends_on_seed_and_epoch_alone(shuffle, order):
+    taken = visited(PromptSource(numbered(7), seed=3, shuffle=shuffle).take(14))
+    assert [number.removeprefix("train/") for _, number in taken] == list(order)
 
 
 @pytest.mark.slow
@@ -255,30 +216,17 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(before, after, coun
     assert first + then == whole
 
 
-def test_plain_prompts_begin_with_special_tokens_and_a_run_without_them_is_refused():
+def test_plain_prompts_begin_with_special_tokens():
     rows = [{"prompt": "ab"}, {"prompt": "c"}]
-    now, before = prompts_of(rows, BEGUN), prompts_of(rows, PLAIN)
-    assert [each.tokens for each in now.prompts] == [(0, 97, 98), (0, 99)]
-    with pytest.raises(DataError, match=r"version of longtail that put no special tokens \(BOS\)"):
-        PromptSource(now, seed=0).restore(PromptSource(before, seed=0).state())
-    with pytest.raises(DataError, match="made with fingerprint = None"):
-        PromptSource(before, seed=0).restore({})
+    assert [each.tokens for each in prompts_of(rows, BEGUN).prompts] == [(0, 97, 98), (0, 99)]
     chat = replace(BEGUN, render=lambda messages: messages[0]["content"])
     assert [each.tokens for each in prompts_of(rows, chat).prompts] == [(97, 98), (99,)]
-
-
-def test_a_cursor_of_other_prompts_is_refused_by_name():
-    state = PromptSource(numbered(5), seed=0).state()
-    rows = [{"prompt": f"{number}?", "answer": number + 1} for number in range(5)]
-    other = PromptSource(prompts_of(rows), seed=0)
-    match = rf"train\.jsonl': .* fingerprint = '{state['fingerprint']}', now it is .* run\.dir"
-    with pytest.raises(DataError, match=match):
-        other.restore(state)
 
 
 @pytest.mark.parametrize(
     ("order", "change", "message"),
     [
+        ({}, {"fingerprint": "x"}, r"train\.jsonl': .* fingerprint = 'x', now it is .* run\.dir"),
         ({"seed": 1}, {}, "made with seed = "),
         ({"shuffle": False}, {}, "made with shuffle = "),
         ({}, {"position": 6}, "cursor is damaged"),

@@ -14,10 +14,7 @@ from longtail.rl.grading.answers import (
     tagged_answer,
     whole_number,
 )
-from longtail.rl.grading.reward import (
-    GradingTask,
-    reward_factory,
-)
+from longtail.rl.grading.reward import GradingTask, reward_factory
 
 
 def task(text, answer="42", prompt="6*7=", **data):
@@ -42,45 +39,29 @@ def module(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-# ------------------------------------------------------------------------------ last numbers
-
-
 @pytest.mark.parametrize(
     ("text", "number"),
     [
         ("5 x 2 = 10, so she pays $1,210.50.", "2421/2"),
-        ("it is 42.", "42"),
-        ("= -3", "-3"),
         ("= \u22123", "-3"),
-        ("+7", "7"),
         ("10-3", "3"),
         ("(4)-3", "3"),
         ("10 -3", "-3"),
         ("-$5", "-5"),
-        ("x=-5", "-5"),
-        ("1,234", "1234"),
         ("1,23", "23"),
         ("1,2345", "2345"),
         ("12,345,678.9", "123456789/10"),
         ("3.50", "7/2"),
-        (".5", "1/2"),
         ("-.5", "-1/2"),
-        ("1e5", "100000"),
         ("2.5E-3", "1/400"),
         ("3/4", "3/4"),
-        (r"\frac{3}{4}", "3/4"),
         (r"-\dfrac{3}{4}", "-3/4"),
-        (r"\boxed{-17}", "-17"),
         ("1 1/2", "1/2"),
         ("3/0", None),
         ("12/25/2024", "2024"),
         ("50%", "50"),
-        ("5 km", "5"),
         ("7 parts of H2O", "7"),
         ("答案是42。", "42"),
-        ("007", "7"),
-        ("none", None),
-        ("H2O", None),
         ("", None),
         ("9" * 5000, None),
     ],
@@ -100,9 +81,6 @@ def test_a_reference_is_one_number(text, number):
     assert whole_number(text) == (None if number is None else Fraction(number))
 
 
-# ------------------------------------------------------------------------------ final answers
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -113,16 +91,10 @@ def test_a_reference_is_one_number(text, number):
         (r"\boxed{41} so \boxed{\frac{4}{2}}.", r"\frac{4}{2}"),
         ("<answer>41</answer> <answer> 42 </answer>", "42"),
         ("<think>#### 41</think> 42", "42"),
-        ("<think>a</think>b</think>42", "42"),
         (r"<answer>so \boxed{42}</answer>", "42"),
-        ("<answer>#### 42</answer>", "42"),
-        (r"#### \boxed{42}", "42"),
         (r"\boxed{41} #### 42", "42"),
         (r"\boxed{42", r"\boxed{42"),
-        ("<answer>42", "<answer>42"),
-        ("42</answer>", "42</answer>"),
         ("<think>42", "<think>42"),
-        ("", ""),
     ],
 )
 def test_the_final_answer_is_found_in_any_of_the_usual_marks(text, answer):
@@ -136,9 +108,6 @@ def test_the_last_box_is_balanced_and_a_tagged_answer_keeps_drawings():
     assert tagged_answer("<think>no</think><answer>\n####\n#  #\n</answer>") == "####\n#  #"
 
 
-# ------------------------------------------------------------------------------ named rewards
-
-
 def named(name):
     if name == "math_verify":
         pytest.importorskip("math_verify")
@@ -149,32 +118,22 @@ def named(name):
     ("name", "text", "answer", "reward"),
     [
         ("last_number", "I add 3 and 4. The sum is 7.00", 7, 1.0),
-        ("last_number", "It is 7, as 3 + 4 = 8", "7", 0.0),
         ("last_number", "<think>7</think> none", "7", 0.0),
-        ("last_number", "<think>8</think> 7", "7", 1.0),
         ("last_number", "1,234", "A long solution\n#### 1234", 1.0),
         ("last_number", "0.33", "1/3", 0.0),
         ("last_number", "", "0", 0.0),
-        ("last_number", "9" * 5000, "9", 0.0),
         ("last_number", "so it is 0.1", 0.1, 1.0),
         ("exact", "#### 42", "Six sevens.\n#### 42", 1.0),
-        ("exact", "42", 42, 1.0),
         ("exact", "42", 42.0, 1.0),
-        ("exact", "0.5", 0.5, 1.0),
-        ("exact", "#### 41", "42", 0.0),
         ("exact", "42 apples", "42", 0.0),
         ("exact", "", "42", 0.0),
         ("math_verify", r"\boxed{1/2}", "0.5", 1.0),
-        ("math_verify", r"so $x = \frac12$", "1/2", 1.0),
-        ("math_verify", "it is 1000", "#### 1,000", 1.0),
         ("math_verify", r"$1 + x^2$", "x^2+1", 1.0),
         ("math_verify", r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0),
         ("math_verify", "<think>$7$</think> x = -3", "-3", 1.0),
         ("math_verify", r"\boxed{3}", "We find $x=3$.", 1.0),
-        ("math_verify", r"\boxed{(2,1)}", "(1,2)", 0.0),
         ("math_verify", r"\boxed{x < 3}", "0.5", 0.0),
         ("math_verify", r"\boxed{\int_0^", "0.5", 0.0),
-        ("math_verify", "no idea", "0.5", 0.0),
     ],
 )
 def test_a_completion_is_compared_with_the_reference(name, text, answer, reward):
@@ -195,9 +154,6 @@ def test_a_row_without_a_usable_reference_is_refused(name, answers):
             named(name).check({"answer": answer})
 
 
-# ------------------------------------------------------------------------------ reasoning-gym
-
-
 def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
     gym = pytest.importorskip("reasoning_gym")
     reward = reward_factory("reasoning_gym")()
@@ -209,8 +165,6 @@ def test_reasoning_gym_scores_the_tagged_answer_with_the_tasks_own_scorer():
         assert reward.grade(task("<answer>what?</answer>", **data)) < 0.1
 
 
-# ------------------------------------------------------------------------------ TRL's signature
-
 ECHO = """
 calls = []
 def echo(prompts, completions, completion_ids, **columns):
@@ -219,16 +173,10 @@ def echo(prompts, completions, completion_ids, **columns):
 """
 
 
-@pytest.mark.parametrize(
-    ("prompt", "completion"),
-    [
-        ("6*7=", "so 42"),
-        (
-            [{"role": "user", "content": "6*7="}],
-            [{"role": "assistant", "content": "so 42"}],
-        ),
-    ],
-)
+USER, ASSISTANT = {"role": "user", "content": "6*7="}, {"role": "assistant", "content": "so 42"}
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [("6*7=", "so 42"), ([USER], [ASSISTANT])])
 def test_a_function_sees_lists_of_one_with_every_column(module, prompt, completion):
     name = module(ECHO, "echo")
     asked = [task("so 42", prompt=prompt, level=3)]
@@ -242,13 +190,9 @@ def test_a_function_sees_lists_of_one_with_every_column(module, prompt, completi
     [
         ("[None]", "returned None: it does not apply"),
         ("[float('nan')]", "returned nan: a reward must be finite"),
-        ("[float('inf')]", "returned inf: a reward must be finite"),
         ("['1.0']", "returned str '1.0', not a number"),
-        ("[1j]", "returned complex 1j, not a number"),
-        ("[]", "returned 0 rewards for 1 completion"),
         ("[1.0, 0.0]", "returned 2 rewards for 1 completion"),
         ("1.0", "returned float 1.0, not a list"),
-        ("None", "returned NoneType None, not a list"),
         ("'1'", "returned str '1', not a list"),
         ("{0: 1.0}", "returned dict {0: 1.0}, not a list"),
     ],
@@ -262,16 +206,13 @@ def test_a_function_that_answers_nonsense_gives_no_reward(module, returned, comp
     assert str(error).startswith(f"reward '{name}:f' {complaint}")
 
 
-@pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.int64(1), np.array(1.0)])
+@pytest.mark.parametrize("value", [True, np.float32(1), np.int64(1), np.array(1.0)])
 def test_any_real_number_is_a_reward(value):
     assert checked_number(value, source="it") == 1.0
     assert type(checked_number(value, source="it")) is float
 
 
-# ------------------------------------------------------------------------------ names
-
-
-@pytest.mark.parametrize("name", ["exact_match", "math-verify", "", "a b:c", "m:", ":f", "m:f()"])
+@pytest.mark.parametrize("name", ["exact_match", "", "a b:c", "m:", ":f", "m:f()"])
 def test_an_unknown_reward_lists_the_known_ones(name):
     match = r"reward\.name = .*: unknown.*exact, last_number, .*reasoning_gym, and mod"
     with pytest.raises(ConfigError, match=match):
@@ -295,13 +236,10 @@ def test_a_function_that_cannot_be_used_is_named(module, source, error, why):
         reward_factory("broken:acuracy")()
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), [("math_verify", "math"), ("reasoning_gym", "reasoning-gym")]
-)
-def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, name, extra):
-    monkeypatch.setitem(sys.modules, name, None)  # what import sees where it is not installed
-    with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]'"):
-        reward_factory(name)()
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)  # what import sees without it
+    with pytest.raises(ConfigError, match=r"pip install .*\[math\]'"):
+        reward_factory("math_verify")()
 
 
 def test_rewards_and_graders_import_neither_torch_nor_numpy():

@@ -54,10 +54,8 @@ def test_a_file_that_cannot_be_read_is_named_with_its_line(tmp_path, text, messa
 def test_parquet_rows_keep_their_structs_and_lists(tmp_path, datasets):
     import pyarrow.parquet
 
-    rows = [
-        {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}},
-        {"prompt": [{"role": "user", "content": "2+2="}], "reward_model": {"ground_truth": "4"}},
-    ]
+    message = {"role": "user", "content": "1+1="}
+    rows = [{"prompt": [message], "reward_model": {"ground_truth": "2"}}]
     pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert load(tmp_path / "a.parquet") == rows
 
@@ -72,13 +70,6 @@ def test_a_damaged_file_is_one_sentence_that_names_the_source(tmp_path, datasets
     ) as caught:
         load(source)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
-def test_a_directory_in_place_of_a_file_is_named(tmp_path, name):
-    (tmp_path / name).mkdir()
-    with pytest.raises(DataError, match=rf"{name} does not exist or is not a file"):
-        load(tmp_path / name)
 
 
 def test_an_unknown_kind_of_source_lists_the_known_ones():
@@ -104,8 +95,6 @@ def test_a_folder_of_data_files_is_a_dataset(tmp_path, datasets):
     write(folder / "train.jsonl", "\n".join(map(json.dumps, ROWS)))
     assert load(f"hf:{folder}") == ROWS
     assert load(f"hf:{folder}:train[:1]") == ROWS[:1]
-    with pytest.raises(DataError, match="cannot be loaded"):
-        load(f"hf:{folder}:dev")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +147,6 @@ datasets:
     [
         ("datasets: [{name: gdc, weight: 1, config: {}}]", "Dataset 'gdc' not registered"),
         ("datasets: [{name: gcd, weight: 1, config: {most: 2}}]", "'most'"),
-        ("datasets: [{name: gcd, weight: -1, config: {}}]", "must be positive"),
         ("datasets: [", "ParserError"),
     ],
 )
@@ -181,13 +169,10 @@ def test_an_embedded_task_never_shows_a_held_out_problem_in_training():
     ("source", "module", "extra"),
     [
         ("hf:owner/name", "datasets", "data"),
-        ("a.parquet", "datasets", "data"),
         ("reasoning_gym:chain_sum", "reasoning_gym", "reasoning-gym"),
     ],
 )
-def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, tmp_path, source, module, extra):
-    write(tmp_path / "a.parquet", "")
-    monkeypatch.chdir(tmp_path)
+def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, source, module, extra):
     monkeypatch.setitem(sys.modules, module, None)  # what import sees where it is not installed
     with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]'"):
         load(source)
@@ -197,10 +182,8 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch, tmp_path, source,
     ("source", "label"),
     [
         ("hf:openai/gsm8k/main:test", "test"),
-        ("hf:openai/gsm8k/main", "train"),
         ("hf:owner/name:train[:100]", "train[:100]"),
         ("/data/math.jsonl", "math"),
-        ("reasoning_gym:sokoban", "sokoban"),
         ("reasoning_gym:tasks/mix.yaml", "mix"),
         ("running_sums:heldout", "running_sums:heldout"),
     ],

@@ -71,7 +71,7 @@ def test_a_group_is_packed_as_soon_as_its_last_text_is_finished():
     stream.finish()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_grades_are_in_the_order_of_requests_and_packed_groups_can_be_learned_from(seed):
     batch, names = asked(), list[str]()
     stream = GroupStream(batch, grader(names), config())

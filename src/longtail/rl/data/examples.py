@@ -5,7 +5,6 @@ the completion. The prompt is tokenized as in RL (`rl.data.prompts`); the comple
 separately and followed by the end-of-text token, as the model generates it.
 """
 
-import difflib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, final
 
 from longtail.errors import DataError
 from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts
-from longtail.rl.data.sources import Row
+from longtail.rl.data.sources import Row, nearest
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
 """Completion columns in order of preference, for unset `data.completion_column`."""
@@ -21,10 +20,7 @@ COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
-    """One training sequence; the loss is on the tokens after the first `prompt_len`.
-
-    Example: Example(tokens=(7, 8, 9, 2), prompt_len=2)
-    """
+    """One training sequence; the loss is on the tokens after the first `prompt_len`."""
 
     tokens: tuple[int, ...]
     prompt_len: int
@@ -120,11 +116,8 @@ class ExampleBatches:
 
     def state(self) -> dict[str, Any]:
         """Return the cursor, fit for JSON."""
-        return {
-            "fingerprint": self._fingerprint,
-            "epoch": self._epoch,
-            "position": self._position,
-        }
+        cursor = {"epoch": self._epoch, "position": self._position}
+        return {"fingerprint": self._fingerprint, **cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a saved cursor; DataError if it belongs to other examples."""
@@ -153,11 +146,9 @@ def _prompt_and_completion(
     else:
         column = completion_column or next((c for c in COMPLETION_COLUMNS if c in row), None)
         if column is None or column not in row:
-            near = difflib.get_close_matches(column or "completion", list(row), n=1)
-            hint = f", did you mean {near[0]!r}?" if near else ""
             raise DataError(
-                f"{where}: no completion column{hint}; found {', '.join(row) or 'none'}; name "
-                "yours in data.completion_column"
+                f"{where}: no completion column{nearest(column or 'completion', row)}; found "
+                f"{', '.join(row) or 'none'}; name yours in data.completion_column"
             )
         completion, plain = row[column], dict(row)
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):

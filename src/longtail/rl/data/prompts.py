@@ -8,7 +8,6 @@ tokenizer.
                                                      `--PromptSource.take--> (prompt, epoch), ...
 """
 
-import difflib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.rl.data.sources import Row, source_label
+from longtail.rl.data.sources import Row, nearest, source_label
 from longtail.types import Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
@@ -37,10 +36,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoder:
-    """Functions of a tokenizer.
-
-    Example: Encoder(encode=tokenizer.encode, render=tokenizer.render)
-    """
+    """Functions of a tokenizer."""
 
     encode: Callable[..., Sequence[int]]
     """`Tokenizer.encode`: convert text to tokens, behind special ones if `add_special_tokens`."""
@@ -59,12 +55,12 @@ class Encoder:
 
 
 def system_first(
-    render: Callable[[Messages], str], system_prompt: str, *, field: str = "data.system_prompt"
+    render: Callable[[Messages], str], system_prompt: str
 ) -> Callable[[Messages], str]:
     """Return `render` with a system message before the others.
 
-    Messages that begin with a system message of their own keep it. The result raises `DataError`,
-    which names `field`, if the chat template leaves the system message out.
+    Messages that begin with a system message of their own keep it. The result raises `DataError` if
+    the chat template leaves the system message out.
     """
 
     def rendered(messages: Messages) -> str:
@@ -73,8 +69,8 @@ def system_first(
         text = render([{"role": "system", "content": system_prompt}, *messages])
         if system_prompt.strip() not in text:
             raise DataError(
-                f"{field} = {system_prompt!r:.80}: the tokenizer's chat template leaves system "
-                "messages out; write it into the prompts instead"
+                f"data.system_prompt = {system_prompt!r:.80}: the tokenizer's chat template leaves "
+                "system messages out; write it into the prompts instead"
             )
         return text
 
@@ -83,11 +79,7 @@ def system_first(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptSet:
-    """The prompts of one source, in the source's order.
-
-    Example: of 3 rows, the second of which was too long and the third without an answer:
-        PromptSet(source="math.jsonl", prompts=(p,), rows=(0,), num_dropped=1, num_ungradable=1)
-    """
+    """The prompts of one source, in the source's order."""
 
     source: str
     prompts: tuple[Prompt, ...]
@@ -99,8 +91,6 @@ class PromptSet:
     """Number of rows left out because they were longer than the limit."""
     num_ungradable: int = 0
     """Number of rows left out because their completions cannot be graded."""
-    num_special: int = 0
-    """Number of special tokens that begin each prompt, if no chat template wrote it."""
 
     def part(self, kept: Sequence[int]) -> "PromptSet":
         """Return the prompts at the given indices, with the counts of rows left out before."""
@@ -121,10 +111,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """A prompt, and the number of the pass over the data in which it was visited.
-
-    Example: Taken(prompt=p, epoch=0)
-    """
+    """A prompt, and the number of the pass over the data in which it was visited."""
 
     prompt: Prompt
     epoch: int
@@ -147,11 +134,9 @@ def make_prompts(
     there is a reference answer, `answer`. A chat template, if there is one, formats a text as one
     user message.
 
-    Raises `DataError` for no rows, a missing column, a prompt that is neither text nor messages, an
-    empty prompt, or one longer than the limit (unless `drop_long`).
+    Raises `DataError` for a missing column, a prompt that is neither text nor messages, an empty
+    prompt, or one longer than the limit (unless `drop_long`).
     """
-    if not rows:
-        raise DataError(f"data.source = {source!r}: it holds no rows")
     prompt_key = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
     answer_key = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
     if prompt_key is None:
@@ -188,7 +173,6 @@ def make_prompts(
         rows=tuple(kept),
         answer_column=answer_key,
         num_dropped=len(rows) - len(prompts),
-        num_special=len(encoder.encode_prompt("")),
     )
 
 
@@ -237,25 +221,21 @@ class PromptSource:
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
         assert prompts.prompts, "a prompt set is never empty"
-        self._source = prompts.source
-        self._prompts = prompts.prompts
-        self._seed = seed
-        self._shuffle = shuffle
-        self._fingerprint, self._num_special = fingerprint(prompts.prompts), prompts.num_special
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
+        self._source, self._prompts = prompts.source, prompts.prompts
+        self._seed, self._shuffle = seed, shuffle
+        self._fingerprint = fingerprint(prompts.prompts)
+        self._go_to(0, 0)
 
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
         """Return the next prompts, crossing into new epochs as needed."""
-        return tuple(self._next() for _ in range(num_prompts))
-
-    def _next(self) -> Taken:
-        if self._position == len(self._prompts):
-            self._go_to(self._epoch + 1, 0)
-        prompt = self._prompts[self._order[self._position]]
-        self._position += 1
-        return Taken(prompt=prompt, epoch=self._epoch)
+        taken = []
+        for _ in range(num_prompts):
+            if self._position == len(self._prompts):
+                self._go_to(self._epoch + 1, 0)
+            prompt = self._prompts[self._order[self._position]]
+            self._position += 1
+            taken.append(Taken(prompt=prompt, epoch=self._epoch))
+        return tuple(taken)
 
     def state(self) -> dict[str, Any]:
         """Return the cursor as JSON values."""
@@ -263,12 +243,6 @@ class PromptSource:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
-        if self._num_special and state.get("fingerprint") == self._plain_fingerprint():
-            raise DataError(
-                f"data.source = {self._source!r}: the checkpoint was made by a version of longtail "
-                "that put no special tokens (BOS) before plain-text prompts; resume with that "
-                "version, or start anew in another run.dir"
-            )
         for name, here in self._identity().items():
             if state.get(name) != here:
                 raise DataError(
@@ -283,11 +257,6 @@ class PromptSource:
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
         self._go_to(epoch, position)
 
-    def _plain_fingerprint(self) -> str:
-        """Return the digest of the prompts without their special tokens."""
-        cut = self._num_special
-        return fingerprint([replace(each, tokens=each.tokens[cut:]) for each in self._prompts])
-
     def _identity(self) -> dict[str, Any]:
         return {
             "fingerprint": self._fingerprint,
@@ -297,15 +266,12 @@ class PromptSource:
         }
 
     def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = self._order_of(epoch)
-
-    def _order_of(self, epoch: int) -> Sequence[int]:
         count = len(self._prompts)
-        return epoch_order(self._seed, epoch, count) if self._shuffle else range(count)
+        self._epoch, self._position = epoch, position
+        self._order = epoch_order(self._seed, epoch, count) if self._shuffle else range(count)
 
 
-def epoch_order(seed: int, epoch: int, count: int) -> list[int]:
+def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
     """Return a permutation by a keyed hash, equal in every process and on every machine."""
 
     def draw(index: int) -> bytes:
@@ -320,8 +286,7 @@ def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) 
         return next((column for column in usual if column in row), None)
     if named in row:
         return named
-    near = difflib.get_close_matches(named, list(row), n=1)
-    hint = f", did you mean {near[0]!r}?" if near else ""
+    hint = nearest(named, row)
     raise DataError(f"{field} = {named!r}: there is no such column{hint}; found {_listed(row)}")
 
 
@@ -357,14 +322,12 @@ def _data(row: Row, prompt_key: str, answer_key: str | None, *, where: str) -> d
 
 def _text(prompt: Any, encoder: Encoder, *, where: str) -> str:
     """Return the text of a prompt for the model."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise DataError(f"{where}: the prompt is empty")
-        if encoder.render is None:
-            return prompt
-        messages = [{"role": "user", "content": prompt}]
-    else:
-        messages = _messages(prompt, where=where)
+    is_text = isinstance(prompt, str)
+    messages = [{"role": "user", "content": prompt}] if is_text else _messages(prompt, where=where)
+    if not messages or not str(prompt).strip():
+        raise DataError(f"{where}: the prompt is empty")
+    if is_text and encoder.render is None:
+        return prompt
     if encoder.render is None:
         raise DataError(
             f"{where}: the prompt is chat messages, but the tokenizer has no chat template; give "
@@ -388,6 +351,4 @@ def _messages(prompt: Any, *, where: str) -> Messages:
             f"{where}: the prompt is {type(prompt).__name__} {prompt!r:.80}, expected text or a "
             f"list of messages like {{'role': 'user', 'content': '...'}}"
         )
-    if not prompt:
-        raise DataError(f"{where}: the prompt is empty")
     return [dict(message) for message in prompt]

@@ -19,10 +19,7 @@ from longtail.types import Group, Prompt, Request, Rollout, SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestBatch:
-    """Requests, and the prompt of each.
-
-    Example: RequestBatch(requests=(r0, r1, r2, r3), prompts=(p, p, q, q))
-    """
+    """Requests, and the prompt of each."""
 
     requests: tuple[Request, ...]
     prompts: tuple[Prompt, ...]
@@ -72,16 +69,11 @@ def regroup(rollouts: Sequence[Rollout]) -> list[Group]:
 
     Example: p@0#0, p@0#2, q@0#1 (two gradings failed) make a group of two and a group of one.
     """
-    groups = []
-    for _, members in groupby(rollouts, key=lambda each: visit_of(each.completion.request_id)):
-        group = tuple(members)
-        groups.append(Group(prompt=group[0].prompt, rollouts=group))
-    return groups
+    visits = groupby(rollouts, key=lambda each: visit_of(each.completion.request_id))
+    groups = [tuple(members) for _, members in visits]
+    return [Group(prompt=group[0].prompt, rollouts=group) for group in groups]
 
 
 def visit_of(request_id: str) -> str:
-    """Return what the requests of a group share: prompt and epoch, or an evaluation's prompt.
-
-    Example: visit_of("p/17@2#3") == "p/17@2"
-    """
+    """Return what the requests of a group share: prompt and epoch, or an evaluation's prompt."""
     return request_id.rpartition("#")[0]

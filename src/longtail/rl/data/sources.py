@@ -15,7 +15,7 @@ package is imported only by the source that needs it.
 
 import difflib
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,12 @@ def _reasoning_gym(name: str, size: int, seed: int, *, where: str) -> list[Row]:
             }
             for entry in (problems[index] for index in range(size))
         ]
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
 
 
 @contextmanager

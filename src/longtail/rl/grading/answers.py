@@ -24,15 +24,12 @@ def last_boxed(text: str) -> str | None:
 
     Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    opening = start + len(r"\boxed{")
+    _, opened, after = text.rpartition(r"\boxed{")
     depth = 1
-    for brace in re.finditer(r"[{}]", text[opening:]):
+    for brace in re.finditer(r"[{}]", after if opened else ""):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
-            return text[opening : opening + brace.start()]
+            return after[: brace.start()]
     return None
 
 

@@ -36,17 +36,15 @@ MAX_BREAKDOWNS = 3
 
 _CHECKED_TOGETHER = 256
 """Rows that are checked in one task."""
+_STARTING_S = 120.0
+"""Most seconds in which a grader loads the reward."""
 _KILLING_S = 30.0
 """Most seconds that killing a grader delays the next task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graded:
-    """Result of grading a list of completions, each in exactly one field, in input order.
-
-    Example: of 3 completions, the second of which hung its grader:
-        Graded(rollouts=(first, third), failures=(GradingFailure(..., error="no result in 10 s"),))
-    """
+    """Result of grading a list of completions, each in exactly one field, in input order."""
 
     rollouts: tuple[Rollout, ...]
     failures: tuple[GradingFailure, ...]
@@ -69,12 +67,11 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         *,
         workers: int = 1,
         timeout_s: float = 10.0,
-        start_timeout_s: float = 120.0,
         by_group: bool = False,
     ) -> None:
         reward_factory(reward_name)  # raises for an unknown name before any process starts
         self._reward_name, self._num_workers, self._by_group = reward_name, workers, by_group
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._timeout_s = timeout_s
         self._pool: ProcessPool | None = None
         try:
             with signals_delayed():  # or a process is started that `close` does not know
@@ -198,7 +195,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _outcome(self, pool: ProcessPool, future: ProcessFuture[Any]) -> Any:
         # All earlier tasks have ended, so this one has begun or begins when a grader has started.
-        limit_s = self._start_timeout_s + self._timeout_s + _KILLING_S
+        limit_s = _STARTING_S + self._timeout_s + _KILLING_S
         end = time.monotonic() + limit_s
         while not future.done():
             if not pool.active:  # pebble leaves tasks that it has not sent yet without an end

@@ -5,7 +5,6 @@ They run in grader processes, so this module imports neither torch nor `longtail
 """
 
 import abc
-import difflib
 import logging
 import math
 import pkgutil
@@ -15,6 +14,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, final
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.data.sources import nearest
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -30,10 +30,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradingTask:
-    """Input of a reward: a prompt and a completion, without tensors.
-
-    Example: GradingTask(prompt="6*7=", text="It is #### 42", tokens=(5, 1), data={"answer": "42"})
-    """
+    """Input of a reward: a prompt and a completion, without tensors."""
 
     prompt: str | Messages
     """Prompt of the source, before the chat template: text, or chat messages."""
@@ -47,9 +44,6 @@ class GradingTask:
 class Reward(abc.ABC):
     """Grades the completions of a prompt; an error means that none of them has a reward."""
 
-    columns: ClassVar[tuple[str, ...]] = ()
-    """Keys of `GradingTask.data` without which no completion can be graded."""
-
     @abc.abstractmethod
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
         """Return a reward, or the reason why there is none, for each completion."""
@@ -58,7 +52,7 @@ class Reward(abc.ABC):
     def check(self, data: Mapping[str, Any]) -> None:
         """Raise `GradingError` (or any error) if no completion of this row can be graded.
 
-        `data` has at least `columns`.
+        `data` has at least the `required_columns`.
         """
 
 
@@ -66,6 +60,7 @@ class NamedReward(Reward):
     """Grades one completion by the reference in its row."""
 
     columns: ClassVar[tuple[str, ...]] = ("answer",)
+    """Keys of `GradingTask.data` without which no completion can be graded."""
 
     @abc.abstractmethod
     def grade(self, task: GradingTask) -> float:
@@ -226,7 +221,7 @@ class FunctionReward(Reward):
                 "found in the working directory and on PYTHONPATH"
             ) from error
         except AttributeError as error:
-            hint = _nearest(str(error.name), dir(error.obj))
+            hint = nearest(str(error.name), dir(error.obj))
             raise ConfigError(f"reward.name = {name!r}: {error}{hint}") from error
         if not callable(self._function):
             kind = type(self._function).__name__
@@ -259,9 +254,8 @@ class FunctionReward(Reward):
 
 def _completion(task: GradingTask) -> str | Messages:
     """Return a completion as TRL gives it: as messages if the prompt is messages."""
-    if isinstance(task.prompt, str):
-        return task.text
-    return [{"role": "assistant", "content": task.text}]
+    is_text = isinstance(task.prompt, str)
+    return task.text if is_text else [{"role": "assistant", "content": task.text}]
 
 
 def _number_or_error(reward: object, source: str) -> float | GradingError:
@@ -296,12 +290,6 @@ def reward_factory(name: str) -> Callable[[], Reward]:
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         return lambda: FunctionReward(name)
     raise ConfigError(
-        f"reward.name = {name!r}: unknown{_nearest(name, _NAMED)}; known are {', '.join(_NAMED)}, "
+        f"reward.name = {name!r}: unknown{nearest(name, _NAMED)}; known are {', '.join(_NAMED)}, "
         "and module:function with TRL's signature"
     )
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
