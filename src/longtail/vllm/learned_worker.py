@@ -35,7 +35,7 @@ from longtail.vllm.ridge import Block, Parts
 
 logger = logging.getLogger("vllm.plugins.longtail")
 
-METHOD, SAVE_IF_LEARNED = "longtail_save_drafter", "longtail_save_if_learned"
+METHOD = "longtail_save_drafter"
 
 
 def patches(runner: str) -> list[Patch]:
@@ -60,7 +60,6 @@ def patches(runner: str) -> list[Patch]:
             for of, name, known, find in renewing
         ),
         Patch(owner=worker, name=METHOD, replacement=save_drafter),
-        Patch(owner=worker, name=SAVE_IF_LEARNED, replacement=save_if_learned),
     ]
 
 
@@ -82,6 +81,7 @@ def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
 
 
 def _drafter_of(runner: Any) -> Any:
+    """Return what drafts in either model runner; None in other ranks, and where nothing does."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
