@@ -62,7 +62,7 @@ class VllmGenerator(ActiveRequests):
         *,
         dtype: torch.dtype,
         drafter: VllmDrafter | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         os.environ.update(_ENVIRONMENT)
@@ -72,17 +72,16 @@ class VllmGenerator(ActiveRequests):
 
         plugin.register()
         self._decode, self._limits = decode, limits
-        self._engine = start(directory, limits, dtype, drafter, options or {})
+        self._engine = start(directory, limits, dtype, drafter, options)
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._drafter, self._depths = drafter, None
-        if drafter is not None:
-            self._depths = Depths(self._scheduler, drafter.tuner)
+        self._depths = None if drafter is None else Depths(self._scheduler, drafter.tuner)
+        self._by_vllms_names = None if drafter is None else drafter.tensors
         self._scheduled: Any = None
         """vLLM's schedule of the step that has ended; None if none has."""
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
-        self._learns = (options or {}).get("additional_config", {}).get(KEY, {}).get("drafter")
+        self._learns = options.get("additional_config", {}).get(KEY, {}).get("drafter")
         self._watch_scheduler()
 
     def check(self, request: Request) -> None:
@@ -193,10 +192,10 @@ class VllmGenerator(ActiveRequests):
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights."""
-        assert self._drafter and self._drafter.tensors, "this drafter has no weights"
+        assert self._by_vllms_names is not None, "there is no drafter with weights"
         assert self._depths is not None, "as there is a drafter"
         self._wake()
-        self._engine.collective_rpc(load_drafter, args=(dict(self._drafter.tensors(tensors)),))
+        self._engine.collective_rpc(load_drafter, args=(dict(self._by_vllms_names(tensors)),))
         self._depths.begin()
 
     def sleep(self, *, fully: bool = False) -> None:

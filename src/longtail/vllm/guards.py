@@ -6,8 +6,10 @@ feature that the replacement would ignore, so it is refused as well. No torch, n
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import update_wrapper
 from importlib import import_module
 from typing import Any, Literal, cast, get_args
 
@@ -29,7 +31,6 @@ KEY = "longtail"
 Drafts = Literal["coupled", "match"]
 LEARNED = "learned"
 """The drafter that vLLM learns by itself."""
-_DEPTH, _MOST_DEPTH = 4, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class VllmSettings:
     """Rows per product in linear layers of a CPU engine; None leaves vLLM's products alone."""
     drafter: str | None = None
     """`learned`: vLLM learns a drafter of its own; None: the one of speculative_config."""
-    depth: int = _DEPTH
+    depth: int = 4
     """Most tokens that the learned drafter drafts ahead."""
     history: bool = True
     """Whether it copies from the request's text and from those of the same prompt, too."""
@@ -71,42 +72,42 @@ class VllmSettings:
         }
 
 
-def parse_settings(value: object, name: str = f"additional_config.{KEY}") -> VllmSettings:
+def _is_within(value: object, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "drafts": (lambda given: given in get_args(Drafts), "coupled or match, not {!r}"),
+    "block_rows": (
+        lambda given: given is None or _is_within(given, 4096),
+        "an integer from 1 to 4096, not {!r}",
+    ),
+    "drafter": (
+        lambda given: given in (None, LEARNED),
+        f"{LEARNED}, not {{!r}}; others are vLLM's speculative_config",
+    ),
+    "depth": (lambda given: _is_within(given, 16), "an integer from 1 to 16, not {!r}"),
+    "history": (lambda given: type(given) is bool, "true or false, not {!r}"),
+    "begin": (
+        lambda given: given is None or isinstance(given, str),
+        "the directory of a drafter, not {!r}",
+    ),
+}
+"""What each setting may be, and what an error says."""
+
+
+def parse_settings(value: object) -> VllmSettings:
     """Return the settings in a mapping; ConfigError names an unknown or impossible field."""
+    name = f"additional_config.{KEY}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a table of settings, not {value!r}; {{}} is the default")
-    known = [field.name for field in fields(VllmSettings)]
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(known)}")
-    drafts = value.get("drafts", "coupled")
-    if drafts not in get_args(Drafts):
-        raise ConfigError(f"{name}.drafts must be coupled or match, not {drafts!r}")
-    rows = value.get("block_rows")
-    if rows is not None and (type(rows) is not int or not 1 <= rows <= 4096):
-        raise ConfigError(f"{name}.block_rows must be an integer from 1 to 4096, not {rows!r}")
-    drafter, depth = value.get("drafter"), value.get("depth", _DEPTH)
-    if drafter not in (None, LEARNED):
-        raise ConfigError(
-            f"{name}.drafter must be {LEARNED}, not {drafter!r}; others are vLLM's "
-            "speculative_config"
-        )
-    if type(depth) is not int or not 1 <= depth <= _MOST_DEPTH:
-        raise ConfigError(f"{name}.depth must be an integer from 1 to {_MOST_DEPTH}, not {depth!r}")
-    history = value.get("history", True)
-    if type(history) is not bool:
-        raise ConfigError(f"{name}.history must be true or false, not {history!r}")
-    begin = value.get("begin")
-    if begin is not None and not isinstance(begin, str):
-        raise ConfigError(f"{name}.begin must be the directory of a drafter, not {begin!r}")
-    return VllmSettings(
-        drafts=cast(Drafts, drafts),
-        block_rows=rows,
-        drafter=drafter,
-        depth=depth,
-        history=history,
-        begin=begin,
-    )
+    for key, given in value.items():
+        if key not in _RULES:
+            raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(_RULES)}")
+        is_possible, rule = _RULES[key]
+        if not is_possible(given):
+            raise ConfigError(f"{name}.{key} must be {rule.format(given)}")
+    return VllmSettings(**value)
 
 
 def requested(additional_config: object, environment: Mapping[str, str]) -> VllmSettings | None:
@@ -126,6 +127,12 @@ def requested(additional_config: object, environment: Mapping[str, str]) -> Vllm
     if word == LEARNED:
         return VllmSettings(drafter=LEARNED)
     return VllmSettings(drafts=cast(Drafts, word)) if word else None
+
+
+def learning(config: Any) -> VllmSettings | None:
+    """Return the settings of a vllm_config in which vLLM learns its drafter; None elsewhere."""
+    settings = requested(config.additional_config, os.environ)
+    return settings if settings is not None and settings.drafter is not None else None
 
 
 def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -160,6 +167,14 @@ class Patch:
     name: str
     """Attribute of the owner."""
     replacement: Callable[..., Any]
+
+    @staticmethod
+    def of(
+        owner: Any, name: str, known: str, make: Callable[..., Callable[..., Any]], then: str = ""
+    ) -> "Patch":
+        """Return what `make` makes of the function, if its parameters are those of `check`."""
+        stock = check(owner, name, known, then)
+        return Patch(owner=owner, name=name, replacement=update_wrapper(make(stock), stock))
 
     def __str__(self) -> str:
         module = getattr(self.owner, "__module__", "")

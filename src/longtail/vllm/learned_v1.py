@@ -1,14 +1,12 @@
 """The learned drafter in vLLM's V1 model runner, in the place of its n-gram search."""
 
-import os
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, learning, module_of
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v1 import draw_drafts
@@ -17,12 +15,10 @@ from longtail.vllm.v1 import draw_drafts
 def patches() -> list[Patch]:
     """Return the replacements; ConfigError if a function is not a known one."""
     runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
-    propose = check(
-        runner,
-        "propose_draft_token_ids",
+    given = (
         "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
         "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata "
-        "slot_mappings",
+        "slot_mappings"
     )
     module = module_of("vllm.v1.spec_decode.ngram_proposer")
     search: Any = check(module, "NgramProposer", "vllm_config")
@@ -31,19 +27,16 @@ def patches() -> list[Patch]:
         """A learned drafter for an engine that asks for one, else vLLM's search."""
 
         def __new__(cls, vllm_config: Any) -> Any:
-            settings = requested(vllm_config.additional_config, os.environ)
-            if settings is not None and settings.drafter is not None:
-                return LearnedProposer(vllm_config, settings)
-            return super().__new__(cls)
+            settings = learning(vllm_config)
+            return LearnedProposer(vllm_config, settings) if settings else super().__new__(cls)
 
     return [
         Patch(owner=module, name="NgramProposer", replacement=Chosen),
-        Patch(owner=runner, name="propose_draft_token_ids", replacement=_proposing(propose)),
+        Patch.of(runner, "propose_draft_token_ids", given, _proposing),
     ]
 
 
 def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def propose_draft_token_ids(
         self: Any,
         scheduler_output: Any,

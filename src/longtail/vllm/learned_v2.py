@@ -4,14 +4,13 @@ vLLM's configuration names its n-gram search, the other drafter that has neither
 makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 and 0.33.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, learning, module_of
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 
@@ -42,8 +41,7 @@ def patches() -> list[Patch]:
 
     def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
         """Make the learned drafter for an engine that asks for it (vLLM calls it)."""
-        settings = requested(vllm_config.additional_config, os.environ)
-        if settings is None or settings.drafter is None:
+        if (settings := learning(vllm_config)) is None:
             return make(vllm_config, device, req_states)
         return made(vllm_config, device, req_states, settings, sample)
 

@@ -9,7 +9,7 @@ Its memory is taken after that of the weights, outside of vLLM's pool: sleep lea
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
 from longtail.vllm.copies import Texts
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of
+from longtail.vllm.guards import Patch, VllmSettings, class_of
 from longtail.vllm.learned import Learned
 from longtail.vllm.ridge import Block, Parts
 
@@ -47,18 +47,12 @@ def patches(runner: str) -> list[Patch]:
     )  # fmt: skip
     owner = class_of(module, "GPUModelRunner")
     reload = "self weights_iterator weights_path is_checkpoint_format"
-    renewing = (
-        (owner, "reload_weights", reload, learned_of),
-        (holder, "finish_weight_update", "self", _of_worker),
-        (holder, "add_lora", "self lora_request", _of_worker),
-    )
-    load = check(holder, "load_model", "self", then="load_dummy_weights")
+    by_worker = partial(_renewing, find=lambda self: learned_of(self.model_runner))
     return [
-        Patch(owner=holder, name="load_model", replacement=_loading(load)),
-        *(
-            Patch(owner=of, name=name, replacement=_renewing(check(of, name, known), find))
-            for of, name, known, find in renewing
-        ),
+        Patch.of(holder, "load_model", "self", _loading, "load_dummy_weights"),
+        Patch.of(owner, "reload_weights", reload, partial(_renewing, find=learned_of)),
+        Patch.of(holder, "finish_weight_update", "self", by_worker),
+        Patch.of(holder, "add_lora", "self lora_request", by_worker),
         Patch(owner=worker, name=METHOD, replacement=save_drafter),
     ]
 
@@ -91,7 +85,6 @@ def learned_of(runner: Any) -> Learned | None:
 
 
 def _loading(stock: Callable[..., None]) -> Callable[..., None]:
-    @wraps(stock)
     def load_model(self: Any, *args: Any, **options: Any) -> None:
         """Load the target; a learned drafter reads its parts."""
         stock(self, *args, **options)
@@ -99,10 +92,6 @@ def _loading(stock: Callable[..., None]) -> Callable[..., None]:
             opened(self.model_runner.model)
 
     return load_model
-
-
-def _of_worker(worker: Any) -> Learned | None:
-    return learned_of(worker.model_runner)
 
 
 def _renewing(

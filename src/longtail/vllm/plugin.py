@@ -12,8 +12,8 @@ therefore asks the workers of a started engine whether the functions were replac
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.vllm import guards
-from longtail.vllm.guards import KEY, VARIABLE, VllmSettings, requested
+from longtail.vllm.guards import KEY, VARIABLE, Patch, VllmSettings, learning, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -37,18 +37,23 @@ _NOT_ACTIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Installed:
     """Functions that were replaced in this process.
 
-    Example: Installed(runner="v2", settings=VllmSettings(), replaced=("...rejection_sample",))
+    Example: Installed(runner="v2", settings=VllmSettings(), replaced=["...rejection_sample"])
     """
 
     runner: str
     """Model runner of vLLM: v1 or v2."""
     settings: VllmSettings
-    replaced: tuple[str, ...]
+    replaced: list[str] = field(default_factory=list)
     """Full names of the replaced functions."""
+
+    def replace(self, patches: Sequence[Patch]) -> None:
+        """Replace more functions."""
+        guards.replace(patches)
+        self.replaced += map(str, patches)
 
 
 class _Process:
@@ -74,8 +79,8 @@ def register() -> None:
         _hook_scheduler(learns)
 
 
-def install(config: Any) -> Installed | None:
-    """Replace the functions of the model runner that `config` chooses; None if it does not ask.
+def install(config: Any) -> None:
+    """Replace the functions of the model runner that `config` chooses, if it asks for it.
 
     Raises ConfigError if the engine asks for what is refused, or if an engine in this process
     asked for something else: the functions are shared by all engines of a process.
@@ -91,36 +96,25 @@ def install(config: Any) -> Installed | None:
         )
     if settings is not None:
         guards.admit(config)
-        _Process.installed = present or _replace(settings.of_process(), config)
+        present = _Process.installed = present or _replaced(settings.of_process(), config)
         if settings.drafter is not None and not _Process.learns:
-            _Process.installed = _with_learned(_Process.installed)
+            from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
+
+            learned = learned_v2 if present.runner == "v2" else learned_v1
+            present.replace([*learned.patches(), *learned_worker.patches(present.runner)])
             _Process.learns = True
     _Process.workers += 1
-    return _Process.installed
 
 
-def _replace(settings: VllmSettings, config: Any) -> Installed:
+def _replaced(settings: VllmSettings, config: Any) -> Installed:
     """Replace the functions of the model runner that vLLM will run."""
     from longtail.vllm import adopt, v1, v2  # they need torch
 
     runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-    functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)
-    patches = [*functions, *adopt.patches()]
-    guards.replace(patches)
+    made = Installed(runner=runner, settings=settings)
+    made.replace([*(v2 if runner == "v2" else v1).patches(settings), *adopt.patches()])
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
-    return Installed(
-        runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
-    )
-
-
-def _with_learned(present: Installed) -> Installed:
-    """Replace the functions that a learned drafter needs; other engines keep their drafters."""
-    from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
-
-    learned = learned_v2 if present.runner == "v2" else learned_v1
-    patches = [*learned.patches(), *learned_worker.patches(present.runner)]
-    guards.replace(patches)
-    return replace(present, replaced=(*present.replaced, *map(str, patches)))
+    return made
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -180,10 +174,9 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = requested(self.additional_config, os.environ)
+        asked, learned = requested(self.additional_config, os.environ), learning(self)
         if asked is not None and self.speculative_config is None:
             self.speculative_config = guards.speculation(os.environ)
-        learned = asked if asked is not None and asked.drafter is not None else None
         if learned is not None:
             if self.speculative_config is not None:
                 raise ConfigError(
@@ -203,22 +196,17 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         _hook_worker(asked=True)
         if settings.drafter is not None:
             guards.admit_learned(config)
-            _require_drafter(settings)
             _hook_scheduler(asked=True)
+            if settings.begin is not None:  # before the model is loaded
+                from longtail.drafter.formats.checkpoint import target_name  # needs torch
+
+                target_name(Path(settings.begin))
         if isinstance(config.additional_config, dict):
             # A copy: the dictionary is the caller's, who may start another engine with it.
             config.additional_config = {**config.additional_config, KEY: asdict(settings)}
         return config
 
     return create_engine_config
-
-
-def _require_drafter(settings: VllmSettings) -> None:
-    """Raise ConfigError, before the model is loaded, if there is no drafter to begin with."""
-    if settings.begin is not None:
-        from longtail.drafter.formats.checkpoint import target_name  # needs torch
-
-        target_name(Path(settings.begin))
 
 
 def _hook_worker(asked: bool) -> None:
@@ -244,11 +232,11 @@ def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         """Construct the scheduler; it chooses the depth of a learned drafter."""
         stock(self, *args, **kwargs)
-        settings = requested(self.vllm_config.additional_config, os.environ)
         # vLLM has no table where engines that share a batch would disagree (data parallel).
-        if settings and settings.drafter and self.dynamic_sd_lookup is not None:
-            from longtail.vllm.pace import pace
+        if learning(self.vllm_config) and self.dynamic_sd_lookup is not None:
+            from longtail.tuner.depth import DepthTuner
+            from longtail.vllm.depths import Depths
 
-            pace(self)
+            Depths(self, DepthTuner())
 
     return init

@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -26,14 +25,7 @@ from torch import Tensor
 from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
 from longtail.vllm import v1_cpu
-from longtail.vllm.guards import (
-    TESTED,
-    Patch,
-    VllmSettings,
-    check,
-    class_of,
-    module_of,
-)
+from longtail.vllm.guards import TESTED, Patch, VllmSettings, check, class_of, module_of
 
 _READ = (
     "positions", "query_start_loc", "input_batch", "requests", "sampler", "device", "vllm_config",
@@ -65,41 +57,33 @@ def patches(settings: VllmSettings) -> list[Patch]:
     proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
     check(row_sampler, "forward_native", "self logits generators k p")
     truncate = check(sampler, "apply_top_k_top_p", "logits k p")
-    reject = check(
-        rejection,
-        "rejection_sample",
+    verified = (
         "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs "
-        "target_logits bonus_token_ids sampling_metadata",
-        then="synthetic_mode synthetic_conditional_rates use_fp64_gumbel",
+        "target_logits bonus_token_ids sampling_metadata"
     )
-    init = check(runner, "__init__", "self vllm_config device")
-    sample = check(runner, "_sample", "self logits spec_decode_metadata")
-    first_pass = check(
-        proposer,
-        "set_inputs_first_pass",
+    features = "synthetic_mode synthetic_conditional_rates use_fp64_gumbel"
+    drafts = "self hidden_states sampling_metadata"
+    first = (
         "self target_token_ids next_token_ids target_positions target_hidden_states "
-        "token_indices_to_sample cad num_rejected_tokens_gpu",
+        "token_indices_to_sample cad num_rejected_tokens_gpu"
     )
-    draft = check(proposer, "_sample_draft_tokens", "self hidden_states sampling_metadata")
     found = [
-        Patch(owner=runner, name="__init__", replacement=_construction(init)),
-        Patch(owner=runner, name="_sample", replacement=_sampling(sample)),
+        Patch.of(runner, "__init__", "self vllm_config device", _construction),
+        Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sampling),
         Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
-        Patch(owner=rejection, name="rejection_sample", replacement=_verification(reject)),
+        Patch.of(rejection, "rejection_sample", verified, _verification, features),
     ]
-    if settings.drafts == "coupled":
-        found += [
-            Patch(owner=proposer, name="set_inputs_first_pass", replacement=_first(first_pass)),
-            Patch(owner=proposer, name="_sample_draft_tokens", replacement=_drafting(draft)),
-        ]
-    return [*found, *v1_cpu.patches(settings)]
+    coupled = [
+        Patch.of(proposer, "set_inputs_first_pass", first, _first),
+        Patch.of(proposer, "_sample_draft_tokens", drafts, _drafting),
+    ]
+    return [*found, *(coupled if settings.drafts == "coupled" else ()), *v1_cpu.patches(settings)]
 
 
 # ---- the runner
 
 
 def _construction(stock: Callable[..., None]) -> Callable[..., None]:
-    @wraps(stock)
     def init(self: Any, *args: Any, **options: Any) -> None:
         """Construct the runner and check that it has what is read in every step."""
         stock(self, *args, **options)
@@ -113,7 +97,6 @@ def _construction(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         """Sample a step with its noise at hand."""
         if self.input_batch.sampling_metadata.all_greedy:
@@ -188,7 +171,6 @@ def _row_sampler(truncate: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(stock)
     def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
         draft_token_ids: Tensor,
         num_draft_tokens: list[int],
@@ -223,7 +205,6 @@ def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def set_inputs_first_pass(self: Any, *args: Any, **options: Any) -> Any:
         """Note the position of each request's first draft.
 
@@ -238,7 +219,6 @@ def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
         """Draw the next draft of each request; vLLM's own way where the noise is not known."""
         keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)

@@ -154,7 +154,7 @@ def test_an_engine_without_a_drafter_is_named():
         vllm_config=SimpleNamespace(speculative_config=None), model_runner=SimpleNamespace()
     )
     with pytest.raises(ConfigError, match="start it with a speculative_config"):
-        adopt.adopt_in_worker(worker, "anywhere")
+        adopt.adopt(worker, "anywhere")
 
 
 def test_all_workers_answer_with_one_adoption():

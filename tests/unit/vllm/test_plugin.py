@@ -87,7 +87,7 @@ def test_the_variable_reaches_workers_through_the_configuration(process, monkeyp
     config = args.create_engine_config()
     assert args.speculative_config == {"method": "ngram"}
     monkeypatch.delenv("LONGTAIL_VLLM")  # a worker on another machine
-    assert plugin.install(config) == plugin._Process.installed
+    plugin.install(config)
     assert plugin._Process.installed.settings == VllmSettings(drafts="match")
 
 
