@@ -13,7 +13,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -82,7 +82,14 @@ class VllmGenerator(ActiveRequests):
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
         self._learns = options.get("additional_config", {}).get(KEY, {}).get("drafter")
-        self._watch_scheduler()
+        scheduler = self._scheduler
+        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
+
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            self._scheduled = scheduler_output
+            return stock(scheduler_output, model_runner_output)
+
+        scheduler.update_from_output = update_from_output
 
     def check(self, request: Request) -> None:
         """Raise RequestError if vLLM can never serve the request; thread-safe."""
@@ -137,15 +144,18 @@ class VllmGenerator(ActiveRequests):
             failed=tuple(result.failed),
             verified=tuple(result.verified),
             tuner_s=0.0 if self._depths is None else self._depths.plan_s,
-            speculates=self._depths is not None or bool(self._learns),
+            speculates=bool(self._scheduler.dynamic_sd_lookup),
             switch=switch,
         )
 
     def _append(self, output: Any, num_drafted: int, result: "_Results") -> None:
         """Append a request's new tokens up to one that ends it."""
         name, new = output.request_id, output.outputs[0]
-        active, logprobs = self._active[name], _logprobs(new)
+        active = self._active[name]
         before = active.num_generated
+        logprobs = [
+            row[token].logprob for token, row in zip(new.token_ids, new.logprobs, strict=True)
+        ]
         if num_drafted:
             result.verified.append(
                 Verified(
@@ -238,17 +248,6 @@ class VllmGenerator(ActiveRequests):
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
 
-    def _watch_scheduler(self) -> None:
-        """Note what the scheduler gives each step to compute."""
-        scheduler = self._scheduler
-        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
-
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            self._scheduled = scheduler_output
-            return stock(scheduler_output, model_runner_output)
-
-        scheduler.update_from_output = update_from_output
-
 
 @dataclass(frozen=True, slots=True)
 class _Results:
@@ -278,12 +277,6 @@ def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _logprobs(new: Any) -> Sequence[float]:
-    """Return the logprob of each new token."""
-    rows = zip(new.token_ids, new.logprobs, strict=True)
-    return [row[token].logprob for token, row in rows]
 
 
 def _finite(parameters: Iterable[tuple[str, Tensor]], version: int) -> list[tuple[str, Tensor]]:

@@ -77,23 +77,14 @@ def _is_within(value: object, most: int) -> bool:
 
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "drafts": (lambda given: given in get_args(Drafts), "coupled or match, not {!r}"),
-    "block_rows": (
-        lambda given: given is None or _is_within(given, 4096),
-        "an integer from 1 to 4096, not {!r}",
-    ),
-    "drafter": (
-        lambda given: given in (None, LEARNED),
-        f"{LEARNED}, not {{!r}}; others are vLLM's speculative_config",
-    ),
-    "depth": (lambda given: _is_within(given, 16), "an integer from 1 to 16, not {!r}"),
-    "history": (lambda given: type(given) is bool, "true or false, not {!r}"),
-    "begin": (
-        lambda given: given is None or isinstance(given, str),
-        "the directory of a drafter, not {!r}",
-    ),
+    "drafts": (lambda x: x in get_args(Drafts), "coupled or match"),
+    "block_rows": (lambda x: x is None or _is_within(x, 4096), "an integer from 1 to 4096"),
+    "drafter": (lambda x: x in (None, LEARNED), LEARNED),
+    "depth": (lambda x: _is_within(x, 16), "an integer from 1 to 16"),
+    "history": (lambda x: type(x) is bool, "true or false"),
+    "begin": (lambda x: x is None or isinstance(x, str), "the directory of a drafter"),
 }
-"""What each setting may be, and what an error says."""
+"""What each setting may be."""
 
 
 def parse_settings(value: object) -> VllmSettings:
@@ -106,7 +97,8 @@ def parse_settings(value: object) -> VllmSettings:
             raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(_RULES)}")
         is_possible, rule = _RULES[key]
         if not is_possible(given):
-            raise ConfigError(f"{name}.{key} must be {rule.format(given)}")
+            more = "; others are vLLM's speculative_config" if key == "drafter" else ""
+            raise ConfigError(f"{name}.{key} must be {rule}, not {given!r}{more}")
     return VllmSettings(**value)
 
 

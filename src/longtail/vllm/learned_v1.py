@@ -92,9 +92,9 @@ class LearnedProposer:
         roots = torch.tensor([each[-1] if each else 0 for each in sampled], device=states.device)
         has_root = torch.tensor([bool(each) for each in sampled], device=states.device)
         depth = scheduler_output.num_spec_tokens_to_schedule
-        chains = self.learned.step(step, roots, has_root, depth, draw)
-        counts = chains.counts.cumprod(1).sum(1).tolist()
-        return [row[:count] for row, count in zip(chains.tokens.tolist(), counts, strict=True)]
+        tokens, counts = self.learned.step(step, roots, has_root, depth, draw)
+        numbers = counts.cumprod(1).sum(1).tolist()
+        return [row[:number] for row, number in zip(tokens.tolist(), numbers, strict=True)]
 
     def _read(
         self, runner: Any, scheduler_output: Any, sampled: list[list[int]], states: Tensor

@@ -125,9 +125,9 @@ class LearnedSpeculator:
             )  # fmt: skip
 
         roots = last_sampled.view(-1)[index]
-        chains = self.learned.step(step, roots, num_sampled > 0, depth, draw)
+        tokens, counts = self.learned.step(step, roots, num_sampled > 0, depth, draw)
         drafts.copy_(roots[:, None].expand_as(drafts))
-        drafts[:, :depth] = torch.where(chains.counts, chains.tokens, drafts[:, :depth])
+        drafts[:, :depth] = torch.where(counts, tokens, drafts[:, :depth])
         return drafts
 
     def _read(self, batch: Any, states: Tensor, num_rejected: Tensor) -> Step:

@@ -22,15 +22,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
 from longtail.vllm import v1_cpu
-from longtail.vllm.guards import TESTED, Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
 
-_READ = (
-    "positions", "query_start_loc", "input_batch", "requests", "sampler", "device", "vllm_config",
-)  # fmt: skip
-"""Attributes of a model runner that are read in every step."""
+REJECTED = -1
+"""Token in place of rejected drafts, as vLLM expects it."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which vLLM decodes greedily."""
+_APPENDED = re.compile("-[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,6 @@ def patches(settings: VllmSettings) -> list[Patch]:
         "token_indices_to_sample cad num_rejected_tokens_gpu"
     )
     found = [
-        Patch.of(runner, "__init__", "self vllm_config device", _construction),
         Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sampling),
         Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
         Patch.of(rejection, "rejection_sample", verified, _verification, features),
@@ -81,19 +80,6 @@ def patches(settings: VllmSettings) -> list[Patch]:
 
 
 # ---- the runner
-
-
-def _construction(stock: Callable[..., None]) -> Callable[..., None]:
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        """Construct the runner and check that it has what is read in every step."""
-        stock(self, *args, **options)
-        if absent := [name for name in _READ if not hasattr(self, name)]:
-            raise ConfigError(
-                f"longtail in vLLM: the model runner of this vLLM has no {', '.join(absent)}; "
-                f"use vLLM {TESTED}, or start it without longtail"
-            )
-
-    return init
 
 
 def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,13 +232,6 @@ def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _numbers_otherwise(drafter: Any) -> bool:
     """Return whether rows or tokens of a drafter are not one per request and the target's."""
     return drafter.parallel_drafting or getattr(drafter, "use_heterogeneous_vocab", False)
-
-
-REJECTED = -1
-"""Token in place of rejected drafts, as vLLM expects it."""
-_APPENDED = re.compile("-[0-9a-f]{8}$")
-GREEDY_BELOW = 1e-5
-"""Temperature below which vLLM decodes greedily."""
 
 
 def request_key(engine: str, name: str) -> int:
