@@ -104,13 +104,29 @@ def adopt(worker: Any, path: str) -> dict[str, Any]:
 
 
 def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load weights of the drafter, by the names of vLLM's files; their shapes are the old ones'."""
+    """Load weights of the drafter, by the names of vLLM's files; their shapes are the old ones'.
+
+    vLLM has packed the old ones already. Modules that belong to the target keep their weights.
+    """
     from vllm.config import set_current_vllm_config
 
+    begin, finish = _reloading()
     config, runner = worker.vllm_config, worker.model_runner
-    drafting = config.speculative_config.draft_model_config
-    with set_current_vllm_config(config):
-        load_in_place(runner.get_draft_model(), drafting, tensors, shared=runner.get_model())
+    model: Any = runner.get_draft_model()
+    with (
+        set_current_vllm_config(config),
+        torch.no_grad(),
+        _without_shared(model, runner.get_model()) as absent,
+    ):
+        begin(model)
+        try:
+            model.load_weights(
+                (name, tensor)
+                for name, tensor in tensors.items()
+                if not name.startswith(tuple(f"{each}." for each in absent))
+            )
+        finally:
+            finish(model, config.speculative_config.draft_model_config)
 
 
 def load_policy(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -155,29 +171,8 @@ def _noting_layers_left_out() -> Iterator[set[str]]:
         logger.removeFilter(noting)
 
 
-def load_in_place(
-    model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor], *, shared: nn.Module
-) -> None:
-    """Load tensors into a model whose weights vLLM has packed already.
-
-    Modules that belong to `shared`, the target, keep their weights.
-    """
-    begin, finish = _reloading()
-    load: Any = model.load_weights
-    with torch.no_grad(), without_shared(model, shared) as absent:
-        begin(model)
-        try:
-            load(
-                (name, tensor)
-                for name, tensor in tensors.items()
-                if not any(name.startswith(f"{each}.") for each in absent)
-            )
-        finally:
-            finish(model, model_config)
-
-
 @contextmanager
-def without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
+def _without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
     """Take the target's modules out of a drafter for a while; yield their last names."""
     theirs = set(target.modules())
     taken: list[tuple[nn.Module, str, nn.Module]] = []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
-from longtail.vllm.guards import check
+from longtail.vllm.guards import chains, check
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
@@ -42,14 +42,8 @@ class VllmDrafter:
 
     def config(self, max_running: int) -> dict[str, Any]:
         """Return vLLM's `speculative_config`, with a table for every number of requests."""
-        found: dict[str, Any] = {
-            "method": self.method,
-            "num_speculative_tokens": MAX_DEPTH,
-            "num_speculative_tokens_per_batch_size": [(1, max_running, MAX_DEPTH)],
-        }
-        if self.directory is not None:
-            return found | {"model": str(self.directory)}
-        return found | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+        found = chains(self.method, MAX_DEPTH, max_running)
+        return found if self.directory is None else found | {"model": str(self.directory)}
 
 
 @final

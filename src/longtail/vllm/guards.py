@@ -57,20 +57,6 @@ class VllmSettings:
         """Return those that all engines of a process share: theirs are the functions of vLLM."""
         return VllmSettings(drafts=self.drafts, block_rows=self.block_rows)
 
-    def speculation(self, max_running: int) -> dict[str, Any]:
-        """Return the speculative_config of the learned drafter.
-
-        It stands in the place of vLLM's n-gram search, the drafter without a model and a cache: of
-        the search on the device, for which vLLM schedules steps ahead, or, in V1, of the other.
-        """
-        return {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": self.depth,
-            "num_speculative_tokens_per_batch_size": [(1, max_running, self.depth)],
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
-
 
 def _is_within(value: object, most: int) -> bool:
     return type(value) is int and 1 <= value <= most
@@ -125,6 +111,17 @@ def learning(config: Any) -> VllmSettings | None:
     """Return the settings of a vllm_config in which vLLM learns its drafter; None elsewhere."""
     settings = requested(config.additional_config, os.environ)
     return settings if settings is not None and settings.drafter is not None else None
+
+
+def chains(method: str, depth: int, max_running: int) -> dict[str, Any]:
+    """Return a speculative_config, with a table of depths for every number of requests."""
+    found: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": depth,
+        "num_speculative_tokens_per_batch_size": [(1, max_running, depth)],
+    }
+    is_search = method.startswith("ngram")
+    return found | ({"prompt_lookup_max": 4, "prompt_lookup_min": 2} if is_search else {})
 
 
 def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -40,12 +40,9 @@ METHOD = "longtail_save_drafter"
 
 def patches(runner: str) -> list[Patch]:
     """Return the replacements in a worker of the model runner v1 or v2."""
-    worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     holder = class_of("vllm.v1.worker.gpu_worker", "Worker")
-    module = "vllm.v1.worker.gpu.model_runner" if runner == "v2" else (
-        "vllm.v1.worker.gpu_model_runner"
-    )  # fmt: skip
-    owner = class_of(module, "GPUModelRunner")
+    module = "gpu.model_runner" if runner == "v2" else "gpu_model_runner"
+    owner = class_of(f"vllm.v1.worker.{module}", "GPUModelRunner")
     reload = "self weights_iterator weights_path is_checkpoint_format"
     by_worker = partial(_renewing, find=lambda self: learned_of(self.model_runner))
     return [
@@ -53,7 +50,7 @@ def patches(runner: str) -> list[Patch]:
         Patch.of(owner, "reload_weights", reload, partial(_renewing, find=learned_of)),
         Patch.of(holder, "finish_weight_update", "self", by_worker),
         Patch.of(holder, "add_lora", "self lora_request", by_worker),
-        Patch(owner=worker, name=METHOD, replacement=save_drafter),
+        Patch(owner=holder, name=METHOD, replacement=save_drafter),
     ]
 
 

@@ -74,9 +74,9 @@ def register() -> None:
     if _FRONT_END in sys.modules:
         _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
     if asked or _WORKER in sys.modules:
-        _hook_worker(asked)
+        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
     if learns or _CORE in sys.modules:  # the core imports the scheduler after the plugins
-        _hook_scheduler(learns)
+        _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, learns)
 
 
 def install(config: Any) -> None:
@@ -183,7 +183,10 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
                     f"longtail in vLLM: the drafter is {learned.drafter}, and there is a "
                     f"speculative_config ({self.speculative_config}): remove one of the two"
                 )
-            self.speculative_config = learned.speculation(self.max_num_seqs or _MOST_RUNNING)
+            # It stands in the place of vLLM's n-gram search, the drafter without a model and a
+            # cache: of that on the device, with steps ahead, or, in V1, of the other.
+            most = self.max_num_seqs or _MOST_RUNNING
+            self.speculative_config = guards.chains("ngram_gpu", learned.depth, most)
         config = stock(self, *args, **kwargs)
         if learned is not None and not config.use_v2_model_runner:
             self.async_scheduling = False
@@ -193,10 +196,10 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         if settings is None:
             return config
         guards.admit(config)
-        _hook_worker(asked=True)
+        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked=True)
         if settings.drafter is not None:
             guards.admit_learned(config)
-            _hook_scheduler(asked=True)
+            _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked=True)
             if settings.begin is not None:  # before the model is loaded
                 from longtail.drafter.formats.checkpoint import target_name  # needs torch
 
@@ -209,10 +212,6 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
     return create_engine_config
 
 
-def _hook_worker(asked: bool) -> None:
-    _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
-
-
 def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -221,10 +220,6 @@ def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
         install(self.vllm_config)
 
     return init
-
-
-def _hook_scheduler(asked: bool) -> None:
-    _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked)
 
 
 def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
