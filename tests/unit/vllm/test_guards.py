@@ -37,8 +37,6 @@ def test_a_missing_module_is_named_and_another_missing_package_is_not_hidden(mon
     ("given", "said"),
     [
         (config(rejection_sample_method="block"), "rejection_sample_method='block'"),
-        (config(rejection_sample_method="synthetic"), "rejection_sample_method='synthetic'"),
-        (config(rejection_sample_method="fly"), "rejection_sample_method='fly'"),
         (config(use_local_argmax_reduction=True), "use_local_argmax_reduction"),
         (SimpleNamespace(watermark_config=object()), "watermark_config"),
         (SimpleNamespace(model_config=SimpleNamespace(is_diffusion=True)), "diffusion"),
@@ -49,13 +47,9 @@ def test_a_feature_that_cannot_be_coupled_is_refused(given, said):
         admit(given)
 
 
-def test_an_ordinary_engine_is_admitted():
+def test_an_ordinary_engine_is_admitted_without_a_cache_of_draft_logits():
     admit(SimpleNamespace(speculative_config=None))
-    admit(config(rejection_sample_method="standard", use_local_argmax_reduction=False))
-
-
-def test_no_cache_of_draft_logits_is_asked_for():
-    asked = config(draft_sample_method="probabilistic")
+    asked = config(use_local_argmax_reduction=False, draft_sample_method="probabilistic")
     admit(asked)
     assert asked.speculative_config.draft_sample_method == "greedy"
 
