@@ -37,20 +37,12 @@ def patches() -> list[Patch]:
 
 
 def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def propose_draft_token_ids(
-        self: Any,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: Tensor,
-        *rest: Any,
-    ) -> Any:
+    def propose_draft_token_ids(self: Any, *args: Any) -> Any:
         """Draft, with the states at hand; other drafters draft as vLLM has it."""
-        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states
         if not isinstance(self.drafter, LearnedProposer):
-            return stock(self, *given, *rest)
+            return stock(self, *args)
         self._draft_probs = self._draft_prob_req_ids = None
-        return self.drafter.drafts(self, *given)
+        return self.drafter.drafts(self, *args[:4])
 
     return propose_draft_token_ids
 

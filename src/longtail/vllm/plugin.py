@@ -37,31 +37,24 @@ _NOT_ACTIVE = (
 )
 
 
-@dataclass(slots=True, kw_only=True)
-class Installed:
-    """Functions that were replaced in this process.
+@dataclass(slots=True)
+class _Process:
+    """Functions of vLLM that were replaced in this process, whose engines share them."""
 
-    Example: Installed(runner="v2", settings=VllmSettings(), replaced=["...rejection_sample"])
-    """
-
-    runner: str
+    runner: str = ""
     """Model runner of vLLM: v1 or v2."""
-    settings: VllmSettings
+    settings: VllmSettings | None = None
+    """Settings that all engines share; None: nothing was replaced."""
     replaced: list[str] = field(default_factory=list)
-    """Full names of the replaced functions."""
+    workers: int = 0
+    learns: bool = False
 
     def replace(self, patches: Sequence[Patch]) -> None:
-        """Replace more functions."""
         guards.replace(patches)
         self.replaced += map(str, patches)
 
 
-class _Process:
-    """State of this process, since vLLM's functions are global to a process, too."""
-
-    installed: Installed | None = None
-    workers: int = 0
-    learns: bool = False
+_PROCESS = _Process()
 
 
 def register() -> None:
@@ -86,35 +79,34 @@ def install(config: Any) -> None:
     asked for something else: the functions are shared by all engines of a process.
     """
     settings = requested(getattr(config, "additional_config", None), os.environ)
-    present = _Process.installed
-    if _Process.workers and (settings and settings.of_process()) != (present and present.settings):
-        runs = f"with longtail's {present.settings}" if present else "without longtail"
+    shared = settings and settings.of_process()
+    if _PROCESS.workers and shared != (present := _PROCESS.settings):
+        runs = f"with longtail's {present}" if present else "without longtail"
         asks = f"{settings}" if settings else "none of it"
         raise ConfigError(
             f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
             "in a process of its own"
         )
-    if settings is not None:
+    if settings is not None and shared is not None:
         guards.admit(config)
-        present = _Process.installed = present or _replaced(settings.of_process(), config)
-        if settings.drafter is not None and not _Process.learns:
+        if _PROCESS.settings is None:
+            _replace(shared, "v2" if getattr(config, "use_v2_model_runner", False) else "v1")
+        if settings.drafter is not None and not _PROCESS.learns:
             from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
 
-            learned = learned_v2 if present.runner == "v2" else learned_v1
-            present.replace([*learned.patches(), *learned_worker.patches(present.runner)])
-            _Process.learns = True
-    _Process.workers += 1
+            learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
+            _PROCESS.replace([*learned.patches(), *learned_worker.patches(_PROCESS.runner)])
+            _PROCESS.learns = True
+    _PROCESS.workers += 1
 
 
-def _replaced(settings: VllmSettings, config: Any) -> Installed:
+def _replace(settings: VllmSettings, runner: str) -> None:
     """Replace the functions of the model runner that vLLM will run."""
     from longtail.vllm import adopt, v1, v2  # they need torch
 
-    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-    made = Installed(runner=runner, settings=settings)
-    made.replace([*(v2 if runner == "v2" else v1).patches(settings), *adopt.patches()])
+    _PROCESS.replace([*(v2 if runner == "v2" else v1).patches(settings), *adopt.patches()])
+    _PROCESS.runner, _PROCESS.settings = runner, settings
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
-    return made
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -136,10 +128,11 @@ def _status(worker: Any) -> dict[str, Any] | None:
 
     With what a learned drafter has learned, if the worker has one.
     """
-    if _Process.installed is None:
+    if _PROCESS.settings is None:
         return None
-    found = asdict(_Process.installed)
-    if _Process.learns:
+    found = {"runner": _PROCESS.runner, "settings": asdict(_PROCESS.settings)}
+    found["replaced"] = tuple(_PROCESS.replaced)
+    if _PROCESS.learns:
         from longtail.vllm.learned_worker import learned_of  # needs torch
 
         if (learned := learned_of(worker.model_runner)) is not None:

@@ -157,32 +157,18 @@ def _row_sampler(truncate: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
-        draft_token_ids: Tensor,
-        num_draft_tokens: list[int],
-        max_spec_len: int,
-        cu_num_draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        target_logits: Tensor,
-        bonus_token_ids: Tensor,
-        sampling_metadata: Any,
-        *rest: Any,
-        **features: Any,
-    ) -> Tensor:
+    def rejection_sample(*args: Any, **features: Any) -> Tensor:
         """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
         noise = _NOISE.get()
         if noise is None or noise.num_drafts is None or noise.drafted is None:
-            return stock(
-                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
-                target_logits, bonus_token_ids, sampling_metadata, *rest, **features,
-            )  # fmt: skip
-        keys = noise.keys.repeat_interleave(noise.num_drafts)
-        drawn = draw(target_logits, keys, noise.drafted)
-        if not sampling_metadata.all_random:
-            is_greedy = sampling_metadata.temperature < GREEDY_BELOW
+            return stock(*args, **features)
+        drafts, num_drafts, depth, _, _, logits, bonus, sampling = args  # as `check` has them
+        drawn = draw(logits, noise.keys.repeat_interleave(noise.num_drafts), noise.drafted)
+        if not sampling.all_random:
+            is_greedy = sampling.temperature < GREEDY_BELOW
             greedy = is_greedy.repeat_interleave(noise.num_drafts)
-            drawn = torch.where(greedy, target_logits.argmax(-1), drawn)
-        return match(drawn, draft_token_ids, num_draft_tokens, bonus_token_ids, max_spec_len)
+            drawn = torch.where(greedy, logits.argmax(-1), drawn)
+        return match(drawn, drafts, num_drafts, bonus, depth)
 
     return rejection_sample
 

@@ -39,9 +39,7 @@ def process(monkeypatch):
             self.vllm_config = vllm_config
 
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
-    monkeypatch.setattr(plugin._Process, "installed", None)
-    monkeypatch.setattr(plugin._Process, "workers", 0)
-    monkeypatch.setattr(plugin._Process, "learns", False)
+    monkeypatch.setattr(plugin, "_PROCESS", plugin._Process())
     monkeypatch.setattr(adopt, "patches", list)  # it has tests of its own
 
     class Scheduler:
@@ -99,7 +97,7 @@ def test_the_variable_reaches_workers_through_the_configuration(process, monkeyp
     assert args.speculative_config == {"method": "ngram"}
     monkeypatch.delenv("LONGTAIL_VLLM")  # a worker on another machine
     plugin.install(config)
-    assert plugin._Process.installed.settings == VllmSettings(drafts="match")
+    assert plugin._PROCESS.settings == VllmSettings(drafts="match")
 
 
 def test_what_cannot_be_coupled_is_refused_in_the_front_end(process):
@@ -116,7 +114,7 @@ def test_one_process_holds_one_choice_of_engines_that_were_not_refused(process):
         process.WorkerBase(SimpleNamespace(additional_config=asked, speculative_config=wrong))
     for _ in range(2):
         process.WorkerBase(SimpleNamespace(additional_config=asked, use_v2_model_runner=True))
-    assert plugin._Process.installed.runner == "v2"
+    assert plugin._PROCESS.runner == "v2"
     with pytest.raises(ConfigError, match="start it in a process of its own"):
         process.WorkerBase(SimpleNamespace(additional_config={}))
 
