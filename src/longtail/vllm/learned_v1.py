@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, learning, module_of
+from longtail.vllm.guards import Patch, check, class_of, learning, module_of
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v1 import draw_drafts
@@ -27,8 +27,7 @@ def patches() -> list[Patch]:
         """A learned drafter for an engine that asks for one, else vLLM's search."""
 
         def __new__(cls, vllm_config: Any) -> Any:
-            settings = learning(vllm_config)
-            return LearnedProposer(vllm_config, settings) if settings else super().__new__(cls)
+            return LearnedProposer(vllm_config) if learning(vllm_config) else super().__new__(cls)
 
     return [
         Patch(owner=module, name="NgramProposer", replacement=Chosen),
@@ -50,8 +49,8 @@ def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
 class LearnedProposer:
     """Made by the runner as its drafter."""
 
-    def __init__(self, vllm_config: Any, settings: VllmSettings) -> None:
-        self._config, self._settings = vllm_config, settings
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
         self.learned: Learned | None = None
 
     def load_model(self, model: Any) -> None:
@@ -59,7 +58,7 @@ class LearnedProposer:
 
     def open(self, model: Any) -> None:
         """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config, self._settings)
+        self.learned = open_learned(model, self._config)
 
     def drafts(
         self,

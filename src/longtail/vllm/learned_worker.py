@@ -29,7 +29,7 @@ from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
 from longtail.vllm.copies import Texts
-from longtail.vllm.guards import Patch, VllmSettings, class_of
+from longtail.vllm.guards import Patch, class_of, learning
 from longtail.vllm.learned import Learned
 from longtail.vllm.ridge import Block, Parts
 
@@ -54,8 +54,10 @@ def patches(runner: str) -> list[Patch]:
     ]
 
 
-def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
+def open_learned(model: Any, config: Any) -> Learned:
     """Return the drafter of a model that vLLM has loaded; ConfigError if it can have none."""
+    settings = learning(config)
+    assert settings is not None, "else vLLM has made another drafter"
     parts = Parts.of(model, config)
     running, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     block = Block(parts, config.speculative_config.num_speculative_tokens)

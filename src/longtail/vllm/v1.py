@@ -118,21 +118,19 @@ def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:
 
 
 def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
-    """Return the key of each request in batch order; a preempted request keeps its key."""
-    keys = []
+    """Return the key of each request in batch order; a preempted request keeps its key.
+
+    Keys without a seed are of seed and rank, too, since every `LLM` numbers its requests from 0.
+    """
+    config, keys = runner.vllm_config, []
+    engine = f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
     for name in runner.input_batch.req_ids:
         state = runner.requests[name]
         if not hasattr(state, "longtail_key"):
             given = getattr(state.sampling_params, "seed", None)
-            state.longtail_key = request_key(_engine(runner), name) if given is None else given
+            state.longtail_key = request_key(engine, name) if given is None else given
         keys.append(state.longtail_key)
     return torch.tensor(keys, dtype=torch.int64).to(runner.device, non_blocking=True)
-
-
-def _engine(runner: Any) -> str:
-    """Return seed and rank of an engine, since every `LLM` numbers its requests from 0."""
-    config = runner.vllm_config
-    return f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
 
 
 # ---- the samplers
@@ -192,14 +190,18 @@ def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
-        """Draw the next draft of each request; vLLM's own way where the noise is not known."""
+        """Draw the next draft of each request; vLLM's own way where the noise is not known.
+
+        Neither is it where rows or tokens of a drafter are not one per request and the target's.
+        """
         keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
         if (
             keys is None
             or positions is None
             or len(keys) != len(positions)
             or sampling_metadata.all_greedy
-            or _numbers_otherwise(self)
+            or self.parallel_drafting
+            or getattr(self, "use_heterogeneous_vocab", False)
         ):
             return stock(self, hidden_states, sampling_metadata)
         logits = self.model.compute_logits(hidden_states)
@@ -213,11 +215,6 @@ def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
         return draw_drafts(logits, temperature, keys, positions, entries), None
 
     return sample_draft_tokens
-
-
-def _numbers_otherwise(drafter: Any) -> bool:
-    """Return whether rows or tokens of a drafter are not one per request and the target's."""
-    return drafter.parallel_drafting or getattr(drafter, "use_heterogeneous_vocab", False)
 
 
 def request_key(engine: str, name: str) -> int:
