@@ -70,7 +70,7 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "history": (lambda x: type(x) is bool, "true or false"),
     "begin": (lambda x: x is None or isinstance(x, str), "the directory of a drafter"),
 }
-"""What each setting may be."""
+"""Check of each setting, and what it must be."""
 
 
 def parse_settings(value: object) -> VllmSettings:

@@ -3,12 +3,11 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from longtail.vllm import v2
 from longtail.vllm.guards import VllmSettings
-from support.vllm_releases import PARAMETERS, draw, release
+from support.vllm_releases import draw, release
 
 VOCAB, STEPS = 11, 3
 
@@ -39,17 +38,16 @@ def test_match_equals_a_loop_over_requests():
         assert (tokens.dtype, count.dtype) == (torch.int64, torch.int32)
 
 
-def installed(monkeypatch, version="0.33", **settings):
-    """Return the modules of a release with the plugin's functions."""
-    modules = release(monkeypatch, version)
+def installed(monkeypatch, **settings):
+    """Return vLLM's modules with the plugin's functions."""
+    modules = release(monkeypatch)
     for patch in v2.patches(VllmSettings(**settings)):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     return modules
 
 
-@pytest.mark.parametrize("version", PARAMETERS)
-def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, version):
-    modules = installed(monkeypatch, version)
+def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch):
+    modules = installed(monkeypatch)
     generator = torch.Generator().manual_seed(7)
     requests = 6
     logits = torch.randn(requests * (STEPS + 1), VOCAB, generator=generator)
@@ -84,7 +82,7 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
 
 
 def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
-    modules = release(monkeypatch, "0.33")
+    modules = release(monkeypatch)
     seen = []
 
     def kernel(logits, k, p, mask_value=0.0, has_topp_only_rows=True):

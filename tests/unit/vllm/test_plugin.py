@@ -49,7 +49,7 @@ def process(monkeypatch):
     paths = (plugin._FRONT_END, EngineArgs), (plugin._WORKER, WorkerBase)
     for path, kind in (*paths, (plugin._SCHEDULER, Scheduler)):
         monkeypatch.setitem(sys.modules, path, module(path, **{kind.__name__: kind}))
-    made.modules = release(monkeypatch, "0.33")
+    made.modules = release(monkeypatch)
     plugin.register()
     plugin.register()  # vLLM may load a plugin more than once
     return made
