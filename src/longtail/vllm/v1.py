@@ -192,7 +192,7 @@ def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
     def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
         """Draw the next draft of each request; vLLM's own way where the noise is not known.
 
-        Neither is it where rows or tokens of a drafter are not one per request and the target's.
+        Rows of some drafters are not one per request, and tokens of some are not the target's.
         """
         keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
         if (
