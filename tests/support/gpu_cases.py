@@ -103,7 +103,6 @@ def summed(device: str) -> Learned:
 CASES: dict[str, Callable[[str], Learned]] = {
     "float64": whole,
     "tied": half("qwen2"),
-    "normed queries": half("qwen3"),
     "windows": half("mistral"),
     "transformers": transformers,
     "adapters": adapters,

@@ -1,7 +1,7 @@
-"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of two releases.
+"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of vLLM 0.33.
 
-Parameters are facts of the releases. The draw is Gumbel-max with longtail's noise, keyed as vLLM's
-is: by the request's seed, the position and the token id.
+The draw is Gumbel-max with longtail's noise, keyed as vLLM's is: by the request's seed, the
+position and the token id. `make test-vllm` checks the functions of each release.
 """
 
 import inspect
@@ -16,36 +16,19 @@ import torch
 from longtail.sampling import gumbel_noise
 
 GPU = "vllm.v1.worker.gpu"
-_REJECTION = (
-    "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping expanded_idx_mapping "
-    "expanded_local_pos temperature seed num_speculative_steps synthetic_conditional_rates use_fp64"
-)
-_DRAFT = (
-    "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits"
-)
-_GUMBEL = (
-    "logits expanded_idx_mapping temperature seed pos apply_temperature is_drafting logits_cache "
-    "logits_cache_col use_fp64 logits_cache_source"
-)
-_FEATURES = "use_block_verification contexts watermarking watermarking_skip_mask"
 PARAMETERS = {
-    "0.32": {
-        "rejection_sample": f"{_REJECTION} {_FEATURES}",
-        "sample_draft": f"{_DRAFT} spec_step_idx",
-        "gumbel_sample": _GUMBEL,
-        "apply_top_k_top_p": "logits k p",
-        "apply_top_k_top_p_triton": "logits k p mask_value",
-    },
-    "0.33": {
-        "rejection_sample": f"{_REJECTION} {_FEATURES} watermark_key fly_window_size "
-        "fly_entropy_threshold fly_entropy_top_k",
-        "sample_draft": f"{_DRAFT} spec_step_idx num_steps",
-        "gumbel_sample": _GUMBEL,
-        "apply_top_k_top_p": "logits k p has_topp_only_rows",
-        "apply_top_k_top_p_triton": "logits k p mask_value has_topp_only_rows",
-    },
+    "rejection_sample": "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping "
+    "expanded_idx_mapping expanded_local_pos temperature seed num_speculative_steps "
+    "synthetic_conditional_rates use_fp64 use_block_verification contexts watermarking "
+    "watermarking_skip_mask watermark_key fly_window_size fly_entropy_threshold fly_entropy_top_k",
+    "sample_draft": "self hidden_states sample_src_positions idx_mapping temperature seeds "
+    "draft_step draft_logits spec_step_idx num_steps",
+    "gumbel_sample": "logits expanded_idx_mapping temperature seed pos apply_temperature "
+    "is_drafting logits_cache logits_cache_col use_fp64 logits_cache_source",
+    "apply_top_k_top_p": "logits k p has_topp_only_rows",
+    "apply_top_k_top_p_triton": "logits k p mask_value has_topp_only_rows",
 }
-"""Parameters of the functions that are replaced or called, by release."""
+"""Parameters of the functions that are replaced or called."""
 
 
 def function(parameters: str, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,9 +65,9 @@ def module(name: str, **contents: Any) -> ModuleType:
     return made
 
 
-def release(monkeypatch: pytest.MonkeyPatch, version: str) -> dict[str, ModuleType]:
-    """Put stand-ins of one release in the place of vLLM's modules and return them by last name."""
-    given = PARAMETERS[version]
+def release(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """Put stand-ins in the place of vLLM's modules and return them by last name."""
+    given = PARAMETERS
 
     class DraftModelSpeculator:
         use_fp64_gumbel = False

@@ -36,16 +36,6 @@ class TopKTopPSampler(torch.nn.Module):
         return self.forward_native(logits, generators, k, p)
 
 
-_MOE = "vllm.model_executor.layers.fused_moe"
-
-
-class Packing:
-    """Counts how often a layer is packed."""
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        layer.num_packed += 1
-
-
 def rejection_sample(
     draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
     target_logits, bonus_token_ids, sampling_metadata, synthetic_mode=False,
@@ -113,15 +103,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def _sample_draft_tokens(self, hidden_states, sampling_metadata):
             return self.model.compute_logits(hidden_states).argmax(-1), None
 
-    class Experts:
-        """Experts of a mixture; as in vLLM, they are packed at the first call alone."""
-
-        moe_kernel: Any = None
-
+    class UnquantizedFusedMoEMethod:
         def _setup_kernel(self, layer, w13, w2):
-            if self.moe_kernel is None:
-                self.moe_kernel = SimpleNamespace(fused_experts=Packing())
-                self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+            raise AssertionError("there are no experts")
 
     sampler = module(
         "vllm.v1.sample.ops.topk_topp_sampler",
@@ -141,11 +125,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         "vllm.v1.spec_decode.llm_base_proposer": {"SpecDecodeBaseProposer": SpecDecodeBaseProposer},
         "vllm.platforms": {"current_platform": platform},
         "vllm.triton_utils.dispatcher": {"_rebind_kernels": lambda overrides: None, "vars": vars},
-        f"{_MOE}.unquantized_fused_moe_method": {"UnquantizedFusedMoEMethod": Experts},
+        "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method": {
+            "UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethod
+        },
     }
     for each in (sampler, rejection, *(module(name, **items) for name, items in made.items())):
         monkeypatch.setitem(sys.modules, each.__name__, each)
     return SimpleNamespace(
         runner=CPUModelRunner, proposer=SpecDecodeBaseProposer, rejection=rejection,
-        sampler=sampler, experts=Experts,
+        sampler=sampler,
     )  # fmt: skip

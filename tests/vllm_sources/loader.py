@@ -32,7 +32,6 @@ REAL = (
     f"{GPU}.sample.output",
     f"{GPU}.sample.sampler",
     f"{GPU}.sample.states",
-    f"{GPU}.spec_decode.autoregressive.speculator",
     f"{GPU}.spec_decode.rejection_sampler",
     f"{GPU}.spec_decode.rejection_sampler_utils",
     f"{GPU}.spec_decode.speculator",

@@ -1,8 +1,6 @@
 """vLLM's Sampler, RejectionSampler and sample_draft on synthetic logits."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import update_wrapper
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -47,31 +45,6 @@ def rows(drafts: Tensor, positions: Tensor) -> Rows:
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     place = torch.arange(len(owner)) - starts[owner]
     return Rows(owner=owner, place=place, position=positions[owner] + place, starts=starts)
-
-
-class Recall:
-    """A kernel's results for the last arguments, so that equal steps are interpreted once."""
-
-    def __init__(self, kernel: Callable[..., Tensor]) -> None:
-        self.kernel = kernel
-        self.calls: list[tuple[tuple[Any, ...], Tensor]] = []
-        update_wrapper(self, kernel)
-
-    def __call__(self, *args: Any, **options: Any) -> Tensor:
-        given = (*args, *sorted(options.items()))
-        for former, result in self.calls:
-            if len(former) == len(given) and all(map(_same, former, given)):
-                return result.clone()
-        copies = tuple(each.clone() if isinstance(each, Tensor) else each for each in given)
-        result = self.kernel(*args, **options)
-        self.calls = [*self.calls[-1:], (copies, result.clone())]
-        return result
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return type(a) is type(b) and a == b
 
 
 class _Idle:
@@ -124,49 +97,29 @@ class Machine:
         )
         rejection = import_module(f"{GPU}.spec_decode.rejection_sampler").RejectionSampler
         self.verifier = rejection(self.sampler, given, torch.device("cpu"))
-        module, name = self._drafting()
-        self.draft_class = getattr(import_module(module), name)
-
-    def _drafting(self) -> tuple[str, str]:
-        speculator = import_module(f"{GPU}.spec_decode.speculator").DraftModelSpeculator
-        self.ahead = "positions" in speculator.sample_draft.__code__.co_varnames[:3]
-        if not self.ahead:
-            return f"{GPU}.spec_decode.speculator", "DraftModelSpeculator"
-        return f"{GPU}.spec_decode.autoregressive.speculator", "AutoRegressiveSpeculator"
+        self.speculator = import_module(f"{GPU}.spec_decode.speculator").DraftModelSpeculator
 
     def plain(self, logits: Tensor, at: Rows) -> Any:
         """Draw each row as a plain step of its request does; vLLM's sampler."""
-        alone = Rows(
-            owner=at.owner,
-            place=torch.zeros_like(at.place),
-            position=at.position,
-            starts=torch.arange(len(at) + 1),
-        )
-        return self.sampler(logits, _batch(alone, at.owner, torch.zeros_like(at.owner)))
+        none = torch.zeros_like(at.place)
+        alone = replace(at, place=none, starts=torch.arange(len(at) + 1))
+        return self.sampler(logits, _batch(alone, at.owner, none))
 
-    def verify(self, logits: Tensor, at: Rows, fed: Tensor, cache: Tensor | None = None) -> Any:
+    def verify(self, logits: Tensor, at: Rows, fed: Tensor) -> Any:
         """Verify drafts; `fed[i]` is the token fed at row i. vLLM's rejection sampler."""
         owners = torch.arange(len(self.requests))
-        return self.verifier(logits, _batch(at, owners, fed), cache)
+        return self.verifier(logits, _batch(at, owners, fed), None)
 
     def draft(self, logits: Tensor, owner: Tensor, position: Tensor) -> Tensor:
         """Draw a draft from each row of a drafter's logits, to stand after `position`."""
-        speculator = SimpleNamespace(
-            model=SimpleNamespace(compute_logits=lambda hidden: hidden),
+        made = SimpleNamespace(
             compute_draft_logits=lambda hidden, _step: hidden,
             _maybe_predict_acceptance=lambda *_: None,
             use_fp64_gumbel=False,
-            use_local_argmax_reduction=False,
         )
-        return self.draft_class.sample_draft(
-            speculator,
-            logits,
-            position - 1 if self.ahead else position,
-            owner,
-            self.requests.temperature,
-            self.requests.seed,
-            torch.tensor(0),
-            None,
+        given = self.requests.temperature, self.requests.seed
+        return self.speculator.sample_draft(
+            made, logits, position, owner, *given, torch.tensor(0), None
         )
 
 

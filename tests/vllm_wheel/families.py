@@ -67,14 +67,13 @@ def main(family: str, place: str, drafter: str, *packages: str) -> None:
 
     policy = CausalModel(read_pretrained(Path(place), torch.float32, "cpu"))
     learner = Learner(policy, LearnerSection(learning_rate=0.02))
+    own = {"drafter": drafter} if drafter == "learned" else {}
     generator = VllmGenerator(
         Path(place),
         lambda tokens: "",
         EngineLimits(max_running=4, max_step_tokens=64, max_len=64),
         dtype=torch.float32,
-        options={"additional_config": {"longtail": {"drafter": drafter}}}
-        if drafter != "none"
-        else {},
+        options={"additional_config": {"longtail": own}},
     )
     asked = [
         Request(

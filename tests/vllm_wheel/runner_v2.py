@@ -1,7 +1,4 @@
-"""Model Runner V2 on the CPU, with its kernels under Triton's interpreter: the wheel runs V1.
-
-python -m vllm_wheel.runner_v2 train ...        the command line with it
-"""
+"""Model Runner V2 on the CPU, with its kernels under Triton's interpreter: the wheel runs V1."""
 
 import os
 from typing import Any
@@ -35,10 +32,3 @@ def choose() -> None:
         scheduler.async_scheduling = ahead
 
     platform.check_and_update_config = classmethod(check_and_update_config)
-
-
-if __name__ == "__main__":
-    choose()
-    from longtail.cli.main import main
-
-    raise SystemExit(main())

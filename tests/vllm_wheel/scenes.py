@@ -1,8 +1,8 @@
 """Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
 
-    python -I scenes.py {"target": DIR, "eagle1": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR,
-                         "run": DIR, "prompts": [[1, 2]], "seeds": [7], "runner": "v1",
-                         "turns": 5, "scenes": ["plain", "ridge"]} SRC TESTS
+    python -I scenes.py {"target": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR, "run": DIR,
+                         "prompts": [[1, 2]], "seeds": [7], "runner": "v1", "turns": 5,
+                         "saved": DIR, "scenes": ["plain", "ridge"]} SRC TESTS
 
 One JSON object on standard output: the texts of every scene, and what it counted.
 """
@@ -33,17 +33,11 @@ def main(job: dict[str, Any], *packages: str) -> None:
     from longtail.vllm import plugin
 
     plugin.register()
-    scenes: tuple[Callable[[dict[str, Any]], Any], ...] = (
-        stock, plain, eagle3, eagle1, ridge, draft_model, cramped, live, learned
-    )  # fmt: skip
     found = {}
-    for scene in scenes:
-        name = scene.__name__
-        if name not in job["scenes"]:
-            continue
+    for name in job["scenes"]:
         print(f"scene {name}", file=sys.stderr, flush=True)
         try:
-            found[name] = scene(job)
+            found[name] = globals()[name](job)
         except Exception as error:  # noqa: BLE001  (the other scenes are played)
             found[name] = {"failed": f"{type(error).__name__}: {error}"}
         gc.collect()
@@ -63,11 +57,9 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
     elif drafter == "stock":
         own = {}
     elif drafter is not None:
-        method = {"eagle1": "eagle", "ridge": "eagle", "target": "draft_model"}.get(
-            drafter, "eagle3"
-        )
+        methods = {"ridge": "eagle", "target": "draft_model"}
         options["speculative_config"] = {
-            "method": method,
+            "method": methods.get(drafter, "eagle3"),
             "model": job[drafter],
             "num_speculative_tokens": DEPTH,
         }
@@ -108,7 +100,6 @@ def params(job: dict[str, Any]) -> list[Any]:
             seed=seed,
             detokenize=False,
             ignore_eos=True,
-            logprobs=0,
             **{"max_tokens": MAX_TOKENS, **kinds[index % len(kinds)]},
         )
         for index, seed in enumerate(job["seeds"])
@@ -116,18 +107,12 @@ def params(job: dict[str, Any]) -> list[Any]:
 
 
 def texts(job: dict[str, Any], llm: Any, *, backwards: bool = False) -> dict[str, Any]:
-    """Generate for all prompts; return tokens, logprobs and vLLM's counts."""
+    """Generate for all prompts; return tokens and vLLM's counts."""
+    order = slice(None, None, -1 if backwards else 1)
     prompts = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
-    pairs = list(zip(prompts, params(job), strict=True))
-    if backwards:
-        pairs.reverse()
-    done = llm.generate([a for a, _ in pairs], [b for _, b in pairs], use_tqdm=False)
-    outputs = [each.outputs[0] for each in (reversed(done) if backwards else done)]
+    done = llm.generate(prompts[order], params(job)[order], use_tqdm=False)
     return {
-        "tokens": [list(each.token_ids) for each in outputs],
-        "logprobs": [
-            [next(iter(row.values())).logprob for row in each.logprobs] for each in outputs
-        ],
+        "tokens": [list(each.outputs[0].token_ids) for each in done[order]],
         "metrics": {
             each.name: each.value
             for each in llm.get_metrics()
@@ -153,12 +138,6 @@ def eagle3(job: dict[str, Any]) -> Any:
     """EAGLE-3 with a prefix cache, twice, the second time in reverse order."""
     with engine(job, "eagle3", enable_prefix_caching=True) as llm:
         return [texts(job, llm), texts(job, llm, backwards=True)]
-
-
-def eagle1(job: dict[str, Any]) -> Any:
-    """EAGLE-1."""
-    with engine(job, "eagle1") as llm:
-        return texts(job, llm)
 
 
 def ridge(job: dict[str, Any]) -> Any:
@@ -188,7 +167,7 @@ def live(job: dict[str, Any]) -> Any:
         found["before"] = texts(job, llm)
         first = adopt_drafter(llm, job["eagle3"])
         found["after"] = texts(job, llm)
-        found["refused"] = refused(lambda: adopt_drafter(llm, job["eagle1"]))
+        found["refused"] = refused(lambda: adopt_drafter(llm, job["ridge"]))
         found["still"] = texts(job, llm)
         second = adopt_drafter(llm, job["run"])
         found["of_run"] = texts(job, llm)

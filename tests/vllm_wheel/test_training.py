@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import pytest
 
-from support import toy
 from vllm_wheel.runs import NEEDS_VLLM, PATIENCE_S, finish, read_metrics, same, training, written
 
 pytestmark = NEEDS_VLLM
@@ -36,13 +35,11 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return written(path, "--rollout.engine=own", "--speculation.drafter=none")
 
 
-@pytest.mark.parametrize("drafter", ["none", "auto", str(toy.DRAFTERS["eagle3"])])
-def test_a_run_is_that_of_longtails_engine(drafter, own, tmp_path) -> None:
+def test_a_run_is_that_of_longtails_engine(own, tmp_path) -> None:
     path = tmp_path / "run"
-    found = written(path, "--rollout.engine=vllm", f"--speculation.drafter={drafter}")
-    assert same(found, own)
+    assert same(written(path, "--rollout.engine=vllm", "--speculation.drafter=auto"), own)
     metrics = read_metrics(path)
-    assert ("speculation/accept_length" in metrics[-1]) == (drafter != "none")
+    assert "speculation/accept_length" in metrics[-1]
     assert "rollout/bookkeeping_share" not in metrics[-1]  # vLLM does not tell
 
 

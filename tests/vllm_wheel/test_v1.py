@@ -28,12 +28,12 @@ from vllm_wheel.runs import NEEDS_VLLM, play
 
 pytestmark = NEEDS_VLLM
 _NUM_PROMPTS = 14
-DRAFTING = ("eagle1", "ridge", "draft_model", "cramped")
+DRAFTING = ("ridge", "draft_model", "cramped")
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Play all scenes once; `own` are the texts of longtail's engine at temperature 1."""
+    """Play all scenes once."""
     root = tmp_path_factory.mktemp("wheel")
     asked = Namespace(
         target=str(toy.REASONER), drafter="history", prompts=str(toy.PROBLEMS), dtype="float32",
@@ -41,27 +41,23 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     target = open_target(asked)
     prompts = find_prompts(asked, target)
-    paths = {"target": str(target.directory)}
-    for recipe in ("eagle1", "eagle3"):
-        loaded = read_drafter(str(toy.DRAFTERS[recipe]), target, print, torch.float32)
-        assert loaded is not None
-        if recipe == "eagle3":
-            worse = loaded.copied()
-            worse.layer.initialize(torch.Generator().manual_seed(0))
-            _write(root / "worse", worse, target)
-            _publish(root / "run", worse, loaded)
-            paths |= {"worse": str(root / "worse"), "run": str(root / "run" / "drafter")}
-        _write(root / recipe, loaded, target)
-        paths[recipe] = str(root / recipe)
-    _write(root / "ridge", _ridge(prompts, asked).as_eagle(), target)
-    paths["ridge"] = str(root / "ridge")
+    eagle3 = read_drafter(str(toy.DRAFTERS["eagle3"]), target, print, torch.float32)
+    assert eagle3 is not None
+    worse = eagle3.copied()
+    worse.layer.initialize(torch.Generator().manual_seed(0))
+    _publish(root / "run", worse, eagle3)
+    drafters = {"eagle3": eagle3, "worse": worse, "ridge": _ridge(prompts, asked).as_eagle()}
+    for name, loaded in drafters.items():
+        _write(root / name, loaded, target)
+    job: dict[str, Any] = {name: str(root / name) for name in (*drafters, "saved")}
+    job |= {"target": str(target.directory), "run": str(root / "run" / "drafter")}
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
-    job = paths | {"prompts": prompts, "seeds": seeds, "saved": str(root / "saved")}
-    job |= {"runner": "v1", "turns": 5, "scenes": ["plain", "eagle3", "learned", "live", *DRAFTING]}
+    job |= {"prompts": prompts, "seeds": seeds, "runner": "v1", "turns": 5}
+    job["scenes"] = ["plain", "eagle3", "learned", "live", *DRAFTING]
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
-    own = complete(target, prompts, SamplingParams(max_tokens=48), None)[0]
-    return {**json.loads(done.stdout), "own": [list(each.tokens) for each in own]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def _ridge(prompts: Sequence[tuple[int, ...]], asked: Namespace) -> LoadedDrafter:
@@ -97,6 +93,7 @@ def _publish(run: Path, first: Any, newest: Any) -> None:
 def test_texts_do_not_depend_on_drafts(played: dict[str, Any], scene: str) -> None:
     assert played[scene]["tokens"] == played["plain"]["tokens"]
     assert played[scene]["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert scene != "cramped" or played[scene]["metrics"]["vllm:num_preemptions"] > 0
 
 
 def test_texts_do_not_depend_on_order_or_the_prefix_cache(played: dict[str, Any]) -> None:
@@ -104,42 +101,23 @@ def test_texts_do_not_depend_on_order_or_the_prefix_cache(played: dict[str, Any]
         assert turn["tokens"] == played["plain"]["tokens"]
 
 
-def test_logprobs_are_those_of_plain_decoding(played: dict[str, Any]) -> None:
-    for plain, drafted in zip(
-        played["plain"]["logprobs"], played["eagle3"][0]["logprobs"], strict=True
-    ):
-        assert plain == pytest.approx(drafted, abs=1e-4)
-
-
-def test_vllm_writes_the_texts_of_longtails_engine(played: dict[str, Any]) -> None:
-    ours = [played["own"][index] for index in range(0, _NUM_PROMPTS, 7)]
-    theirs = [played["plain"]["tokens"][index] for index in range(0, _NUM_PROMPTS, 7)]
-    assert ours == theirs
-
-
-def test_preempted_requests_keep_their_texts(played: dict[str, Any]) -> None:
-    assert played["cramped"]["metrics"]["vllm:num_preemptions"] > 0
+def grown(earlier: dict[str, Any], later: dict[str, Any], of: str, by: str) -> float:
+    """Return the growth of one of vLLM's counters of drafts over that of another."""
+    one, other = (
+        later["metrics"][name] - earlier.get("metrics", {}).get(name, 0.0)
+        for name in (f"vllm:spec_decode_num_{of}", f"vllm:spec_decode_num_{by}")
+    )
+    return one / other
 
 
 def accept_length(earlier: dict[str, Any], later: dict[str, Any]) -> float:
     """Tokens per verification step between two readings of vLLM's counters."""
-    drafts, accepted = (
-        later["metrics"][name] - earlier.get("metrics", {}).get(name, 0.0)
-        for name in ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens")
-    )
-    return 1 + accepted / drafts
+    return 1 + grown(earlier, later, "accepted_tokens", "drafts")
 
 
 def accepted_share(earlier: dict[str, Any], later: dict[str, Any]) -> float:
     """Accepted share of the drafted tokens, whatever depths the seconds of steps led to."""
-    drafted, accepted = (
-        later["metrics"][name] - earlier["metrics"][name]
-        for name in (
-            "vllm:spec_decode_num_draft_tokens",
-            "vllm:spec_decode_num_accepted_tokens",
-        )
-    )
-    return accepted / drafted
+    return grown(earlier, later, "accepted_tokens", "draft_tokens")
 
 
 def test_vllm_reads_the_exported_ridge_drafter_rightly(played: dict[str, Any]) -> None:
@@ -169,7 +147,4 @@ def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:
     assert trained > 2 * before
     assert accept_length(live["still"], live["of_run"]) == pytest.approx(trained, rel=0.05)
     assert [version for _, version in live["adopted"]] == [None, 5]
-
-
-def test_what_does_not_fit_is_refused_before_anything_changes(played: dict[str, Any]) -> None:
-    assert "give a drafter trained from that one" in played["live"]["refused"]
+    assert "give a drafter trained from that one" in live["refused"]

@@ -5,7 +5,6 @@ compilation, CUDA graphs and streams.
 """
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,27 +14,26 @@ from longtail.drafter.formats.layouts import write_layout
 from longtail.model.hf.model import load_model
 from support import toy
 from support.contract import toy_target
-from vllm_wheel.runs import NEEDS_VLLM, finish, play, same, training
+from vllm_wheel.runs import NEEDS_VLLM, play
 from vllm_wheel.test_v1 import accepted_share
 
 pytestmark = NEEDS_VLLM
-SCENES = (("stock",), ("eagle1", "eagle3", "learned"))
+SCENES = (("stock",), ("eagle3", "learned"))
 """Scenes of two processes: the plugin serves all engines of one, or none."""
 
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("v2")
-    target, job = toy_target(), dict[str, Any]()
-    for recipe in ("eagle1", "eagle3"):
-        loaded = read_drafter(str(toy.DRAFTERS[recipe]), target, print, target.model.dtype)
-        assert loaded is not None
-        loaded.layer.fold()
-        write_layout(root / recipe, loaded, load_model(toy.REASONER))
-        job[recipe] = str(root / recipe)
+    target = toy_target()
+    loaded = read_drafter(str(toy.DRAFTERS["eagle3"]), target, print, target.model.dtype)
+    assert loaded is not None
+    loaded.layer.fold()
+    write_layout(root / "eagle3", loaded, load_model(toy.REASONER))
     prompts = [list(range(5 + index % 3, 25)) for index in range(7)]
-    job |= {"target": str(toy.REASONER), "prompts": prompts, "seeds": list(range(7))}
-    job |= {"runner": "v2", "turns": 3, "saved": str(root / "saved")}
+    job = {"target": str(toy.REASONER), "prompts": prompts, "seeds": list(range(7))}
+    job |= {"eagle3": str(root / "eagle3"), "saved": str(root / "saved")}
+    job |= {"runner": "v2", "turns": 3}
     found = dict[str, Any]()
     for scenes in SCENES:
         done = play("scenes.py", json.dumps(job | {"scenes": scenes}))
@@ -46,10 +44,8 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("recipe", ["eagle1", "eagle3"])
-def test_coupled_drafts_change_no_text(played: dict[str, Any], recipe: str) -> None:
-    turns = [played[recipe]] if recipe == "eagle1" else played[recipe]
-    for turn in turns:
+def test_coupled_drafts_change_no_text(played: dict[str, Any]) -> None:
+    for turn in played["eagle3"]:
         assert turn["tokens"] == played["stock"]["tokens"]
         assert turn["metrics"]["vllm:spec_decode_num_accepted_tokens"] > 0
 
@@ -61,14 +57,3 @@ def test_vllm_learns_a_drafter_and_writes_the_same(played: dict[str, Any]) -> No
     assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
     assert accepted_share(learned["turns"][-2], learned["turns"][-1]) > 0.4
     assert learned["status"]["learned"]["solves"] > 0
-
-
-def test_a_run_writes_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> None:
-    found = {}
-    for drafter in ("none", "fresh"):
-        words = ("--rollout.engine=vllm", f"--speculation.drafter={drafter}")
-        words += ("--rollout.max_tokens=48", "--cluster.worker_timeout_s=300")
-        path = tmp_path / drafter
-        with training(path, *words, steps=2, program="vllm_wheel.runner_v2") as process:
-            found[drafter] = finish(path, process)
-    assert same(found["none"], found["fresh"])

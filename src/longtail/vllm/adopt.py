@@ -12,7 +12,7 @@ keys and values of the old drafter until these have left its window.
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,7 @@ from longtail.vllm.weights import read_weights
 
 _RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
 METHOD = "longtail_adopt_drafter"
-"""Method that every worker has, for `collective_rpc`; it reads files."""
-LOAD_DRAFTER, LOAD_POLICY = "longtail_load_drafter", "longtail_load_policy"
-"""Methods that take tensors by the names of vLLM's files."""
+"""Method that every worker has, for `collective_rpc`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +52,7 @@ def patches() -> list[Patch]:
     _reloading()
     worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     check(worker, "get_model", "self")
-    methods: dict[str, Callable[..., Any]] = {
-        METHOD: adopt_in_worker,
-        LOAD_DRAFTER: load_drafter_in_worker,
-        LOAD_POLICY: load_policy_in_worker,
-    }
-    return [Patch(owner=worker, name=name, replacement=each) for name, each in methods.items()]
+    return [Patch(owner=worker, name=METHOD, replacement=adopt)]
 
 
 def _reloading() -> tuple[Callable[..., None], Callable[..., None]]:
@@ -76,49 +69,68 @@ def adopt_drafter(llm: Any, path: Path | str) -> Adoption:
 
     Raises ConfigError, before anything is changed, if they do not fit the drafter of the engine.
     """
-    return adoption(llm.collective_rpc(METHOD, args=(str(path),)))
+    return _slowest(llm.collective_rpc(METHOD, args=(str(path),)))
 
 
 async def adopt_drafter_async(engine: Any, path: Path | str) -> Adoption:
     """Give an `AsyncLLM` new drafter weights, as `adopt_drafter`."""
-    return adoption(await engine.collective_rpc(METHOD, args=(str(path),)))
+    return _slowest(await engine.collective_rpc(METHOD, args=(str(path),)))
 
 
-def adoption(answers: list[Mapping[str, Any]]) -> Adoption:
-    """Return the adoption that all workers report."""
-    slowest = max(answers, key=lambda each: each["seconds"])
-    return Adoption(**slowest)
+def _slowest(answers: Sequence[Mapping[str, Any]]) -> Adoption:
+    return Adoption(**max(answers, key=lambda each: each["seconds"]))
 
 
 # ---- in the worker
 
 
-def adopt_in_worker(worker: Any, path: str) -> dict[str, Any]:
+def adopt(worker: Any, path: str) -> dict[str, Any]:
     """Read, check and load new weights; return an `Adoption` as a dictionary."""
     started = time.perf_counter()
-    speculation = _speculative_config(worker)
+    speculation = worker.vllm_config.speculative_config
+    if speculation is None or worker.model_runner.get_draft_model() is None:
+        raise ConfigError(
+            "this vLLM has no drafter whose weights could be replaced: start it with a "
+            "speculative_config that names one"
+        )
     found = read_weights(
         Path(path),
         Path(speculation.draft_model_config.model),
         Path(worker.vllm_config.model_config.model),
     )
-    load_drafter_in_worker(worker, found.tensors)
+    load_drafter(worker, found.tensors)
     seconds = time.perf_counter() - started
     return {"digest": found.digest, "seconds": seconds, "version": found.version, "source": path}
 
 
-def load_drafter_in_worker(worker: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Load new weights of the drafter, whose shapes are the old ones'."""
+def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Load weights of the drafter, by the names of vLLM's files; their shapes are the old ones'.
+
+    vLLM has packed the old ones already. Modules that belong to the target keep their weights.
+    """
     from vllm.config import set_current_vllm_config
 
-    model_config = _speculative_config(worker).draft_model_config
-    model = draft_model(worker.model_runner)
-    with set_current_vllm_config(worker.vllm_config):
-        load_in_place(model, model_config, tensors, shared=worker.model_runner.get_model())
+    begin, finish = _reloading()
+    config, runner = worker.vllm_config, worker.model_runner
+    model: Any = runner.get_draft_model()
+    with (
+        set_current_vllm_config(config),
+        torch.no_grad(),
+        _without_shared(model, runner.get_model()) as absent,
+    ):
+        begin(model)
+        try:
+            model.load_weights(
+                (name, tensor)
+                for name, tensor in tensors.items()
+                if not name.startswith(tuple(f"{each}." for each in absent))
+            )
+        finally:
+            finish(model, config.speculative_config.draft_model_config)
 
 
-def load_policy_in_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Load all weights of the target, in place."""
+def load_policy(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Load all weights of the target, by the names of vLLM's files, in place."""
     runner = worker.model_runner
     reload = check(runner, "reload_weights", "weights_iterator weights_path is_checkpoint_format")
     model = runner.get_model()
@@ -159,48 +171,8 @@ def _noting_layers_left_out() -> Iterator[set[str]]:
         logger.removeFilter(noting)
 
 
-def _speculative_config(worker: Any) -> Any:
-    """Return how the engine drafts; ConfigError if it does not, or without weights."""
-    found = worker.vllm_config.speculative_config
-    if found is None or draft_model(worker.model_runner) is None:
-        raise ConfigError(
-            "this vLLM has no drafter whose weights could be replaced: start it with a "
-            "speculative_config that names one"
-        )
-    return found
-
-
-def draft_model(runner: Any) -> Any:
-    """Return the module of the drafter, of either model runner; None without one."""
-    if hasattr(runner, "get_draft_model"):
-        return runner.get_draft_model()
-    holder = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
-    return getattr(holder, "model", None)
-
-
-def load_in_place(
-    model: nn.Module, model_config: Any, tensors: Mapping[str, Tensor], *, shared: nn.Module
-) -> None:
-    """Load tensors into a model whose weights vLLM has packed already.
-
-    Modules that belong to `shared`, the target, keep their weights.
-    """
-    begin, finish = _reloading()
-    load: Any = model.load_weights
-    with torch.no_grad(), without_shared(model, shared) as absent:
-        begin(model)
-        try:
-            load(
-                (name, tensor)
-                for name, tensor in tensors.items()
-                if not any(name.startswith(f"{each}.") for each in absent)
-            )
-        finally:
-            finish(model, model_config)
-
-
 @contextmanager
-def without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
+def _without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
     """Take the target's modules out of a drafter for a while; yield their last names."""
     theirs = set(target.modules())
     taken: list[tuple[nn.Module, str, nn.Module]] = []

@@ -1,20 +1,22 @@
-"""The depth of drafts in vLLM, chosen between its steps from what they took and yielded.
+"""The depth of drafts, chosen in vLLM's scheduler from what its own steps took and yielded.
 
-vLLM has a table of depths by the number of running requests. Each choice of the tuner is kept for
-some steps, since a step verifies what the step before it drafted.
+vLLM has a table of depths by the number of running requests. The scheduler knows what each step
+took and yielded, in a server as in a loop, so the tuner runs there. Each choice is kept for some
+steps, since a step verifies what the step before it drafted.
 """
 
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from torch import Tensor
 
-from longtail.generator import Switch
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
+from longtail.vllm.guards import chains, check
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
@@ -26,7 +28,7 @@ _HELD_STEPS = 6
 class VllmDrafter:
     """A drafter that vLLM runs.
 
-    Example: VllmDrafter(method="ngram", tuner=BanditTuner())
+    Example: VllmDrafter(method="ngram", tuner=DepthTuner())
     """
 
     method: str
@@ -40,81 +42,88 @@ class VllmDrafter:
 
     def config(self, max_running: int) -> dict[str, Any]:
         """Return vLLM's `speculative_config`, with a table for every number of requests."""
-        found: dict[str, Any] = {
-            "method": self.method,
-            "num_speculative_tokens": MAX_DEPTH,
-            "num_speculative_tokens_per_batch_size": [(1, max_running, MAX_DEPTH)],
-        }
-        if self.directory is not None:
-            return found | {"model": str(self.directory)}
-        return found | {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
-    """A step of vLLM.
-
-    Example: Taken(num_running=2, num_tokens=8, verified=[(3, 1), (3, 0)], seconds=0.02)
-    """
-
-    num_running: int
-    num_tokens: int
-    """Tokens that were computed, drafts among them."""
-    verified: Sequence[tuple[int, int]]
-    """Drafted and accepted tokens of each request with drafts."""
-    seconds: float
+        found = chains(self.method, MAX_DEPTH, max_running)
+        return found if self.directory is None else found | {"model": str(self.directory)}
 
 
 @final
 class Depths:
-    """The depth of drafts in vLLM's table, from its own steps."""
+    """Chooses the depth before each step of a scheduler, and learns from it afterwards."""
 
-    def __init__(self, tuner: Tuner, most: int = MAX_DEPTH, *, ahead: bool = False) -> None:
-        """`ahead`: a step is scheduled before the one before has ended."""
-        self._tuner, self._most = tuner, most
+    def __init__(self, scheduler: Any, tuner: Tuner) -> None:
+        self._schedule = check(scheduler, "schedule", "", then="throttle_prefills")
+        known = "scheduler_output model_runner_output"
+        self._update = check(scheduler, "update_from_output", known)
+        self._scheduler, self._tuner = scheduler, tuner
         self._plan = Plan(strategy=None)
         self._running = self._left = 0
+        ahead = bool(scheduler.vllm_config.scheduler_config.async_scheduling)
         self._latest = deque([0], maxlen=2 + ahead)
         """Depths at which the step that ends next verified and drafted, and later ones."""
+        self._began: dict[int, float] = {}
+        self._ended = 0.0
         self.depth = 0
         """Tokens to draft ahead; 0: plain decoding."""
-        self._tuner.begin(None, 1)
+        self.plan_s = 0.0
+        """Seconds of the last choice."""
+        tuner.begin(None, 1)
+        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
     def begin(self) -> None:
         """Draft with a drafter that has changed."""
         self._left = 0
         self._tuner.reset_estimates()
 
-    def choose(self, running: int) -> Switch | None:
-        """Choose the depth of the next step; return the change between drafting and not."""
-        before = self.depth
+    def schedule(self, *args: Any, **options: Any) -> Any:
+        """Schedule a step; the table says how many tokens it drafts (vLLM calls it)."""
+        began, scheduler = time.perf_counter(), self._scheduler
+        self._choose(min(len(scheduler.running), scheduler.max_num_running_reqs))
+        table = scheduler.dynamic_sd_lookup
+        table[:] = [self.depth] * len(table)
+        self.plan_s = time.perf_counter() - began
+        output = self._schedule(*args, **options)
+        self._began[id(output)] = began
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Learn from a step that verified and drafted at one depth (vLLM calls it)."""
+        now = time.perf_counter()
+        # A step that was scheduled ahead begins when the one before has ended.
+        began = max(self._began.pop(id(scheduler_output), now), self._ended)
+        self._ended = now
+        if len(set(self._latest)) == 1 and scheduler_output.num_scheduled_tokens:
+            self._tuner.learn(self._outcome(scheduler_output, model_runner_output, now - began))
+        return self._update(scheduler_output, model_runner_output)
+
+    def _choose(self, running: int) -> None:
+        """Choose the depth of the next step."""
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
             self._plan = self._tuner.plan(self._batch(running, running))
-            strategy = self._plan.strategy
-            self.depth = 0 if strategy is None else min(strategy.depth, self._most)
+            strategy, most = self._plan.strategy, self._scheduler.num_spec_tokens
+            self.depth = 0 if strategy is None else min(strategy.depth, most)
         self._latest.append(self.depth)
-        if bool(self.depth) == bool(before):
-            return None
-        reason = self._plan.reason or f"{running} running, measured in vLLM's steps"
-        return Switch(drafts=bool(self.depth), reason=reason)
 
-    def learn(self, step: Taken) -> None:
-        """Learn from a step that verified and drafted at one depth."""
-        if len(set(self._latest)) > 1 or not step.num_running:
-            return
-        num_nodes = sum(drafted for drafted, _ in step.verified)
-        outcome = Outcome(
-            batch=self._batch(step.num_running, step.num_tokens - num_nodes),
+    def _outcome(self, taken: Any, given: Any, seconds: float) -> Outcome:
+        """Return what a step took and yielded."""
+        places, sampled = given.req_id_to_index, given.sampled_token_ids
+        verified = [
+            (len(drafts), max(len(sampled[places[name]]) - 1, 0))
+            for name, drafts in taken.scheduled_spec_decode_tokens.items()
+            if drafts and name in places
+        ]
+        num_nodes = sum(drafted for drafted, _ in verified)
+        num_tokens = taken.total_num_scheduled_tokens - num_nodes
+        return Outcome(
+            batch=self._batch(len(taken.num_scheduled_tokens), num_tokens),
             plan=self._plan,
             timings=(),
-            num_drafts=len(step.verified),
+            num_drafts=len(verified),
             num_nodes=num_nodes,
-            num_accepted=sum(accepted for _, accepted in step.verified),
-            verify_s=step.seconds,
+            num_accepted=sum(accepted for _, accepted in verified),
+            verify_s=seconds,
         )
-        self._tuner.learn(outcome)
 
     def _batch(self, running: int, num_tokens: int) -> Batch:
         return Batch(
@@ -122,5 +131,5 @@ class Depths:
             num_sampled=running,
             num_tokens=num_tokens,
             num_pairs=0,
-            room=running * self._most,
+            room=running * self._scheduler.num_spec_tokens,
         )

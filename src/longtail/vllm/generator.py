@@ -1,20 +1,19 @@
 """vLLM as a `Generator`: an `LLMEngine` in this process, whose steps longtail takes.
 
     submit          add_request, the noise key as its seed: the plugin draws our very texts
-    step            table of draft depths --> LLMEngine.step --> tokens, verified drafts, seconds
+    step            LLMEngine.step --> tokens, verified drafts, seconds
     load_policy     weights in place, between two rollouts; the prefix cache is dropped
     load_drafter    weights in place, between two steps
 
-Texts, stop strings and logprobs are kept here. vLLM drafts as many tokens as its table has for the
-number of running requests (`dynamic_sd_lookup`); the tuner's choice is written there between two
-steps, from what vLLM's own steps took and yielded. Never run on a GPU.
+Texts, stop strings and logprobs are kept here; `depths` chooses in vLLM's scheduler how many tokens
+are drafted. Never run on a GPU.
 """
 
 import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -30,10 +29,10 @@ from longtail.errors import NonFiniteError, RequestError
 from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
-from longtail.vllm.adopt import LOAD_DRAFTER, LOAD_POLICY
-from longtail.vllm.depths import Depths, Taken, VllmDrafter
+from longtail.vllm.adopt import load_drafter, load_policy
+from longtail.vllm.depths import Depths, VllmDrafter
 from longtail.vllm.guards import KEY, check
-from longtail.vllm.learned_worker import SAVE_IF_LEARNED
+from longtail.vllm.learned_worker import save_if_learned
 from longtail.vllm.start import start
 
 _ENVIRONMENT = {
@@ -63,7 +62,7 @@ class VllmGenerator(ActiveRequests):
         *,
         dtype: torch.dtype,
         drafter: VllmDrafter | None = None,
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         super().__init__()
         os.environ.update(_ENVIRONMENT)
@@ -73,18 +72,24 @@ class VllmGenerator(ActiveRequests):
 
         plugin.register()
         self._decode, self._limits = decode, limits
-        self._engine = start(directory, limits, dtype, drafter, options or {})
+        self._engine = start(directory, limits, dtype, drafter, options)
         plugin.require(self._engine)
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        config = self._engine.vllm_config.scheduler_config
-        ahead = bool(config.async_scheduling)
-        self._depths = None if drafter is None else Depths(drafter.tuner, ahead=ahead)
-        self._drafter = drafter
-        self._scheduled = _Scheduled()
+        self._depths = None if drafter is None else Depths(self._scheduler, drafter.tuner)
+        self._by_vllms_names = None if drafter is None else drafter.tensors
+        self._scheduled: Any = None
+        """vLLM's schedule of the step that has ended; None if none has."""
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
-        self._learns = (options or {}).get("additional_config", {}).get(KEY, {}).get("drafter")
-        self._watch_scheduler()
+        self._learns = options.get("additional_config", {}).get(KEY, {}).get("drafter")
+        scheduler = self._scheduler
+        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
+
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            self._scheduled = scheduler_output
+            return stock(scheduler_output, model_runner_output)
+
+        scheduler.update_from_output = update_from_output
 
     def check(self, request: Request) -> None:
         """Raise RequestError if vLLM can never serve the request; thread-safe."""
@@ -111,23 +116,24 @@ class VllmGenerator(ActiveRequests):
 
     def step(self) -> StepReport:
         """Take one step of vLLM's scheduler."""
-        began, switch = time.perf_counter(), None
-        before = self._depth
-        if self._depths is not None:
-            switch = self._depths.choose(min(len(self._active), self._limits.max_running))
-            table = self._scheduler.dynamic_sd_lookup
-            table[:] = [self._depths.depth] * len(table)
-        tuner_s = time.perf_counter() - began
-        result, self._scheduled = _Results(), _Scheduled()
-        for output in self._engine.step():
+        began, drafted, self._scheduled = time.perf_counter(), bool(self._depth), None
+        outputs = self._engine.step()
+        counts, drafts = dict[str, int](), dict[str, int]()
+        if self._scheduled is not None:
+            counts = self._scheduled.num_scheduled_tokens
+            lists = self._scheduled.scheduled_spec_decode_tokens
+            drafts = {self._names.get(name, name): len(each) for name, each in lists.items()}
+        result = _Results()
+        for output in outputs:
             if output.request_id in self._active:  # else it has ended here already
-                self._append(output, result)
-        if self._learns and bool(before) != bool(self._depth):
-            reason = f"{len(self._scheduled.counts)} running, measured in vLLM's steps"
-            switch = Switch(drafts=bool(self._depth), reason=reason)
-        report = StepReport(
-            num_tokens=sum(self._scheduled.counts.values()),
-            num_running=len(self._scheduled.counts),
+                self._append(output, drafts.get(output.request_id, 0), result)
+        switch = None
+        if drafted != bool(self._depth):
+            reason = f"{len(counts)} running, measured in vLLM's steps"
+            switch = Switch(drafts=not drafted, reason=reason)
+        return StepReport(
+            num_tokens=sum(counts.values()),
+            num_running=len(counts),
             step_s=time.perf_counter() - began,
             forward_s=math.nan,
             sample_s=math.nan,
@@ -137,28 +143,20 @@ class VllmGenerator(ActiveRequests):
             finished=tuple(result.finished),
             failed=tuple(result.failed),
             verified=tuple(result.verified),
-            tuner_s=tuner_s,
-            speculates=self._depths is not None or bool(self._learns),
+            tuner_s=0.0 if self._depths is None else self._depths.plan_s,
+            speculates=bool(self._scheduler.dynamic_sd_lookup),
             switch=switch,
         )
-        if self._depths is not None:
-            drafted = [(each.num_drafted, each.num_accepted) for each in report.verified]
-            self._depths.learn(
-                Taken(
-                    num_running=report.num_running,
-                    num_tokens=report.num_tokens,
-                    verified=drafted,
-                    seconds=report.step_s,
-                )
-            )
-        return report
 
-    def _append(self, output: Any, result: "_Results") -> None:
+    def _append(self, output: Any, num_drafted: int, result: "_Results") -> None:
         """Append a request's new tokens up to one that ends it."""
         name, new = output.request_id, output.outputs[0]
-        active, logprobs = self._active[name], _logprobs(new)
+        active = self._active[name]
         before = active.num_generated
-        if num_drafted := self._scheduled.drafts.get(name, 0):
+        logprobs = [
+            row[token].logprob for token, row in zip(new.token_ids, new.logprobs, strict=True)
+        ]
+        if num_drafted:
             result.verified.append(
                 Verified(
                     request_id=name,
@@ -198,17 +196,16 @@ class VllmGenerator(ActiveRequests):
         self._refuse_unless_idle(version)
         self._finish_steps()
         self._wake()
-        self._engine.collective_rpc(LOAD_POLICY, args=(_finite(parameters, version),))
+        self._engine.collective_rpc(load_policy, args=(_finite(parameters, version),))
         self._engine.reset_prefix_cache()
         self._policy_version = version
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights."""
-        assert self._drafter is not None, "no drafter was given"
-        assert self._drafter.tensors is not None, "this drafter has no weights"
-        self._wake()
-        self._engine.collective_rpc(LOAD_DRAFTER, args=(dict(self._drafter.tensors(tensors)),))
+        assert self._by_vllms_names is not None, "there is no drafter with weights"
         assert self._depths is not None, "as there is a drafter"
+        self._wake()
+        self._engine.collective_rpc(load_drafter, args=(dict(self._by_vllms_names(tensors)),))
         self._depths.begin()
 
     def sleep(self, *, fully: bool = False) -> None:
@@ -239,7 +236,7 @@ class VllmGenerator(ActiveRequests):
     def save_drafter(self, path: Path) -> None:
         """Write the drafter that vLLM has learned, if there is one by now."""
         if self._learns:
-            self._engine.collective_rpc(SAVE_IF_LEARNED, args=(str(path),))
+            self._engine.collective_rpc(save_if_learned, args=(str(path),))
 
     @property
     def _depth(self) -> int:
@@ -250,41 +247,6 @@ class VllmGenerator(ActiveRequests):
     @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
-
-    def _watch_scheduler(self) -> None:
-        """Note what the scheduler gives each step to compute."""
-        scheduler = self._scheduler
-        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
-
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            self._scheduled = _Scheduled.of(scheduler_output, self._names)
-            return stock(scheduler_output, model_runner_output)
-
-        scheduler.update_from_output = update_from_output
-
-
-@dataclass(slots=True)
-class _Scheduled:
-    """Tokens that a step computes, by our request ids."""
-
-    counts: dict[str, int] = field(default_factory=dict)
-    """Number of flat tokens of each request."""
-    drafts: dict[str, int] = field(default_factory=dict)
-    """Number of verified tokens of each request that has some."""
-
-    @staticmethod
-    def of(output: Any, names: Mapping[str, str]) -> "_Scheduled":
-        """Read a scheduler's output; `names` are our ids by vLLM's."""
-        drafts = output.scheduled_spec_decode_tokens
-        return _Scheduled(
-            counts=_named(output.num_scheduled_tokens, names),
-            drafts=_named({name: len(each) for name, each in drafts.items() if each}, names),
-        )
-
-
-def _named(numbers: Mapping[str, int], names: Mapping[str, str]) -> dict[str, int]:
-    """Return numbers by our ids; an aborted request has vLLM's."""
-    return {names.get(name, name): number for name, number in numbers.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,12 +277,6 @@ def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
     )
-
-
-def _logprobs(new: Any) -> Sequence[float]:
-    """Return the logprob of each new token."""
-    rows = zip(new.token_ids, new.logprobs, strict=True)
-    return [row[token].logprob for token, row in rows]
 
 
 def _finite(parameters: Iterable[tuple[str, Tensor]], version: int) -> list[tuple[str, Tensor]]:

@@ -6,8 +6,10 @@ feature that the replacement would ignore, so it is refused as well. No torch, n
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import update_wrapper
 from importlib import import_module
 from typing import Any, Literal, cast, get_args
 
@@ -29,7 +31,6 @@ KEY = "longtail"
 Drafts = Literal["coupled", "match"]
 LEARNED = "learned"
 """The drafter that vLLM learns by itself."""
-_DEPTH, _MOST_DEPTH = 4, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class VllmSettings:
     """Rows per product in linear layers of a CPU engine; None leaves vLLM's products alone."""
     drafter: str | None = None
     """`learned`: vLLM learns a drafter of its own; None: the one of speculative_config."""
-    depth: int = _DEPTH
+    depth: int = 4
     """Most tokens that the learned drafter drafts ahead."""
     history: bool = True
     """Whether it copies from the request's text and from those of the same prompt, too."""
@@ -56,57 +57,35 @@ class VllmSettings:
         """Return those that all engines of a process share: theirs are the functions of vLLM."""
         return VllmSettings(drafts=self.drafts, block_rows=self.block_rows)
 
-    def speculation(self, max_running: int) -> dict[str, Any]:
-        """Return the speculative_config of the learned drafter.
 
-        It stands in the place of vLLM's n-gram search, the drafter without a model and a cache: of
-        the search on the device, for which vLLM schedules steps ahead, or, in V1, of the other.
-        """
-        return {
-            "method": "ngram_gpu",
-            "num_speculative_tokens": self.depth,
-            "num_speculative_tokens_per_batch_size": [(1, max_running, self.depth)],
-            "prompt_lookup_max": 4,
-            "prompt_lookup_min": 2,
-        }
+def _is_within(value: object, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
 
 
-def parse_settings(value: object, name: str = f"additional_config.{KEY}") -> VllmSettings:
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "drafts": (lambda x: x in get_args(Drafts), "coupled or match"),
+    "block_rows": (lambda x: x is None or _is_within(x, 4096), "an integer from 1 to 4096"),
+    "drafter": (lambda x: x in (None, LEARNED), LEARNED),
+    "depth": (lambda x: _is_within(x, 16), "an integer from 1 to 16"),
+    "history": (lambda x: type(x) is bool, "true or false"),
+    "begin": (lambda x: x is None or isinstance(x, str), "the directory of a drafter"),
+}
+"""Check of each setting, and what it must be."""
+
+
+def parse_settings(value: object) -> VllmSettings:
     """Return the settings in a mapping; ConfigError names an unknown or impossible field."""
+    name = f"additional_config.{KEY}"
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name} must be a table of settings, not {value!r}; {{}} is the default")
-    known = [field.name for field in fields(VllmSettings)]
-    for key in value:
-        if key not in known:
-            raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(known)}")
-    drafts = value.get("drafts", "coupled")
-    if drafts not in get_args(Drafts):
-        raise ConfigError(f"{name}.drafts must be coupled or match, not {drafts!r}")
-    rows = value.get("block_rows")
-    if rows is not None and (type(rows) is not int or not 1 <= rows <= 4096):
-        raise ConfigError(f"{name}.block_rows must be an integer from 1 to 4096, not {rows!r}")
-    drafter, depth = value.get("drafter"), value.get("depth", _DEPTH)
-    if drafter not in (None, LEARNED):
-        raise ConfigError(
-            f"{name}.drafter must be {LEARNED}, not {drafter!r}; others are vLLM's "
-            "speculative_config"
-        )
-    if type(depth) is not int or not 1 <= depth <= _MOST_DEPTH:
-        raise ConfigError(f"{name}.depth must be an integer from 1 to {_MOST_DEPTH}, not {depth!r}")
-    history = value.get("history", True)
-    if type(history) is not bool:
-        raise ConfigError(f"{name}.history must be true or false, not {history!r}")
-    begin = value.get("begin")
-    if begin is not None and not isinstance(begin, str):
-        raise ConfigError(f"{name}.begin must be the directory of a drafter, not {begin!r}")
-    return VllmSettings(
-        drafts=cast(Drafts, drafts),
-        block_rows=rows,
-        drafter=drafter,
-        depth=depth,
-        history=history,
-        begin=begin,
-    )
+    for key, given in value.items():
+        if key not in _RULES:
+            raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(_RULES)}")
+        is_possible, rule = _RULES[key]
+        if not is_possible(given):
+            more = "; others are vLLM's speculative_config" if key == "drafter" else ""
+            raise ConfigError(f"{name}.{key} must be {rule}, not {given!r}{more}")
+    return VllmSettings(**value)
 
 
 def requested(additional_config: object, environment: Mapping[str, str]) -> VllmSettings | None:
@@ -126,6 +105,23 @@ def requested(additional_config: object, environment: Mapping[str, str]) -> Vllm
     if word == LEARNED:
         return VllmSettings(drafter=LEARNED)
     return VllmSettings(drafts=cast(Drafts, word)) if word else None
+
+
+def learning(config: Any) -> VllmSettings | None:
+    """Return the settings of a vllm_config in which vLLM learns its drafter; None elsewhere."""
+    settings = requested(config.additional_config, os.environ)
+    return settings if settings is not None and settings.drafter is not None else None
+
+
+def chains(method: str, depth: int, max_running: int) -> dict[str, Any]:
+    """Return a speculative_config, with a table of depths for every number of requests."""
+    found: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": depth,
+        "num_speculative_tokens_per_batch_size": [(1, max_running, depth)],
+    }
+    is_search = method.startswith("ngram")
+    return found | ({"prompt_lookup_max": 4, "prompt_lookup_min": 2} if is_search else {})
 
 
 def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:
@@ -160,6 +156,14 @@ class Patch:
     name: str
     """Attribute of the owner."""
     replacement: Callable[..., Any]
+
+    @staticmethod
+    def of(
+        owner: Any, name: str, known: str, make: Callable[..., Callable[..., Any]], then: str = ""
+    ) -> "Patch":
+        """Return what `make` makes of the function, if its parameters are those of `check`."""
+        stock = check(owner, name, known, then)
+        return Patch(owner=owner, name=name, replacement=update_wrapper(make(stock), stock))
 
     def __str__(self) -> str:
         module = getattr(self.owner, "__module__", "")

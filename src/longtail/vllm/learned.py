@@ -50,13 +50,8 @@ class Step:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chains:
-    """Drafts of a step."""
-
-    tokens: Int[Tensor, "requests depth"]
-    counts: Bool[Tensor, "requests depth"]
-    """Whether there is a draft; a chain has none after its first gap."""
+Chains = tuple[Int[Tensor, "requests depth"], Bool[Tensor, "requests depth"]]
+"""Drafts of a step, and whether there is one; a chain has none after its first gap."""
 
 
 @final
@@ -137,7 +132,7 @@ class Learned:
             return _alone(found, roots, has_root, depth)
         if found is None:
             drafts = self.block.propose(states, roots, depth, draw)
-            return Chains(tokens=drafts, counts=has_root[:, None].expand_as(drafts))
+            return drafts, has_root[:, None].expand_as(drafts)
         goes_first = self._goes_first(found, depth)
 
         def copied_or_drawn(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
@@ -152,7 +147,7 @@ class Learned:
             places=places, positions=at[:, 0], found=found, tokens=tokens, first=own[0],
             is_own=~goes_first,
         )  # fmt: skip
-        return Chains(tokens=tokens, counts=has_root[:, None].expand_as(tokens))
+        return tokens, has_root[:, None].expand_as(tokens)
 
     def _goes_first(self, found: Found, depth: int) -> Bool[Tensor, "requests"]:
         """Return whether copied tokens promise more than the block's."""
@@ -201,6 +196,6 @@ def _alone(found: Found | None, roots: Tensor, has_root: Tensor, depth: int) -> 
     """Return copies alone, before there is a block."""
     none = roots[:, None].expand(-1, depth)
     if found is None:
-        return Chains(tokens=none, counts=torch.zeros_like(none, dtype=torch.bool))
+        return none, torch.zeros_like(none, dtype=torch.bool)
     counts = found.counts & (has_root & (found.matched > 1))[:, None]
-    return Chains(tokens=torch.where(counts, found.tokens, none), counts=counts)
+    return torch.where(counts, found.tokens, none), counts

@@ -1,14 +1,12 @@
 """The learned drafter in vLLM's V1 model runner, in the place of its n-gram search."""
 
-import os
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
+from longtail.vllm.guards import Patch, check, class_of, learning, module_of
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v1 import draw_drafts
@@ -17,12 +15,10 @@ from longtail.vllm.v1 import draw_drafts
 def patches() -> list[Patch]:
     """Return the replacements; ConfigError if a function is not a known one."""
     runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
-    propose = check(
-        runner,
-        "propose_draft_token_ids",
+    given = (
         "self scheduler_output sampled_token_ids sampling_metadata hidden_states "
         "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata "
-        "slot_mappings",
+        "slot_mappings"
     )
     module = module_of("vllm.v1.spec_decode.ngram_proposer")
     search: Any = check(module, "NgramProposer", "vllm_config")
@@ -31,33 +27,21 @@ def patches() -> list[Patch]:
         """A learned drafter for an engine that asks for one, else vLLM's search."""
 
         def __new__(cls, vllm_config: Any) -> Any:
-            settings = requested(vllm_config.additional_config, os.environ)
-            if settings is not None and settings.drafter is not None:
-                return LearnedProposer(vllm_config, settings)
-            return super().__new__(cls)
+            return LearnedProposer(vllm_config) if learning(vllm_config) else super().__new__(cls)
 
     return [
         Patch(owner=module, name="NgramProposer", replacement=Chosen),
-        Patch(owner=runner, name="propose_draft_token_ids", replacement=_proposing(propose)),
+        Patch.of(runner, "propose_draft_token_ids", given, _proposing),
     ]
 
 
 def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def propose_draft_token_ids(
-        self: Any,
-        scheduler_output: Any,
-        sampled_token_ids: Any,
-        sampling_metadata: Any,
-        hidden_states: Tensor,
-        *rest: Any,
-    ) -> Any:
+    def propose_draft_token_ids(self: Any, *args: Any) -> Any:
         """Draft, with the states at hand; other drafters draft as vLLM has it."""
-        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states
         if not isinstance(self.drafter, LearnedProposer):
-            return stock(self, *given, *rest)
+            return stock(self, *args)
         self._draft_probs = self._draft_prob_req_ids = None
-        return self.drafter.drafts(self, *given)
+        return self.drafter.drafts(self, *args[:4])
 
     return propose_draft_token_ids
 
@@ -65,8 +49,8 @@ def _proposing(stock: Callable[..., Any]) -> Callable[..., Any]:
 class LearnedProposer:
     """Made by the runner as its drafter."""
 
-    def __init__(self, vllm_config: Any, settings: VllmSettings) -> None:
-        self._config, self._settings = vllm_config, settings
+    def __init__(self, vllm_config: Any) -> None:
+        self._config = vllm_config
         self.learned: Learned | None = None
 
     def load_model(self, model: Any) -> None:
@@ -74,7 +58,7 @@ class LearnedProposer:
 
     def open(self, model: Any) -> None:
         """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config, self._settings)
+        self.learned = open_learned(model, self._config)
 
     def drafts(
         self,
@@ -99,9 +83,9 @@ class LearnedProposer:
         roots = torch.tensor([each[-1] if each else 0 for each in sampled], device=states.device)
         has_root = torch.tensor([bool(each) for each in sampled], device=states.device)
         depth = scheduler_output.num_spec_tokens_to_schedule
-        chains = self.learned.step(step, roots, has_root, depth, draw)
-        counts = chains.counts.cumprod(1).sum(1).tolist()
-        return [row[:count] for row, count in zip(chains.tokens.tolist(), counts, strict=True)]
+        tokens, counts = self.learned.step(step, roots, has_root, depth, draw)
+        numbers = counts.cumprod(1).sum(1).tolist()
+        return [row[:number] for row, number in zip(tokens.tolist(), numbers, strict=True)]
 
     def _read(
         self, runner: Any, scheduler_output: Any, sampled: list[list[int]], states: Tensor

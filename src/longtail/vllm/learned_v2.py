@@ -4,16 +4,16 @@ vLLM's configuration names its n-gram search, the other drafter that has neither
 makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 and 0.33.
 """
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of, requested
+from longtail.vllm.guards import Patch, check, class_of, learning, module_of
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
+from longtail.vllm.v2 import target_draw
 
 _GPU = "vllm.v1.worker.gpu"
 
@@ -31,21 +31,13 @@ def patches() -> list[Patch]:
         "num_speculative_tokens",
     )
     make = check(runner, "init_speculator", "vllm_config device req_states")
-    sample = check(
-        module_of(f"{_GPU}.sample.gumbel"),
-        "gumbel_sample",
-        "logits expanded_idx_mapping temperature seed pos apply_temperature",
-        then="is_drafting logits_cache logits_cache_col logits_cache_source use_fp64 "
-        "output_processed_logits output_processed_logits_col",
-    )
+    draw = target_draw()
     made = type("LearnedSpeculator", (LearnedSpeculator, base), {})
 
     def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
         """Make the learned drafter for an engine that asks for it (vLLM calls it)."""
-        settings = requested(vllm_config.additional_config, os.environ)
-        if settings is None or settings.drafter is None:
-            return make(vllm_config, device, req_states)
-        return made(vllm_config, device, req_states, settings, sample)
+        given = vllm_config, device, req_states
+        return made(*given, draw) if learning(vllm_config) else make(*given)
 
     return [Patch(owner=runner, name="init_speculator", replacement=init_speculator)]
 
@@ -57,15 +49,10 @@ class LearnedSpeculator:
     draft_logits = None
 
     def __init__(
-        self,
-        vllm_config: Any,
-        device: torch.device,
-        req_states: Any,
-        settings: VllmSettings,
-        sample: Callable[..., Tensor],
+        self, vllm_config: Any, device: torch.device, req_states: Any, draw: Callable[..., Tensor]
     ) -> None:
-        self._config, self._settings, self._requests = vllm_config, settings, req_states
-        self._sample, self._full = sample, torch.empty(0)
+        self._config, self._requests = vllm_config, req_states
+        self._draw, self._full = draw, torch.empty(0)
         self.num_speculative_steps: int = vllm_config.speculative_config.num_speculative_tokens
         running = vllm_config.scheduler_config.max_num_seqs
         shape = running, self.num_speculative_steps
@@ -80,7 +67,7 @@ class LearnedSpeculator:
 
     def open(self, model: Any) -> None:
         """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config, self._settings)
+        self.learned = open_learned(model, self._config)
         size = len(self._drafts), self.learned.block.parts.vocab_size
         self._full = torch.empty(size, device=self._drafts.device)
         """Logits of all tokens, since noise is keyed by a token's place among them."""
@@ -121,15 +108,13 @@ class LearnedSpeculator:
             full = self._full[: len(logits)].fill_(-torch.inf)
             full[:, ids] = logits.to(full.dtype)
             # The noise of a token is keyed by the position before it.
-            return self._sample(
-                full, index, temperature, seeds, at + slot, apply_temperature=True,
-                is_drafting=False,
-            )  # fmt: skip
+            noise = temperature, seeds, at + slot
+            return self._draw(full, index, *noise, apply_temperature=True)
 
         roots = last_sampled.view(-1)[index]
-        chains = self.learned.step(step, roots, num_sampled > 0, depth, draw)
+        tokens, counts = self.learned.step(step, roots, num_sampled > 0, depth, draw)
         drafts.copy_(roots[:, None].expand_as(drafts))
-        drafts[:, :depth] = torch.where(chains.counts, chains.tokens, drafts[:, :depth])
+        drafts[:, :depth] = torch.where(counts, tokens, drafts[:, :depth])
         return drafts
 
     def _read(self, batch: Any, states: Tensor, num_rejected: Tensor) -> Step:

@@ -9,7 +9,7 @@ Its memory is taken after that of the weights, outside of vLLM's pool: sleep lea
 
 import logging
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -29,43 +29,35 @@ from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
 from longtail.vllm.copies import Texts
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of
+from longtail.vllm.guards import Patch, class_of, learning
 from longtail.vllm.learned import Learned
 from longtail.vllm.ridge import Block, Parts
 
 logger = logging.getLogger("vllm.plugins.longtail")
 
-METHOD, SAVE_IF_LEARNED = "longtail_save_drafter", "longtail_save_if_learned"
+METHOD = "longtail_save_drafter"
 
 
 def patches(runner: str) -> list[Patch]:
     """Return the replacements in a worker of the model runner v1 or v2."""
-    worker = class_of("vllm.v1.worker.worker_base", "WorkerBase")
     holder = class_of("vllm.v1.worker.gpu_worker", "Worker")
-    module = "vllm.v1.worker.gpu.model_runner" if runner == "v2" else (
-        "vllm.v1.worker.gpu_model_runner"
-    )  # fmt: skip
-    owner = class_of(module, "GPUModelRunner")
+    module = "gpu.model_runner" if runner == "v2" else "gpu_model_runner"
+    owner = class_of(f"vllm.v1.worker.{module}", "GPUModelRunner")
     reload = "self weights_iterator weights_path is_checkpoint_format"
-    renewing = (
-        (owner, "reload_weights", reload, learned_of),
-        (holder, "finish_weight_update", "self", _of_worker),
-        (holder, "add_lora", "self lora_request", _of_worker),
-    )
-    load = check(holder, "load_model", "self", then="load_dummy_weights")
+    by_worker = partial(_renewing, find=lambda self: learned_of(self.model_runner))
     return [
-        Patch(owner=holder, name="load_model", replacement=_loading(load)),
-        *(
-            Patch(owner=of, name=name, replacement=_renewing(check(of, name, known), find))
-            for of, name, known, find in renewing
-        ),
-        Patch(owner=worker, name=METHOD, replacement=save_drafter),
-        Patch(owner=worker, name=SAVE_IF_LEARNED, replacement=save_if_learned),
+        Patch.of(holder, "load_model", "self", _loading, "load_dummy_weights"),
+        Patch.of(owner, "reload_weights", reload, partial(_renewing, find=learned_of)),
+        Patch.of(holder, "finish_weight_update", "self", by_worker),
+        Patch.of(holder, "add_lora", "self lora_request", by_worker),
+        Patch(owner=holder, name=METHOD, replacement=save_drafter),
     ]
 
 
-def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
+def open_learned(model: Any, config: Any) -> Learned:
     """Return the drafter of a model that vLLM has loaded; ConfigError if it can have none."""
+    settings = learning(config)
+    assert settings is not None, "else vLLM has made another drafter"
     parts = Parts.of(model, config)
     running, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
     block = Block(parts, config.speculative_config.num_speculative_tokens)
@@ -82,6 +74,7 @@ def open_learned(model: Any, config: Any, settings: VllmSettings) -> Learned:
 
 
 def _drafter_of(runner: Any) -> Any:
+    """Return what drafts in either model runner; None in other ranks, and where nothing does."""
     return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
 
 
@@ -91,7 +84,6 @@ def learned_of(runner: Any) -> Learned | None:
 
 
 def _loading(stock: Callable[..., None]) -> Callable[..., None]:
-    @wraps(stock)
     def load_model(self: Any, *args: Any, **options: Any) -> None:
         """Load the target; a learned drafter reads its parts."""
         stock(self, *args, **options)
@@ -99,10 +91,6 @@ def _loading(stock: Callable[..., None]) -> Callable[..., None]:
             opened(self.model_runner.model)
 
     return load_model
-
-
-def _of_worker(worker: Any) -> Learned | None:
-    return learned_of(worker.model_runner)
 
 
 def _renewing(

@@ -12,8 +12,8 @@ therefore asks the workers of a started engine whether the functions were replac
 import logging
 import os
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any
 
 from longtail.errors import ConfigError
 from longtail.vllm import guards
-from longtail.vllm.guards import KEY, VARIABLE, VllmSettings, requested
+from longtail.vllm.guards import KEY, VARIABLE, Patch, VllmSettings, learning, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -37,26 +37,24 @@ _NOT_ACTIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Installed:
-    """Functions that were replaced in this process.
-
-    Example: Installed(runner="v2", settings=VllmSettings(), replaced=("...rejection_sample",))
-    """
-
-    runner: str
-    """Model runner of vLLM: v1 or v2."""
-    settings: VllmSettings
-    replaced: tuple[str, ...]
-    """Full names of the replaced functions."""
-
-
+@dataclass(slots=True)
 class _Process:
-    """State of this process, since vLLM's functions are global to a process, too."""
+    """Functions of vLLM that were replaced in this process, whose engines share them."""
 
-    installed: Installed | None = None
+    runner: str = ""
+    """Model runner of vLLM: v1 or v2."""
+    settings: VllmSettings | None = None
+    """Settings that all engines share; None: nothing was replaced."""
+    replaced: list[str] = field(default_factory=list)
     workers: int = 0
     learns: bool = False
+
+    def replace(self, patches: Sequence[Patch]) -> None:
+        guards.replace(patches)
+        self.replaced += map(str, patches)
+
+
+_PROCESS = _Process()
 
 
 def register() -> None:
@@ -69,58 +67,46 @@ def register() -> None:
     if _FRONT_END in sys.modules:
         _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
     if asked or _WORKER in sys.modules:
-        _hook_worker(asked)
+        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
     if learns or _CORE in sys.modules:  # the core imports the scheduler after the plugins
-        _hook_scheduler(learns)
+        _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, learns)
 
 
-def install(config: Any) -> Installed | None:
-    """Replace the functions of the model runner that `config` chooses; None if it does not ask.
+def install(config: Any) -> None:
+    """Replace the functions of the model runner that `config` chooses, if it asks for it.
 
     Raises ConfigError if the engine asks for what is refused, or if an engine in this process
     asked for something else: the functions are shared by all engines of a process.
     """
     settings = requested(getattr(config, "additional_config", None), os.environ)
-    present = _Process.installed
-    if _Process.workers and (settings and settings.of_process()) != (present and present.settings):
-        runs = f"with longtail's {present.settings}" if present else "without longtail"
+    shared = settings and settings.of_process()
+    if _PROCESS.workers and shared != (present := _PROCESS.settings):
+        runs = f"with longtail's {present}" if present else "without longtail"
         asks = f"{settings}" if settings else "none of it"
         raise ConfigError(
             f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
             "in a process of its own"
         )
-    if settings is not None:
+    if settings is not None and shared is not None:
         guards.admit(config)
-        _Process.installed = present or _replace(settings.of_process(), config)
-        if settings.drafter is not None and not _Process.learns:
-            _Process.installed = _with_learned(_Process.installed)
-            _Process.learns = True
-    _Process.workers += 1
-    return _Process.installed
+        if _PROCESS.settings is None:
+            _replace(shared, "v2" if getattr(config, "use_v2_model_runner", False) else "v1")
+        if settings.drafter is not None and not _PROCESS.learns:
+            from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
+
+            learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
+            _PROCESS.replace([*learned.patches(), *learned_worker.patches(_PROCESS.runner)])
+            _PROCESS.learns = True
+    _PROCESS.workers += 1
 
 
-def _replace(settings: VllmSettings, config: Any) -> Installed:
+def _replace(settings: VllmSettings, runner: str) -> None:
     """Replace the functions of the model runner that vLLM will run."""
     from longtail.vllm import adopt, v1, v2  # they need torch
 
-    runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-    functions = v2.patches(settings) if runner == "v2" else v1.patches(settings)
-    patches = [*functions, *adopt.patches()]
-    guards.replace(patches)
+    _PROCESS.replace([*(v2 if runner == "v2" else v1).patches(settings), *adopt.patches()])
+    _PROCESS.runner, _PROCESS.settings = runner, settings
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
-    return Installed(
-        runner=runner, settings=settings, replaced=tuple(str(patch) for patch in patches)
-    )
-
-
-def _with_learned(present: Installed) -> Installed:
-    """Replace the functions that a learned drafter needs; other engines keep their drafters."""
-    from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
-
-    learned = learned_v2 if present.runner == "v2" else learned_v1
-    patches = [*learned.patches(), *learned_worker.patches(present.runner)]
-    guards.replace(patches)
-    return replace(present, replaced=(*present.replaced, *map(str, patches)))
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -142,10 +128,11 @@ def _status(worker: Any) -> dict[str, Any] | None:
 
     With what a learned drafter has learned, if the worker has one.
     """
-    if _Process.installed is None:
+    if _PROCESS.settings is None:
         return None
-    found = asdict(_Process.installed)
-    if _Process.learns:
+    found = {"runner": _PROCESS.runner, "settings": asdict(_PROCESS.settings)}
+    found["replaced"] = tuple(_PROCESS.replaced)
+    if _PROCESS.learns:
         from longtail.vllm.learned_worker import learned_of  # needs torch
 
         if (learned := learned_of(worker.model_runner)) is not None:
@@ -180,17 +167,19 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = requested(self.additional_config, os.environ)
+        asked, learned = requested(self.additional_config, os.environ), learning(self)
         if asked is not None and self.speculative_config is None:
             self.speculative_config = guards.speculation(os.environ)
-        learned = asked if asked is not None and asked.drafter is not None else None
         if learned is not None:
             if self.speculative_config is not None:
                 raise ConfigError(
                     f"longtail in vLLM: the drafter is {learned.drafter}, and there is a "
                     f"speculative_config ({self.speculative_config}): remove one of the two"
                 )
-            self.speculative_config = learned.speculation(self.max_num_seqs or _MOST_RUNNING)
+            # It stands in the place of vLLM's n-gram search, the drafter without a model and a
+            # cache: of that on the device, with steps ahead, or, in V1, of the other.
+            most = self.max_num_seqs or _MOST_RUNNING
+            self.speculative_config = guards.chains("ngram_gpu", learned.depth, most)
         config = stock(self, *args, **kwargs)
         if learned is not None and not config.use_v2_model_runner:
             self.async_scheduling = False
@@ -200,29 +189,20 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         if settings is None:
             return config
         guards.admit(config)
-        _hook_worker(asked=True)
+        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked=True)
         if settings.drafter is not None:
             guards.admit_learned(config)
-            _require_drafter(settings)
-            _hook_scheduler(asked=True)
+            _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked=True)
+            if settings.begin is not None:  # before the model is loaded
+                from longtail.drafter.formats.checkpoint import target_name  # needs torch
+
+                target_name(Path(settings.begin))
         if isinstance(config.additional_config, dict):
             # A copy: the dictionary is the caller's, who may start another engine with it.
             config.additional_config = {**config.additional_config, KEY: asdict(settings)}
         return config
 
     return create_engine_config
-
-
-def _require_drafter(settings: VllmSettings) -> None:
-    """Raise ConfigError, before the model is loaded, if there is no drafter to begin with."""
-    if settings.begin is not None:
-        from longtail.drafter.formats.checkpoint import target_name  # needs torch
-
-        target_name(Path(settings.begin))
-
-
-def _hook_worker(asked: bool) -> None:
-    _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
 
 
 def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,20 +215,16 @@ def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _hook_scheduler(asked: bool) -> None:
-    _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked)
-
-
 def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         """Construct the scheduler; it chooses the depth of a learned drafter."""
         stock(self, *args, **kwargs)
-        settings = requested(self.vllm_config.additional_config, os.environ)
         # vLLM has no table where engines that share a batch would disagree (data parallel).
-        if settings and settings.drafter and self.dynamic_sd_lookup is not None:
-            from longtail.vllm.pace import pace
+        if learning(self.vllm_config) and self.dynamic_sd_lookup is not None:
+            from longtail.tuner.depth import DepthTuner
+            from longtail.vllm.depths import Depths
 
-            pace(self)
+            Depths(self, DepthTuner())
 
     return init

@@ -149,9 +149,9 @@ class Block:
                 f"longtail in vLLM: the sums of a learned drafter with depth {depth} take "
                 f"{size:.1f} GB, which are not free; set additional_config.longtail.depth lower"
             ) from error
-        make = torch.empty
-        self._states = make(_BUFFER, parts.hidden_size, device=parts.device, dtype=parts.dtype)
-        self._tokens = make(_BUFFER, device=parts.device, dtype=torch.int64)
+        shape = _BUFFER, parts.hidden_size
+        self._states = torch.empty(shape, device=parts.device, dtype=parts.dtype)
+        self._tokens = torch.empty(_BUFFER, device=parts.device, dtype=torch.int64)
         self._keys = torch.full((_BUFFER,), -1, device=parts.device)
         self._num_held = self.num_solved = 0
         self._begin()

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 
@@ -97,8 +97,18 @@ def start(
 
 @contextmanager
 def phases(log: Callable[[str], None]) -> Iterator[None]:
-    """Log the phases of a start, as vLLM's own log has them."""
-    logger, handler = logging.getLogger("vllm"), _Phases(log)
+    """Log each phase of a start once, as vLLM's own log has them."""
+    said = set[str]()
+
+    class Phases(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = record.getMessage()
+            for words, phase in _PHASES:
+                if words in text and words not in said:
+                    said.add(words)
+                    log(f"vLLM {phase}")
+
+    logger, handler = logging.getLogger("vllm"), Phases(logging.INFO)
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(level, logging.INFO))  # its own handler keeps the level of the user
@@ -107,21 +117,6 @@ def phases(log: Callable[[str], None]) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-@final
-class _Phases(logging.Handler):
-    def __init__(self, log: Callable[[str], None]) -> None:
-        super().__init__(logging.INFO)
-        self._log, self._said = log, set[str]()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Log the phase that a record begins, once."""
-        text = record.getMessage()
-        for words, phase in _PHASES:
-            if words in text and words not in self._said:
-                self._said.add(words)
-                self._log(f"vLLM {phase}")
 
 
 def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:

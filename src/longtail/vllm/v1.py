@@ -16,29 +16,21 @@ import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
 from longtail.vllm import v1_cpu
-from longtail.vllm.guards import (
-    TESTED,
-    Patch,
-    VllmSettings,
-    check,
-    class_of,
-    module_of,
-)
+from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
 
-_READ = (
-    "positions", "query_start_loc", "input_batch", "requests", "sampler", "device", "vllm_config",
-)  # fmt: skip
-"""Attributes of a model runner that are read in every step."""
+REJECTED = -1
+"""Token in place of rejected drafts, as vLLM expects it."""
+GREEDY_BELOW = 1e-5
+"""Temperature below which vLLM decodes greedily."""
+_APPENDED = re.compile("-[0-9a-f]{8}$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,55 +57,32 @@ def patches(settings: VllmSettings) -> list[Patch]:
     proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
     check(row_sampler, "forward_native", "self logits generators k p")
     truncate = check(sampler, "apply_top_k_top_p", "logits k p")
-    reject = check(
-        rejection,
-        "rejection_sample",
+    verified = (
         "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs "
-        "target_logits bonus_token_ids sampling_metadata",
-        then="synthetic_mode synthetic_conditional_rates use_fp64_gumbel",
+        "target_logits bonus_token_ids sampling_metadata"
     )
-    init = check(runner, "__init__", "self vllm_config device")
-    sample = check(runner, "_sample", "self logits spec_decode_metadata")
-    first_pass = check(
-        proposer,
-        "set_inputs_first_pass",
+    features = "synthetic_mode synthetic_conditional_rates use_fp64_gumbel"
+    drafts = "self hidden_states sampling_metadata"
+    first = (
         "self target_token_ids next_token_ids target_positions target_hidden_states "
-        "token_indices_to_sample cad num_rejected_tokens_gpu",
+        "token_indices_to_sample cad num_rejected_tokens_gpu"
     )
-    draft = check(proposer, "_sample_draft_tokens", "self hidden_states sampling_metadata")
     found = [
-        Patch(owner=runner, name="__init__", replacement=_construction(init)),
-        Patch(owner=runner, name="_sample", replacement=_sampling(sample)),
+        Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sampling),
         Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
-        Patch(owner=rejection, name="rejection_sample", replacement=_verification(reject)),
+        Patch.of(rejection, "rejection_sample", verified, _verification, features),
     ]
-    if settings.drafts == "coupled":
-        found += [
-            Patch(owner=proposer, name="set_inputs_first_pass", replacement=_first(first_pass)),
-            Patch(owner=proposer, name="_sample_draft_tokens", replacement=_drafting(draft)),
-        ]
-    return [*found, *v1_cpu.patches(settings)]
+    coupled = [
+        Patch.of(proposer, "set_inputs_first_pass", first, _first),
+        Patch.of(proposer, "_sample_draft_tokens", drafts, _drafting),
+    ]
+    return [*found, *(coupled if settings.drafts == "coupled" else ()), *v1_cpu.patches(settings)]
 
 
 # ---- the runner
 
 
-def _construction(stock: Callable[..., None]) -> Callable[..., None]:
-    @wraps(stock)
-    def init(self: Any, *args: Any, **options: Any) -> None:
-        """Construct the runner and check that it has what is read in every step."""
-        stock(self, *args, **options)
-        if absent := [name for name in _READ if not hasattr(self, name)]:
-            raise ConfigError(
-                f"longtail in vLLM: the model runner of this vLLM has no {', '.join(absent)}; "
-                f"use vLLM {TESTED}, or start it without longtail"
-            )
-
-    return init
-
-
 def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         """Sample a step with its noise at hand."""
         if self.input_batch.sampling_metadata.all_greedy:
@@ -149,21 +118,19 @@ def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:
 
 
 def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
-    """Return the key of each request in batch order; a preempted request keeps its key."""
-    keys = []
+    """Return the key of each request in batch order; a preempted request keeps its key.
+
+    Keys without a seed are of seed and rank, too, since every `LLM` numbers its requests from 0.
+    """
+    config, keys = runner.vllm_config, []
+    engine = f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
     for name in runner.input_batch.req_ids:
         state = runner.requests[name]
         if not hasattr(state, "longtail_key"):
             given = getattr(state.sampling_params, "seed", None)
-            state.longtail_key = request_key(_engine(runner), name) if given is None else given
+            state.longtail_key = request_key(engine, name) if given is None else given
         keys.append(state.longtail_key)
     return torch.tensor(keys, dtype=torch.int64).to(runner.device, non_blocking=True)
-
-
-def _engine(runner: Any) -> str:
-    """Return seed and rank of an engine, since every `LLM` numbers its requests from 0."""
-    config = runner.vllm_config
-    return f"{config.model_config.seed}.{config.parallel_config.data_parallel_rank}"
 
 
 # ---- the samplers
@@ -188,33 +155,18 @@ def _row_sampler(truncate: Callable[..., Tensor]) -> Callable[..., Any]:
 
 
 def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @wraps(stock)
-    def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
-        draft_token_ids: Tensor,
-        num_draft_tokens: list[int],
-        max_spec_len: int,
-        cu_num_draft_tokens: Tensor,
-        draft_probs: Tensor | None,
-        target_logits: Tensor,
-        bonus_token_ids: Tensor,
-        sampling_metadata: Any,
-        *rest: Any,
-        **features: Any,
-    ) -> Tensor:
+    def rejection_sample(*args: Any, **features: Any) -> Tensor:
         """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
         noise = _NOISE.get()
         if noise is None or noise.num_drafts is None or noise.drafted is None:
-            return stock(
-                draft_token_ids, num_draft_tokens, max_spec_len, cu_num_draft_tokens, draft_probs,
-                target_logits, bonus_token_ids, sampling_metadata, *rest, **features,
-            )  # fmt: skip
-        keys = noise.keys.repeat_interleave(noise.num_drafts)
-        drawn = draw(target_logits, keys, noise.drafted)
-        if not sampling_metadata.all_random:
-            is_greedy = sampling_metadata.temperature < GREEDY_BELOW
+            return stock(*args, **features)
+        drafts, num_drafts, depth, _, _, logits, bonus, sampling = args  # as `check` has them
+        drawn = draw(logits, noise.keys.repeat_interleave(noise.num_drafts), noise.drafted)
+        if not sampling.all_random:
+            is_greedy = sampling.temperature < GREEDY_BELOW
             greedy = is_greedy.repeat_interleave(noise.num_drafts)
-            drawn = torch.where(greedy, target_logits.argmax(-1), drawn)
-        return match(drawn, draft_token_ids, num_draft_tokens, bonus_token_ids, max_spec_len)
+            drawn = torch.where(greedy, logits.argmax(-1), drawn)
+        return match(drawn, drafts, num_drafts, bonus, depth)
 
     return rejection_sample
 
@@ -223,7 +175,6 @@ def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def set_inputs_first_pass(self: Any, *args: Any, **options: Any) -> Any:
         """Note the position of each request's first draft.
 
@@ -238,16 +189,19 @@ def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
     def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
-        """Draw the next draft of each request; vLLM's own way where the noise is not known."""
+        """Draw the next draft of each request; vLLM's own way where the noise is not known.
+
+        Rows of some drafters are not one per request, and tokens of some are not the target's.
+        """
         keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
         if (
             keys is None
             or positions is None
             or len(keys) != len(positions)
             or sampling_metadata.all_greedy
-            or _numbers_otherwise(self)
+            or self.parallel_drafting
+            or getattr(self, "use_heterogeneous_vocab", False)
         ):
             return stock(self, hidden_states, sampling_metadata)
         logits = self.model.compute_logits(hidden_states)
@@ -261,18 +215,6 @@ def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
         return draw_drafts(logits, temperature, keys, positions, entries), None
 
     return sample_draft_tokens
-
-
-def _numbers_otherwise(drafter: Any) -> bool:
-    """Return whether rows or tokens of a drafter are not one per request and the target's."""
-    return drafter.parallel_drafting or getattr(drafter, "use_heterogeneous_vocab", False)
-
-
-REJECTED = -1
-"""Token in place of rejected drafts, as vLLM expects it."""
-_APPENDED = re.compile("-[0-9a-f]{8}$")
-GREEDY_BELOW = 1e-5
-"""Temperature below which vLLM decodes greedily."""
 
 
 def request_key(engine: str, name: str) -> int:

@@ -14,7 +14,7 @@ neighbour in bfloat16 either. This costs time: short blocks are filled up with z
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,48 +30,48 @@ def patches(settings: VllmSettings) -> list[Patch]:
     if not is_cpu():
         return []
     found = defects()
-    if settings.block_rows is not None:
+    if (rows := settings.block_rows) is not None:
         runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-        load = check(runner, "load_model", "self", then="load_dummy_weights")
-        made = _loading_blocks(load, settings.block_rows)
-        found.append(Patch(owner=runner, name="load_model", replacement=made))
+        blocks = partial(_loading_blocks, rows=rows)
+        found.append(Patch.of(runner, "load_model", "self", blocks, "load_dummy_weights"))
     return found
 
 
 def defects() -> list[Patch]:
     """Return replacements of four functions; `repack_heads` mends the fifth defect."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
-    expanded = "x cu_num_tokens num_tokens replace_from replace_to"
-    check(rejection, "expand_batch_to_tokens", expanded)
-    constrained = "logits cu_num_draft_tokens sampling_metadata"
-    constrain = check(rejection, "apply_sampling_constraints", constrained)
-
-    @wraps(constrain)
-    def apply_sampling_constraints(logits: Tensor, *rest: Any) -> Tensor:
-        return constrain(logits, *rest) if len(logits) else logits
-
     experts = class_of(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
     )
-    setup = check(experts, "_setup_kernel", "self layer w13 w2")
+    dispatcher = module_of("vllm.triton_utils.dispatcher")
+    check(dispatcher, "_rebind_kernels", "overrides")
+    expanded = expand_batch_to_tokens
+    check(rejection, expanded.__name__, "x cu_num_tokens num_tokens replace_from replace_to")
+    constrained = "logits cu_num_draft_tokens sampling_metadata"
+    return [
+        Patch(owner=rejection, name=expanded.__name__, replacement=expanded),
+        Patch.of(rejection, "apply_sampling_constraints", constrained, _constraining),
+        Patch.of(experts, "_setup_kernel", "self layer w13 w2", _packing),
+        Patch(owner=dispatcher, name="vars", replacement=_attributes),
+    ]
 
-    @wraps(setup)
-    def _setup_kernel(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+
+def _constraining(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def apply_sampling_constraints(logits: Tensor, *rest: Any) -> Tensor:
+        return stock(logits, *rest) if len(logits) else logits
+
+    return apply_sampling_constraints
+
+
+def _packing(stock: Callable[..., None]) -> Callable[..., None]:
+    def setup_kernel(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
         is_update = self.moe_kernel is not None
-        setup(self, layer, w13, w2)
+        stock(self, layer, w13, w2)
         if is_update:
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
-    new = (expand_batch_to_tokens, apply_sampling_constraints)
-    found = [Patch(owner=rejection, name=each.__name__, replacement=each) for each in new]
-    dispatcher = module_of("vllm.triton_utils.dispatcher")
-    check(dispatcher, "_rebind_kernels", "overrides")
-    return [
-        *found,
-        Patch(owner=experts, name="_setup_kernel", replacement=_setup_kernel),
-        Patch(owner=dispatcher, name="vars", replacement=_attributes),
-    ]
+    return setup_kernel
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
@@ -105,7 +105,6 @@ def repack_heads(model: torch.nn.Module) -> None:
 
 
 def _loading_blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:
-    @wraps(stock)
     def load_model(self: Any, *args: Any, **options: Any) -> None:
         stock(self, *args, **options)
         logger.warning(

@@ -55,6 +55,15 @@ def patches(settings: VllmSettings) -> list[Patch]:
         then="use_block_verification contexts watermarking watermarking_skip_mask watermark_key "
         "fly_window_size fly_entropy_threshold fly_entropy_top_k",
     )
+    draw = target_draw()
+    found = [Patch(owner=rejection, name="rejection_sample", replacement=_verification(draw))]
+    if settings.drafts == "coupled":
+        found.append(_drafting(draw))
+    return [*found, *_truncation(), *_without_fused_samplers()]
+
+
+def target_draw() -> Callable[..., Tensor]:
+    """Return vLLM's draw with the target's noise, which is for drafts, too."""
     gumbel_sample = check(
         module_of(f"{_GPU}.sample.gumbel"),
         "gumbel_sample",
@@ -62,11 +71,7 @@ def patches(settings: VllmSettings) -> list[Patch]:
         then="is_drafting logits_cache logits_cache_col logits_cache_source use_fp64 "
         "output_processed_logits output_processed_logits_col",
     )
-    draw = partial(gumbel_sample, is_drafting=False)  # the target's noise, for drafts, too
-    found = [Patch(owner=rejection, name="rejection_sample", replacement=_verification(draw))]
-    if settings.drafts == "coupled":
-        found.append(_drafting(draw))
-    return [*found, *_truncation(), *_without_fused_samplers()]
+    return partial(gumbel_sample, is_drafting=False)
 
 
 def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -1,6 +1,8 @@
 """New drafter weights are read, checked and loaded without touching the target."""
 
 import json
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from longtail.run.drafter_store import DrafterStore
 from longtail.vllm import adopt
 from longtail.vllm.weights import read_weights
 from support.tiny_models import tiny_config
+from support.vllm_releases import module
 
 IDS = torch.tensor([1, 3, 4, 9])
 
@@ -69,24 +72,19 @@ def read(place, name):
     return read_weights(place.root / name, place.root / "running", place.root / "target")
 
 
-def test_an_exported_drafter_is_read_with_its_digest(place):
-    written = export(place.root / "new", drafter(2), place.head)
+def test_drafters_are_read_in_either_layout_and_an_export_with_its_digest(place):
+    loaded = drafter(2)
+    loaded.save(place.root / "own")
+    expected, found = layer_tensors(loaded.layer, torch.float32), read(place, "own").tensors
+    assert found.keys() == expected.keys()  # the vocabulary is the one in the engine
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    written = export(place.root / "new", loaded, place.head)
     found = read(place, "new")
     assert found.tensors.keys() == written.keys()
     assert (found.version, len(found.digest)) == (None, 64)
     (place.root / "new" / "config.json").write_text(json.dumps({SECTION: {"digest": "ab"}}))
     with pytest.raises(ConfigError, match=r"config\.json says ab: copy it again"):
         read(place, "new")
-
-
-def test_a_drafter_directory_is_translated_as_the_export_does(place):
-    loaded = drafter(3)
-    loaded.save(place.root / "own")
-    found = read(place, "own")
-    expected = layer_tensors(loaded.layer, torch.float32)
-    assert found.tensors.keys() == expected.keys()  # the vocabulary is the one in the engine
-    for name, tensor in expected.items():
-        assert torch.equal(found.tensors[name], tensor)
 
 
 def test_the_newest_step_of_a_run_is_read_with_its_version_and_vocabulary(place):
@@ -106,24 +104,24 @@ def test_the_newest_step_of_a_run_is_read_with_its_version_and_vocabulary(place)
 
 def test_what_does_not_fit_is_refused_by_name(place):
     export(place.root / "eagle1", drafter(1, "eagle1", None), place.head)
-    with pytest.raises(ConfigError, match="the drafter of the engine"):
-        read(place, "eagle1")
     export(place.root / "more", drafter(1, ids=torch.arange(6)), place.head)
-    with pytest.raises(ConfigError, match="d2t has shape"):
-        read(place, "more")
     (place.root / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no weights"):
-        read(place, "empty")
+    for name, said in (
+        ("eagle1", "the drafter of the engine"),
+        ("more", "d2t has shape"),
+        ("empty", "holds no weights"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read(place, name)
 
 
 class Draft(nn.Module):
-    """A drafter of vLLM: its own layer, and an embedding that is the target's."""
+    """A drafter of vLLM: its own layer, and an embedding and a head that are the target's."""
 
     def __init__(self, target):
         super().__init__()
         self.fc = nn.Linear(2, 2, bias=False)
-        self.embed_tokens = target.embed_tokens
-        self.lm_head = target.lm_head
+        self.embed_tokens, self.lm_head = target["embed_tokens"], target["lm_head"]
 
     def load_weights(self, weights):
         for name, tensor in weights:
@@ -132,21 +130,30 @@ class Draft(nn.Module):
 
 def test_the_target_is_out_of_reach_while_weights_are_loaded(monkeypatch):
     target = nn.ModuleDict({"embed_tokens": nn.Embedding(4, 2), "lm_head": nn.Linear(2, 4)})
-    draft = Draft(SimpleNamespace(**dict(target.items())))
-    seen = []
+    draft, seen = Draft(target), []
 
-    def begin(model):
+    def initialize_layerwise_reload(model):
         seen.append([type(each).__name__ for each in model.children()])
 
-    monkeypatch.setattr(adopt, "_reloading", lambda: (begin, lambda model, config: None))
-    kept = target.lm_head.weight.detach().clone()
-    tensors = {"fc.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(4, 2)}
-    adopt.load_in_place(draft, None, tensors, shared=target)
-    assert seen == [["Linear", "Identity", "Identity"]]
+    def finalize_layerwise_processing(model, model_config):
+        seen.append(model_config)
+
+    functions = (initialize_layerwise_reload, finalize_layerwise_processing)
+    reload = module(adopt._RELOAD, **{each.__name__: each for each in functions})
+    config = module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
+    for each in (reload, config):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+    kept = target["lm_head"].weight.detach().clone()
+    speculation = SimpleNamespace(draft_model_config="of the drafter")
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(speculative_config=speculation),
+        model_runner=SimpleNamespace(get_draft_model=lambda: draft, get_model=lambda: target),
+    )
+    adopt.load_drafter(worker, {"fc.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(4, 2)})
+    assert seen == [["Linear", "Identity", "Identity"], "of the drafter"]
     assert torch.equal(draft.fc.weight.detach(), torch.ones(2, 2))
-    assert torch.equal(target.lm_head.weight.detach(), kept)
-    assert draft.lm_head is target.lm_head
-    assert draft.embed_tokens is target.embed_tokens
+    assert torch.equal(target["lm_head"].weight.detach(), kept)
+    assert (draft.lm_head, draft.embed_tokens) == (target["lm_head"], target["embed_tokens"])
 
 
 def test_an_engine_without_a_drafter_is_named():
@@ -154,7 +161,7 @@ def test_an_engine_without_a_drafter_is_named():
         vllm_config=SimpleNamespace(speculative_config=None), model_runner=SimpleNamespace()
     )
     with pytest.raises(ConfigError, match="start it with a speculative_config"):
-        adopt.adopt_in_worker(worker, "anywhere")
+        adopt.adopt(worker, "anywhere")
 
 
 def test_all_workers_answer_with_one_adoption():

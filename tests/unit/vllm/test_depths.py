@@ -1,85 +1,124 @@
-"""The depth of drafts in vLLM follows a tuner, which learns from whole steps of one depth."""
+"""The scheduler drafts where that pays by its own steps' seconds, and decodes plainly elsewhere."""
 
-from longtail.generator import Switch
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from longtail.speculation.strategy import Strategy
-from longtail.tuner.bandit import BanditTuner
+from longtail.tuner.depth import DepthTuner
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from longtail.vllm.depths import MAX_DEPTH, Depths, Taken
+from longtail.vllm import depths
+from longtail.vllm.depths import Depths
+
+DEPTH = 4
+
+
+class Scheduler:
+    """vLLM's, as far as the choice needs it."""
+
+    max_num_running_reqs = 64
+    num_spec_tokens = DEPTH
+
+    def __init__(self, running: int, ahead: bool = False) -> None:
+        scheduling = SimpleNamespace(async_scheduling=ahead)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduling)
+        self.running = [f"r{i}" for i in range(running)]
+        self.dynamic_sd_lookup = [DEPTH] * 65
+        self.depth = self.prompt = 0
+
+    def schedule(self, throttle_prefills: bool = False) -> Any:
+        drafted, self.depth = self.depth, self.dynamic_sd_lookup[len(self.running)]
+        given = {name: [0] * drafted for name in self.running} if drafted else {}
+        return SimpleNamespace(
+            num_scheduled_tokens={name: 1 + drafted for name in self.running},
+            total_num_scheduled_tokens=len(self.running) * (1 + drafted) + self.prompt,
+            scheduled_spec_decode_tokens=given,
+        )
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict:
+        return {}
+
+
+def end(scheduler: Any, output: Any, stands: float = 0.5) -> None:
+    """End a step, in which a share of the drafts stands."""
+    drafted = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
+    names = output.num_scheduled_tokens
+    sampled = [[0] * (1 + round(drafted * stands)) for _ in names]
+    places = {name: place for place, name in enumerate(names)}
+    given = SimpleNamespace(req_id_to_index=places, sampled_token_ids=sampled)
+    scheduler.update_from_output(output, given)
 
 
 class Recording(Tuner):
     """Plans depths one after another, and keeps what it learns."""
 
-    def __init__(self, *depths: int) -> None:
-        self.depths, self.learned = list(depths), list[Outcome]()
+    def __init__(self, *planned: int) -> None:
+        self.planned, self.learned = list(planned), list[Outcome]()
 
     def plan(self, batch: Batch) -> Plan:
-        depth = self.depths.pop(0)
+        depth = self.planned.pop(0)
         return Plan(strategy=Strategy(depth=depth, size=depth) if depth else None)
 
     def learn(self, outcome: Outcome) -> None:
         self.learned.append(outcome)
 
 
-def step(
-    running: int, drafted: int = 0, accepted: int = 0, prompt: int = 0, seconds: float = 0.5
-) -> Taken:
-    return Taken(
-        num_running=running,
-        num_tokens=running * (1 + drafted) + prompt,
-        verified=[(drafted, accepted)] * running if drafted else [],
-        seconds=seconds,
-    )
-
-
 def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
-    chosen = Depths(Recording(2, 3, 4))
+    scheduler: Any = Scheduler(0)
+    Depths(scheduler, Recording(2, 3, 4))
     found = []
     for running in (4,) * 6 + (5, 6, 3):  # 4 to 7 have as many binary digits
-        chosen.choose(running)
-        found.append(chosen.depth)
+        scheduler.running = [f"r{i}" for i in range(running)]
+        scheduler.schedule()
+        found.append(scheduler.depth)
     assert found == [2] * 6 + [3] * 2 + [4]
 
 
 def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() -> None:
+    scheduler: Any = Scheduler(2)
     tuner = Recording(2, 3)
-    chosen = Depths(tuner)
+    Depths(scheduler, tuner)
+    scheduler.prompt = 6
     for _ in range(3):
-        chosen.choose(2)
-        chosen.learn(step(2, drafted=2, accepted=1, prompt=6))
-    chosen.choose(1)  # the drafts that this step verifies are those of depth 2
-    chosen.learn(step(1, drafted=2))
+        end(scheduler, scheduler.schedule())
+    scheduler.running.pop()
+    end(scheduler, scheduler.schedule())  # the drafts that this step verifies are those of depth 2
     assert len(tuner.learned) == 2
     (first, _), batch = tuner.learned, tuner.learned[0].batch
-    assert (first.num_nodes, first.num_accepted, first.num_emitted, first.seconds) == (4, 2, 4, 0.5)
+    assert (first.num_nodes, first.num_accepted, first.num_emitted) == (4, 2, 4)
     assert (batch.num_sampled, batch.num_tokens) == (2, 8)  # six of a prompt
 
 
-def test_a_change_between_plain_decoding_and_drafts_is_told_with_its_reason() -> None:
-    chosen = Depths(FixedTuner(Strategy(depth=3)))
-    assert chosen.choose(2) == Switch(drafts=True, reason="2 running, measured in vLLM's steps")
-    assert chosen.choose(2) is None
+@pytest.mark.parametrize(
+    ("tuner", "depth"),
+    [(OffTuner, 0), (lambda: FixedTuner(Strategy(depth=20)), DEPTH)],
+)
+def test_plain_decoding_and_the_deepest_table_are_bounds(
+    tuner: Callable[[], Tuner], depth: int
+) -> None:
+    scheduler: Any = Scheduler(3)
+    Depths(scheduler, tuner())
+    scheduler.schedule()
+    assert scheduler.dynamic_sd_lookup == [depth] * 65
 
 
-def test_plain_decoding_and_the_deepest_table_are_bounds() -> None:
-    off = Depths(OffTuner())
-    assert off.choose(3) is None
-    assert off.depth == 0
-    deep = Depths(FixedTuner(Strategy(depth=20)))
-    deep.choose(1)
-    assert deep.depth == MAX_DEPTH
-
-
-def test_the_bandit_finds_plain_decoding_where_drafts_are_refused_and_depth_where_they_stand() -> (
-    None
-):
-    for accepted, best in ((0.0, 0), (1.0, 4)):
-        chosen, found, before = Depths(BanditTuner(epsilon=0.0)), [], 0
-        for _ in range(600):
-            chosen.choose(30)
-            seconds = 1.0 + 0.1 * before  # a draft costs a tenth of a step
-            chosen.learn(step(30, before, round(before * accepted), seconds=seconds))
-            before = chosen.depth
-            found.append(before)
-        assert set(found[-50:]) == {best}
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(("stands", "slope", "best"), [(0.9, 0.05, DEPTH), (0.1, 0.4, 0)])
+def test_depth_follows_what_steps_took_and_yielded(
+    monkeypatch: pytest.MonkeyPatch, stands: float, slope: float, best: int, ahead: bool
+) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(depths.time, "perf_counter", lambda: clock[0])
+    scheduler: Any = Scheduler(8, ahead)
+    Depths(scheduler, DepthTuner())
+    found, outputs = [], [scheduler.schedule()] if ahead else []
+    for _ in range(1200):
+        outputs.append(scheduler.schedule())
+        output = outputs.pop(0)
+        clock[0] += 1.0 + slope * (output.total_num_scheduled_tokens // 8 - 1)
+        end(scheduler, output, stands)
+        found.append(scheduler.depth)
+    assert sum(each == best for each in found[-600:]) / 600 > 0.9

@@ -12,20 +12,25 @@ import numpy as np
 import pytest
 import torch
 
+from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
-from longtail.vllm.guards import VllmSettings
 from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
 from longtail.vllm.learned_worker import _loading, open_learned
+from support import toy
 from unit.vllm.test_ridge import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
 
 LENGTH, CHUNK = 96, 5
 BEFORE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
-CONFIG = SimpleNamespace(
-    model_config=SimpleNamespace(dtype=torch.float32, max_model_len=LENGTH),
-    scheduler_config=SimpleNamespace(max_num_seqs=4),
-    speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
-)
+
+
+def config(**settings: object) -> SimpleNamespace:
+    return SimpleNamespace(
+        additional_config={"longtail": {"drafter": "learned", **settings}},
+        model_config=SimpleNamespace(dtype=torch.float32, max_model_len=LENGTH),
+        scheduler_config=SimpleNamespace(max_num_seqs=4),
+        speculative_config=SimpleNamespace(num_speculative_tokens=DEPTH),
+    )
 
 
 def state(text: list[int], at: int) -> torch.Tensor:
@@ -85,38 +90,34 @@ def take(names: list[str], requests: list[Request]) -> Given:
     return Given(requests, names, rows, starts, torch.stack(states), sampled)
 
 
-class Runner(SimpleNamespace):
-    """What V1's runner and scheduler say of a step."""
-
-
 def v1_drafts(proposer: Any, step: Given) -> list[list[int]]:
-    lengths = [len(each.text) for each in step.requests]
+    lengths, old = [len(each.text) for each in step.requests], fresh(step)
     texts = torch.zeros(len(step.names), LENGTH, dtype=torch.int32)
     for row, each in zip(texts, step.requests, strict=True):
         row[: len(each.text)] = torch.tensor(each.text)
     proposer.longtail_keys = torch.tensor([each.key for each in step.requests])
     bounds = np.cumsum([0, *map(len, step.rows)]).astype(np.int32)
-    runner = Runner(
+    runner = SimpleNamespace(
         requests=set(step.names),
-        input_batch=Runner(
+        input_batch=SimpleNamespace(
             req_ids=step.names,
             num_prompt_tokens=np.array([each.prompt_len for each in step.requests]),
             token_ids_cpu_tensor=texts,
             num_tokens_no_spec=np.array(lengths),
         ),
-        query_start_loc=Runner(np=bounds),
+        query_start_loc=SimpleNamespace(np=bounds),
         positions=positions(step),
-        input_ids=Runner(gpu=flat(step)),
+        input_ids=SimpleNamespace(gpu=flat(step)),
     )
-    output = Runner(
+    output = SimpleNamespace(
         scheduled_spec_decode_tokens={
             name: row[1:]
             for name, row, new in zip(step.names, step.rows, step.sampled, strict=True)
-            if new and len(row) > 1 and row[1:] != [] and name not in fresh(step)
+            if new and len(row) > 1 and name not in old
         },
         num_spec_tokens_to_schedule=DEPTH,
     )
-    sampling = Runner(all_greedy=False, temperature=torch.ones(len(step.names)))
+    sampling = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(step.names)))
     return proposer.drafts(runner, output, step.sampled, sampling, step.states)
 
 
@@ -177,8 +178,8 @@ def sample(logits: Any, index: Any, temperature: Any, seeds: Any, at: Any, **_: 
 
 @pytest.mark.parametrize("history", [False, True])
 def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None:
-    chosen = VllmSettings(drafter="learned", depth=DEPTH, history=history)
-    v1 = LearnedProposer(CONFIG, chosen)
+    chosen = config(depth=DEPTH, history=history)
+    v1 = LearnedProposer(chosen)
     v1.open(model())
     table = SimpleNamespace(
         req_id_to_index={},
@@ -186,7 +187,7 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
         prefill_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)),
         all_token_ids=SimpleNamespace(gpu=torch.zeros(4, LENGTH, dtype=torch.int32)),
     )
-    v2 = LearnedSpeculator(CONFIG, torch.device("cpu"), table, chosen, sample)
+    v2 = LearnedSpeculator(chosen, torch.device("cpu"), table, sample)
     v2.open(model())
     running, places, free, begun = dict[str, Request](), dict[str, int](), [2, 0, 3, 1], 0
     accepted, drafted = [], []
@@ -219,24 +220,22 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
     assert sum(accepted[-180:]) / sum(drafted[-180:]) > 0.5
 
 
-def test_a_drafter_of_another_model_is_refused_as_a_beginning(tmp_path: Any) -> None:
-    from longtail.errors import ConfigError
-
-    wanted = VllmSettings(drafter="learned", begin=str(tmp_path / "absent"))
-    with pytest.raises(ConfigError, match="is not a directory"):
-        open_learned(model(), CONFIG, wanted)
+def test_a_drafter_of_another_kind_is_refused_as_a_beginning() -> None:
+    wanted = config(begin=str(toy.DRAFTERS["eagle1"]))
+    with pytest.raises(ConfigError, match="it is eagle1, and a learned drafter is ridge"):
+        open_learned(model(), wanted)
 
 
 def test_weights_that_are_loaded_one_by_one_change_the_policy_once() -> None:
     """As TRL does; the step after them counts earlier texts a quarter."""
     target = model()
-    learned = open_learned(target, CONFIG, VllmSettings(drafter="learned"))
+    learned = open_learned(target, config())
     learned.block.sums.products.fill_(1.0)
     for name in ("a", "b"):
         target.load_weights([(name, torch.zeros(1))])
     assert learned.block.sums.products.unique() == 1
     for _ in range(2):
-        v1 = LearnedProposer(CONFIG, VllmSettings(drafter="learned"))
+        v1 = LearnedProposer(config())
         v1.learned = learned
         v1_drafts(v1, take(["r"], [Request(key=0, text=[1, 2, 3], prompt_len=3)]))
     assert learned.block.sums.products.unique() == 0.25

@@ -3,12 +3,11 @@
 from itertools import pairwise
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from longtail.vllm import v2
 from longtail.vllm.guards import VllmSettings
-from support.vllm_releases import PARAMETERS, draw, release
+from support.vllm_releases import draw, release
 
 VOCAB, STEPS = 11, 3
 
@@ -39,11 +38,16 @@ def test_match_equals_a_loop_over_requests():
         assert (tokens.dtype, count.dtype) == (torch.int64, torch.int32)
 
 
-@pytest.mark.parametrize("version", PARAMETERS)
-def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, version):
-    modules = release(monkeypatch, version)
-    for patch in v2.patches(VllmSettings()):
+def installed(monkeypatch, **settings):
+    """Return vLLM's modules with the plugin's functions."""
+    modules = release(monkeypatch)
+    for patch in v2.patches(VllmSettings(**settings)):
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    return modules
+
+
+def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch):
+    modules = installed(monkeypatch)
     generator = torch.Generator().manual_seed(7)
     requests = 6
     logits = torch.randn(requests * (STEPS + 1), VOCAB, generator=generator)
@@ -62,6 +66,7 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
         logits[rows], positions[rows], owners[rows], at_one, seeds, torch.tensor(0), None
     )
     assert torch.equal(drafts, plain[rows])  # the drafter knows the target: all drafts stand
+    assert owner.predicted == len(drafts)  # vLLM's estimate of acceptance
 
     fed = torch.full((requests, STEPS + 1), 3)
     fed[:, 1:] = drafts.view(requests, STEPS)
@@ -76,22 +81,8 @@ def test_verification_and_drafts_use_the_noise_of_plain_decoding(monkeypatch, ve
             assert torch.equal(each[:n], whole[:n])
 
 
-def test_drafts_still_feed_the_acceptance_estimate(monkeypatch):
-    modules = release(monkeypatch, "0.33")
-    owner = modules["speculator"].DraftModelSpeculator
-    for patch in v2.patches(VllmSettings()):
-        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
-    speculator = owner()
-    speculator.model = SimpleNamespace(compute_logits=lambda hidden: hidden)
-    one = torch.ones(2)
-    speculator.sample_draft(
-        torch.randn(2, VOCAB), one.long(), torch.arange(2), one, one.long(), torch.tensor(0), None
-    )
-    assert speculator.predicted == 2
-
-
 def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
-    modules = release(monkeypatch, "0.33")
+    modules = release(monkeypatch)
     seen = []
 
     def kernel(logits, k, p, mask_value=0.0, has_topp_only_rows=True):
@@ -113,7 +104,5 @@ def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
 
 
 def test_plain_steps_draw_by_keyed_noise_too(monkeypatch):
-    modules = release(monkeypatch, "0.33")
-    for patch in v2.patches(VllmSettings(drafts="match")):
-        monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
+    modules = installed(monkeypatch, drafts="match")
     assert modules["sampler"].flashinfer_sampler_supported() is False

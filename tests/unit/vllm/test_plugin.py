@@ -18,6 +18,8 @@ def process(monkeypatch):
     """A process with stand-ins of vLLM's front end and worker, and nothing installed."""
 
     class EngineArgs:
+        max_num_seqs = 8
+
         def __init__(self, additional_config, speculative_config=None, **config):
             self.additional_config = additional_config
             self.speculative_config = speculative_config
@@ -28,6 +30,8 @@ def process(monkeypatch):
                 additional_config=self.additional_config,
                 use_v2_model_runner=True,
                 speculative_config=self.speculative_config and SimpleNamespace(**self.config),
+                model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
+                parallel_config=SimpleNamespace(pipeline_parallel_size=1),
             )
 
     class WorkerBase:
@@ -35,14 +39,17 @@ def process(monkeypatch):
             self.vllm_config = vllm_config
 
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
-    monkeypatch.setattr(plugin._Process, "installed", None)
-    monkeypatch.setattr(plugin._Process, "workers", 0)
-    monkeypatch.setattr(plugin._Process, "learns", False)
+    monkeypatch.setattr(plugin, "_PROCESS", plugin._Process())
     monkeypatch.setattr(adopt, "patches", list)  # it has tests of its own
+
+    class Scheduler:
+        pass
+
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
-    for path, name in (("vllm.engine.arg_utils", "EngineArgs"), (plugin._WORKER, "WorkerBase")):
-        monkeypatch.setitem(sys.modules, path, module(path, **{name: getattr(made, name)}))
-    made.modules = release(monkeypatch, "0.33")
+    paths = (plugin._FRONT_END, EngineArgs), (plugin._WORKER, WorkerBase)
+    for path, kind in (*paths, (plugin._SCHEDULER, Scheduler)):
+        monkeypatch.setitem(sys.modules, path, module(path, **{kind.__name__: kind}))
+    made.modules = release(monkeypatch)
     plugin.register()
     plugin.register()  # vLLM may load a plugin more than once
     return made
@@ -81,50 +88,35 @@ def test_an_engine_that_asks_gets_the_functions_and_says_so(process):
 
 
 def test_the_variable_reaches_workers_through_the_configuration(process, monkeypatch):
-    monkeypatch.setenv("LONGTAIL_VLLM", "match")
     monkeypatch.setenv("LONGTAIL_VLLM_SPECULATIVE", '{"method": "ngram"}')
     args = process.EngineArgs({}, method="ngram")
+    args.create_engine_config()
+    assert args.speculative_config is None  # the engine does not ask
+    monkeypatch.setenv("LONGTAIL_VLLM", "match")
     config = args.create_engine_config()
     assert args.speculative_config == {"method": "ngram"}
     monkeypatch.delenv("LONGTAIL_VLLM")  # a worker on another machine
-    assert plugin.install(config) == plugin._Process.installed
-    assert plugin._Process.installed.settings == VllmSettings(drafts="match")
+    plugin.install(config)
+    assert plugin._PROCESS.settings == VllmSettings(drafts="match")
 
 
-def test_speculation_of_the_environment_needs_an_engine_that_asks(process, monkeypatch):
-    monkeypatch.setenv("LONGTAIL_VLLM_SPECULATIVE", '{"method": "ngram"}')
-    args = process.EngineArgs({})
-    args.create_engine_config()
-    assert args.speculative_config is None
-
-
-def test_what_cannot_be_coupled_is_refused_in_the_front_end_and_in_the_worker(process):
-    asked = {"longtail": {}}
-    args = process.EngineArgs(asked, {"method": "eagle3"}, rejection_sample_method="block")
+def test_what_cannot_be_coupled_is_refused_in_the_front_end(process):
+    given = {"rejection_sample_method": "block"}
+    args = process.EngineArgs({"longtail": {}}, {"method": "eagle3"}, **given)
     with pytest.raises(ConfigError, match="rejection_sample_method='block'"):
         args.create_engine_config()
-    config = SimpleNamespace(
-        additional_config=asked,
-        speculative_config=SimpleNamespace(use_local_argmax_reduction=True),
-    )
-    with pytest.raises(ConfigError, match="use_local_argmax_reduction"):
-        process.WorkerBase(config)
 
 
-def test_one_process_holds_one_choice(process):
-    process.WorkerBase(SimpleNamespace(additional_config={"longtail": {}}, use_v2_model_runner=1))
-    process.WorkerBase(SimpleNamespace(additional_config={"longtail": {}}, use_v2_model_runner=1))
-    with pytest.raises(ConfigError, match="start it in a process of its own"):
-        process.WorkerBase(SimpleNamespace(additional_config={}))
-
-
-def test_an_engine_that_was_refused_can_be_started_with_other_settings(process):
+def test_one_process_holds_one_choice_of_engines_that_were_not_refused(process):
     asked = {"longtail": {}}
     wrong = SimpleNamespace(rejection_sample_method="block")
     with pytest.raises(ConfigError, match="rejection_sample_method"):
         process.WorkerBase(SimpleNamespace(additional_config=asked, speculative_config=wrong))
-    process.WorkerBase(SimpleNamespace(additional_config=asked, use_v2_model_runner=True))
-    assert plugin._Process.installed.runner == "v2"
+    for _ in range(2):
+        process.WorkerBase(SimpleNamespace(additional_config=asked, use_v2_model_runner=True))
+    assert plugin._PROCESS.runner == "v2"
+    with pytest.raises(ConfigError, match="start it in a process of its own"):
+        process.WorkerBase(SimpleNamespace(additional_config={}))
 
 
 def test_workers_without_the_plugin_are_reported(process):
@@ -159,28 +151,13 @@ def test_an_unknown_vllm_is_refused_only_if_the_environment_asks(monkeypatch):
         plugin.register()
 
 
-def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(process, monkeypatch):
-    monkeypatch.setattr(plugin, "_hook_scheduler", lambda asked: None)
-    asked = {"longtail": {"drafter": "learned", "depth": 3}}
-    args = process.EngineArgs(asked, {"method": "eagle3"})
+def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(process):
+    asked = {"drafter": "learned", "depth": 3}
     with pytest.raises(ConfigError, match="remove one of the two"):
-        args.create_engine_config()
-    absent = {"longtail": {"drafter": "learned", "begin": "absent"}}
-    for given, said in ((asked, None), (absent, "drafter absent is not a directory")):
-        args = process.EngineArgs(given, None, num_speculative_tokens=3)
-        args.max_num_seqs = 8
-        stock = type(args).create_engine_config.longtail_stock
-
-        def configured(self, stock=stock):
-            config = stock(self)
-            config.model_config = SimpleNamespace(runner_type="generate")
-            config.parallel_config = SimpleNamespace(pipeline_parallel_size=1)
-            return config
-
-        around = plugin._around_create_engine_config(configured)
-        if said is None:
-            assert around(args).additional_config["longtail"]["depth"] == 3
-            assert args.speculative_config["num_speculative_tokens"] == 3
-        else:
-            with pytest.raises(ConfigError, match=said):
-                around(args)
+        process.EngineArgs({"longtail": asked}, {"method": "eagle3"}).create_engine_config()
+    args = process.EngineArgs({"longtail": asked}, num_speculative_tokens=3)
+    assert args.create_engine_config().additional_config["longtail"]["depth"] == 3
+    assert args.speculative_config["num_speculative_tokens"] == 3
+    absent = process.EngineArgs({"longtail": asked | {"begin": "absent"}})
+    with pytest.raises(ConfigError, match="drafter absent is not a directory"):
+        absent.create_engine_config()
