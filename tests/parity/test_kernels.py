@@ -1,4 +1,4 @@
-"""The native kernels against their definition: TorchKernels, computed in float64.
+"""The native kernels against their definition: `Kernels`, computed in float64.
 
 Both read the same float32 or bfloat16 numbers. Native arithmetic is float32, so a result may be off
 by a few roundings of 2**-24 of its terms, and by 2**-9 of itself when it is stored in bfloat16.
@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longtail.model.kernels import native
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.ops import Kernels, NativeKernels, Places, TorchKernels, text_places
+from longtail.model.kernels.ops import Kernels, NativeKernels, Places, select_kernels, text_places
 from longtail.model.rope import Rope, RopeConfig, Rotation
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (16, 32, 64, 80, 96, 128)
 DTYPES = (torch.float32, torch.bfloat16)
-TORCH = TorchKernels()
+TORCH = Kernels()
 
 needs_compiler = pytest.mark.skipif(
     native.unavailable_because() is not None, reason=str(native.unavailable_because())
@@ -295,11 +294,11 @@ def test_threads_share_the_work_and_not_their_scratch_space(dtype):
 
 
 def test_native_kernels_are_chosen_where_they_exist(monkeypatch):
-    assert isinstance(select_kernels(torch.float64, 64), TorchKernels)
-    assert isinstance(select_kernels(torch.float32, 48), TorchKernels)
+    assert type(select_kernels(torch.float64, 64)) is Kernels
+    assert type(select_kernels(torch.float32, 48)) is Kernels
     monkeypatch.setenv("LONGTAIL_NATIVE", "0")
     native.functions.cache_clear()
-    assert isinstance(select_kernels(torch.float32, 64), TorchKernels)
+    assert type(select_kernels(torch.float32, 64)) is Kernels
     assert native.unavailable_because() == "LONGTAIL_NATIVE=0 is set"
     monkeypatch.undo()
     native.functions.cache_clear()

@@ -1,6 +1,7 @@
 """Native attention within packed sequences is the PyTorch definition, values and gradients."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention, SharedAttention, causal_window_mask
 from longtail.model.kernels import native
-from longtail.model.kernels.packed import NativePackedAttention, attend_packed
+from longtail.model.kernels.packed import NativePackedAttention
 from longtail.model.kernels.training import select_training_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -43,8 +44,8 @@ def exact(qkv: torch.Tensor, lengths: Sequence[int], kv_heads: int, window: int)
 
 def ours(qkv: torch.Tensor, lengths: Sequence[int], kv_heads: int, window: int) -> torch.Tensor:
     split = [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    return attend_packed(*qkv.split(split, 1), starts, window)
+    packed = PackedAttention((0, *accumulate(lengths)))
+    return NativePackedAttention(packed).attend(0, *qkv.split(split, 1), window)
 
 
 @given(

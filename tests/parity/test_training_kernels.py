@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native, products
-from longtail.model.kernels.ops import Kernels, TorchKernels
+from longtail.model.kernels.ops import Kernels
 from longtail.model.kernels.products import training_product
 from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig
@@ -61,7 +61,7 @@ def test_add_norm_and_its_gradients(tokens: int, hidden: int, has_delta: bool, s
     inputs = [stream, weight, *([delta] if has_delta else [])]
     for part in (0, 1):
         results = []
-        for kernels in (TorchKernels(), fused()):
+        for kernels in (Kernels(), fused()):
             out = kernels.add_norm(stream, delta if has_delta else None, weight, 1e-5)[part]
             wanted = inputs if part else [each for each in inputs if each is not weight]
             if not out.requires_grad or out is stream:
@@ -89,7 +89,7 @@ def test_rotate_and_its_gradients(
     weights = (q_weight, k_weight) if normed else (None, None)
     inputs = [qkv, *(weight for weight in weights if weight is not None)]
     results = []
-    for kernels in (TorchKernels(), fused()):
+    for kernels in (Kernels(), fused()):
         out = torch.cat(tuple(kernels.rotate(qkv, num_heads, *weights, 1e-5, rotation)), 1)
         results.append([out, *gradients(out, inputs, seed)])
     of_weights = TOLERANCE["atol"] * (tokens * num_heads) ** 0.5  # they sum over these
@@ -104,7 +104,7 @@ def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int
     (gate_up,) = tensors(seed, (tokens, 2 * size))
     scaled = gate_up * scale
     results = []
-    for kernels in (TorchKernels(), fused()):
+    for kernels in (Kernels(), fused()):
         out = kernels.swiglu(scaled)
         results.append([out, *gradients(out, [gate_up], seed)])
     for ours, definition in zip(results[1], results[0], strict=True):
@@ -135,7 +135,7 @@ def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(
         plain = gradients_of_a_text(model)
         model.fuse()
         for name in ("rotate", "swiglu"):  # no other implementation is left
-            monkeypatch.delattr(TorchKernels, name)
+            monkeypatch.delattr(Kernels, name)
         ours = gradients_of_a_text(model)
     off = [
         sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5

@@ -21,29 +21,11 @@ from torch import Tensor
 from longtail.engine.batch import FlatBatch, Segment
 from longtail.engine.request import EngineLimits
 from longtail.model.attention import Attention
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.ops import CachedAttention, Kernels, Places
+from longtail.model.kernels.ops import CachedAttention, Places, select_kernels
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.tree import MAX_NODES, depths, visible_nodes
 
 _BLOCK_SIZE = 32
-
-
-@final
-class RowAttention(CachedAttention):
-    """Attention of the segments of one step over contiguous rows, without a gather.
-
-    Every token reads its request's row up to its own position: decoded tokens, drafts and prompts
-    in one kernel call. The native kernel sums in the order of the positions, so a token's bits
-    depend neither on its neighbours nor on the chunks of its prompt (law 4).
-
-        flat tokens   [ a | b | c n n | d d d d d d d ]    a, b decode, c verifies, d is prefilled
-    """
-
-    def __init__(
-        self, storage: Tensor, kernels: Kernels, segments: Sequence[Segment], rows: Sequence[int]
-    ) -> None:
-        super().__init__(storage, kernels, token_places(segments, rows))
 
 
 def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
@@ -224,9 +206,17 @@ class KVCache:
         self._storage = self._allocate(self._storage.shape[3])
 
     def attention(self, batch: FlatBatch) -> Attention:
-        """Return attention that stores each token, which then sees its request so far."""
+        """Return attention that stores each token, which then sees its request so far.
+
+        Decoded tokens, drafts and prompts take one kernel call. The native kernel sums in the order
+        of the positions, so a token's bits depend neither on its neighbours nor on the chunks of
+        its prompt (law 4).
+
+            flat tokens   [ a | b | c n n | d d d d d d d ]   a, b decode, c verifies, d prefills
+        """
         rows = [self._rows[segment.request_id] for segment in batch.segments]
-        return RowAttention(self._storage, self._kernels, batch.segments, rows)
+        places = token_places(batch.segments, rows)
+        return CachedAttention(self._storage, self._kernels, places)
 
 
 def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:

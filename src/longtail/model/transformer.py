@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
+from longtail.model.kernels.decoder import LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear, pack_layers
-from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
+from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, select_kernels
 from longtail.model.kernels.products import embed
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
@@ -174,7 +173,7 @@ class Transformer(nn.Module):
             assert isinstance(embedding, nn.Parameter)
             self.head.weight = embedding
         self._rope = Rope(config.head_dim, config.rope)
-        self._kernels: Kernels = TorchKernels()
+        self._kernels = Kernels()
         self._decoder: NativeDecoder | None = None
         """All layers in one call, for attention over rows of a cache; None where there is none."""
 
@@ -307,14 +306,11 @@ def _native_decoder(model: Transformer) -> NativeDecoder | None:
             )
         )
     return NativeDecoder(
-        DecoderWeights(
-            hidden_size=config.hidden_size,
-            inner_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.norm_eps,
-            layers=layers,
-            norm=model.norm.weight.detach(),
-        )
+        layers,
+        model.norm.weight.detach(),
+        inner=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        eps=config.norm_eps,
     )

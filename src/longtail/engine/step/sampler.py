@@ -14,8 +14,7 @@ from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.model.kernels.choice import select_draws
-from longtail.model.kernels.draws import NativeDraws
+from longtail.model.kernels.draws import NativeDraws, select_draws
 from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows, gumbel_noise
 from longtail.speculation.drafter import Noise

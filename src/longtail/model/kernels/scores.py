@@ -7,7 +7,6 @@ Logits have the dtype of the products. As many rows as `held` allows keep theirs
 pass; those of the other rows are computed again, without the entropy, which has no gradient.
 """
 
-import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -39,28 +38,8 @@ class Measured(NamedTuple):
     """Log of the sum of exp(logit / temperature)."""
 
 
-class RowKernels(abc.ABC):
-    """Passes over rows of logits."""
-
-    @abc.abstractmethod
-    def measure(self, logits: Logits, tokens: Int[Tensor, "rows"], temperature: float) -> Measured:
-        """Return the scores of each row's token."""
-
-    @abc.abstractmethod
-    def to_gradient(
-        self,
-        logits: Logits,
-        tokens: Int[Tensor, "rows"],
-        temperature: float,
-        log_sums: Numbers,
-        grads: Numbers,
-    ) -> None:
-        """Replace logits by their gradient, given that of the logprobs."""
-
-
-@final
-class TorchRows(RowKernels):
-    """Passes in PyTorch's operations, for any dtype and device."""
+class TorchRows:
+    """Passes over rows of logits in PyTorch's operations, for any dtype and device."""
 
     def measure(self, logits: Logits, tokens: Int[Tensor, "rows"], temperature: float) -> Measured:
         """Return the scores of each row's token."""
@@ -85,7 +64,7 @@ class TorchRows(RowKernels):
 
 
 @final
-class NativeRows(RowKernels):
+class NativeRows(TorchRows):
     """Passes of scores.c, one over each row."""
 
     def __init__(self, functions: Mapping[str, Callable[..., None]], dtype: torch.dtype) -> None:
@@ -139,7 +118,7 @@ class Plan:
     Example: Plan(passes=TorchRows(), chunk=341, held=341)
     """
 
-    passes: RowKernels
+    passes: TorchRows
     chunk: int
     """Rows whose logits are computed together."""
     held: int
