@@ -54,8 +54,9 @@ def outputs(model: Transformer, taps: Taps) -> list[torch.Tensor]:
                 each.active.tokens.append(9)
                 each.active.num_computed = len(each.active.tokens) - 1
         batch = flatten(scheduled)
-        out = model.forward_with_features(batch.tokens, batch.positions, kv.attention(batch), taps)
-        found += [out.hidden] + ([] if out.features is None else [out.features])
+        attention = kv.attention(batch)
+        out = model.forward_with_features(batch.tokens, batch.positions, attention, taps)
+        found += [each for each in out if each is not None]
         for each in scheduled:
             each.active.num_computed += each.num_tokens
     return found

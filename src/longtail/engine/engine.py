@@ -25,7 +25,7 @@ from longtail.engine.batch import (
 from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
-from longtail.engine.scheduler import Scheduler, SchedulerCounts
+from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
     Speculation,
@@ -64,7 +64,7 @@ class RolloutEngine(ActiveRequests):
         self._model, self._decode, self._limits = model, decode, limits
         self._model.eval().pack()
         self._kv = make_kv(model, limits)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
         )
         self._runner = ModelRunner(model, self._kv)
@@ -107,10 +107,6 @@ class RolloutEngine(ActiveRequests):
         """Return the free, owned and total tokens of KV memory."""
         return self._kv.usage()
 
-    def scheduler_counts(self) -> SchedulerCounts:
-        """Return the numbers of preemptions and of shared prompt tokens so far."""
-        return self._scheduler.counts()
-
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error the engine is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
@@ -138,7 +134,7 @@ class RolloutEngine(ActiveRequests):
     def submit(self, request: Request, begun: Completion | None = None) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
         active = self._active[request.request_id] = self._checked(request, begun)
-        self._scheduler.add(active)
+        self.scheduler.add(active)
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""
@@ -161,8 +157,8 @@ class RolloutEngine(ActiveRequests):
         scheduled = self._schedule()
         with timer.draft:
             spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-            noise = self._runner.sampler.noise
-            scheduled = speculator.draft(scheduled, noise, spare, self._kv.try_grow)
+            sampler, try_grow = self._runner.sampler, self._kv.try_grow
+            scheduled = speculator.draft(scheduled, sampler, spare, try_grow)
         batch = flatten(scheduled)
         sampled = [each for each in scheduled if each.draws]
         out = self._runner.run(batch, sampled, speculator.taps)
@@ -178,7 +174,7 @@ class RolloutEngine(ActiveRequests):
 
     def _schedule(self) -> Sequence[Scheduled]:
         """Choose the step's requests; those with few tokens come first in the batch."""
-        scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
+        scheduled = sorted(self.scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
         return scheduled
 
@@ -230,7 +226,7 @@ class RolloutEngine(ActiveRequests):
     def _remove(self, active: ActiveRequest) -> None:
         """Remove an unfinished request everywhere."""
         del self._active[active.request_id]
-        self._scheduler.withdraw(active)
+        self.scheduler.withdraw(active)
         active.is_done = True
         self._speculator.forget(active)
 
@@ -254,7 +250,7 @@ def _step_report(
 ) -> StepReport:
     return StepReport(
         num_tokens=len(batch.tokens),
-        num_running=len(batch.segments),
+        num_running=len(batch.scheduled),
         emitted=tuple(outputs.emitted),
         finished=tuple(outputs.finished),
         failed=tuple(outputs.failed),

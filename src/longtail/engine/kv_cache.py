@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from longtail.engine.batch import FlatBatch, Segment
+from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.request import EngineLimits
 from longtail.model.attention import Attention
 from longtail.model.kernels.ops import CachedAttention, Places, select_kernels
@@ -28,8 +28,8 @@ from longtail.speculation.tree import MAX_NODES, depths, visible_nodes
 _BLOCK_SIZE = 32
 
 
-def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
-    """Return slot and visibility of every token and node; `rows` are those of the segments.
+def token_places(scheduled: Sequence[Scheduled], rows: Sequence[int]) -> Places:
+    """Return slot and visibility of every token and node; `rows` are those of the requests.
 
     Nodes follow the text in the order of their numbers, not of their depths.
     """
@@ -38,14 +38,14 @@ def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
     contexts: list[int] = []
     deep: list[int] = []
     visible: list[int] = []
-    for segment, row in zip(segments, rows, strict=True):
-        start, draft = segment.num_context, segment.draft
-        text = start + segment.num_tokens
-        token_rows += [row] * (segment.num_tokens + draft.size)
+    for each, row in zip(scheduled, rows, strict=True):
+        start, draft = each.active.num_computed, each.draft
+        text = start + each.num_tokens
+        token_rows += [row] * (each.num_tokens + draft.size)
         slots += range(start, text + draft.size)
         contexts += range(start + 1, text + 1)
-        deep += [0] * segment.num_tokens
-        visible += [0] * segment.num_tokens
+        deep += [0] * each.num_tokens
+        visible += [0] * each.num_tokens
         if draft.size:
             contexts += [text] * draft.size
             deep += depths(draft.parents)
@@ -214,8 +214,8 @@ class KVCache:
 
             flat tokens   [ a | b | c n n | d d d d d d d ]   a, b decode, c verifies, d prefills
         """
-        rows = [self._rows[segment.request_id] for segment in batch.segments]
-        places = token_places(batch.segments, rows)
+        rows = [self._rows[each.active.request_id] for each in batch.scheduled]
+        places = token_places(batch.scheduled, rows)
         return CachedAttention(self._storage, self._kernels, places)
 
 

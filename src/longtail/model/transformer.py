@@ -111,15 +111,6 @@ class FeedForward(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderOutput:
-    """Final hidden states, and the features of the taps."""
-
-    hidden: Float[Tensor, "tokens hidden"]
-    features: Float[Tensor, "tokens features"] | None
-    """None if the taps are empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Rotation, attention and kernels of one forward pass."""
 
@@ -236,7 +227,7 @@ class Transformer(nn.Module):
         """
         return self.forward_with_features(
             tokens, positions, attention, NO_TAPS, recompute=recompute
-        ).hidden
+        )[0]
 
     def forward_with_features(
         self,
@@ -246,8 +237,8 @@ class Transformer(nn.Module):
         taps: Taps,
         *,
         recompute: bool = False,
-    ) -> DecoderOutput:
-        """Run `forward`, and also return the features of `taps`."""
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens features"] | None]:
+        """Run `forward`, and also return the features of `taps`; None if these are empty."""
         direct = self.head.cast is not None
         stream = embed(self.embedding.weight, tokens) if direct else self.embedding(tokens)
         delta = None
@@ -257,8 +248,7 @@ class Transformer(nn.Module):
         dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
         rotation = self._rope.rotation(positions, self._kernels.rotation_dtype(dtype))
         if self._decoder is not None and isinstance(attention, CachedAttention):
-            hidden, features = self._decoder.run(stream, rotation, attention, taps)
-            return DecoderOutput(hidden=hidden, features=features)
+            return self._decoder.run(stream, rotation, attention, taps)
         attention = self._kernels.attention(attention, dtype)
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         kept: list[Tensor] = []
@@ -274,7 +264,7 @@ class Transformer(nn.Module):
         if taps.final:
             kept.append(hidden)
         features = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1)
-        return DecoderOutput(hidden=hidden, features=features)
+        return hidden, features
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of the next token."""

@@ -71,7 +71,7 @@ def test_the_youngest_request_is_preempted_and_recomputed():
         scheduler.add(each)
     assert step(scheduler) == [("a", 8), ("b", 3), ("c", 3)]
     assert step(scheduler) == [("a", 1), ("b", 1)]
-    assert scheduler.counts().num_preemptions == 1
+    assert scheduler.num_preemptions == 1
     assert [each.request_id for each in scheduler.waiting] == ["c"]
     assert (c.num_computed, c.tokens) == (0, [0, 1, 2, 1000])
     scheduler.finish(a)
@@ -101,8 +101,8 @@ def test_siblings_wait_for_their_prompt_while_others_pass():
     assert step(scheduler) == [("a0", 2), ("b", 2)]
     # Nine of ten prompt tokens are taken over; the last is computed, to draw from.
     assert step(scheduler) == [("a0", 1), ("b", 1), ("a1", 1), ("a2", 1)]
-    assert scheduler.counts().num_shared_tokens == 18
-    assert scheduler.counts().num_preemptions == 0
+    assert scheduler.num_shared_tokens == 18
+    assert scheduler.num_preemptions == 0
 
 
 def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
@@ -114,7 +114,7 @@ def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
     scheduler.finish(a)
     assert list(scheduler.running) == ["b"]
     assert step(scheduler) == [("b", 1)]
-    assert scheduler.counts().num_shared_tokens == 4
+    assert scheduler.num_shared_tokens == 4
 
 
 def test_a_group_with_different_prompts_shares_no_kv():
@@ -123,7 +123,7 @@ def test_a_group_with_different_prompts_shares_no_kv():
     scheduler.add(active("a", 4, "g"))
     scheduler.add(active("b", 4, "g", first=50))
     assert step(scheduler) == [("a", 4), ("b", 4)]
-    assert scheduler.counts().num_shared_tokens == 0
+    assert scheduler.num_shared_tokens == 0
 
 
 def with_template(name: str, template_len: int, own: int) -> ActiveRequest:
@@ -146,7 +146,7 @@ def test_prompts_that_begin_alike_compute_the_beginning_once():
         scheduler.add(each)
     assert step(scheduler) == [("a", 24), ("apart", 3)]
     assert step(scheduler) == [("a", 1), ("apart", 1), ("b", 3), ("c", 3)]
-    assert scheduler.counts().num_shared_tokens == 2 * 21
+    assert scheduler.num_shared_tokens == 2 * 21
     scheduler.finish(scheduler.running["apart"])
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("b2", 1)]
-    assert scheduler.counts().num_shared_tokens == 2 * 21 + 23
+    assert scheduler.num_shared_tokens == 2 * 21 + 23

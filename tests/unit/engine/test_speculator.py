@@ -100,7 +100,7 @@ def test_recomputed_tokens_are_observed_again(grouped):
     drafter = ScriptedDrafter(texts, ragged(4), taps=taps)
     engine.speculate(Speculation.fixed(drafter, TREE))
     engine.generate(requests)
-    counts = engine.scheduler_counts()
+    counts = engine.scheduler
     assert 0 < drafter.num_restarts <= counts.num_preemptions
     assert (counts.num_shared_tokens > 0) == grouped
     assert len(drafter.gone) == len(requests)

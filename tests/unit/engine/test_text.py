@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from longtail.engine.text import Decode, Detokenizer, Reader, ends_in_stop, final_text, find_stop
+from longtail.engine.text import Decode, Reader, ends_in_stop, final_text, find_stop
 from support.fakes import decode_pieces
 
 TEXTS = st.text(alphabet="ab <>/\u00e9\u65e5\u672c\U0001f600\u2581", max_size=30)
@@ -102,7 +102,7 @@ def test_long_texts_are_decoded_a_window_at_a_time():
         longest = max(longest, len(tokens))
         return BYTES(tokens)
 
-    text, reader = "ab\u65e5" * 100, Detokenizer(decode)
+    text, reader = "ab\u65e5" * 100, Reader(decode, ())
     assert "".join(reader.feed([token]) for token in text.encode()) == text
     assert longest < 20
 

@@ -22,7 +22,7 @@ from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.runner import StepClock, StepTimer
-from longtail.engine.step.sampler import NoiseSource
+from longtail.engine.step.sampler import Sampler
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
@@ -176,7 +176,7 @@ class Speculator:
     def draft(
         self,
         scheduled: Sequence[Scheduled],
-        noise: NoiseSource,
+        sampler: Sampler,
         spare_tokens: int,
         try_grow: Callable[[str, int], bool],
     ) -> Sequence[Scheduled]:
@@ -195,8 +195,8 @@ class Speculator:
             began_s, first_s = self._clock.read(), began_s
             step = replace(step, catch_up_s=began_s - first_s)
         with self.timer.noise:
-            noise.prepare([each.active for each in scheduled if each.draws], depth)
-        heard = noise.for_drafts(step.requests, depth) if self.speculation.coupled else None
+            sampler.prepare([each.active for each in scheduled if each.draws], depth)
+        heard = sampler.for_drafts(step.requests, depth) if self.speculation.coupled else None
         self._step = self._planner.propose(step, heard, began_s)
         drafts = self._planner.select(self._step, try_grow)
         return [

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
@@ -29,12 +28,6 @@ _FILES = (
 )
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of SentencePiece that is a byte."""
-
-
-def _transformers() -> ModuleType:
-    import transformers
-
-    return transformers
 
 
 @final
@@ -90,7 +83,12 @@ class Tokenizer:
         text (BOS), as models are trained on text that no chat template wrote. What the tokenizer
         puts behind a text is left out: the text goes on.
         """
-        _check_characters(text)
+        index = find_surrogate(text)
+        if index is not None:
+            raise DataError(
+                f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
+                "give the whole character"
+            )
         tokens = tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
         first = self._first if add_special_tokens else ()
         return tokens if tokens[: len(first)] == first else (*first, *tokens)
@@ -173,11 +171,9 @@ class Tokenizer:
                 "the messages or the template"
             ) from error
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
-    ) -> tuple[int, ...]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of `render`."""
-        return self.encode(self.render(messages, generation_prompt=generation_prompt))
+        return self.encode(self.render(messages))
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer's files into a directory; files that were read stay unchanged."""
@@ -187,15 +183,6 @@ class Tokenizer:
             (path / name).write_bytes(content)
         if not self._files:
             self._inner.save_pretrained(str(path))
-
-
-def _check_characters(text: str) -> None:
-    index = find_surrogate(text)
-    if index is not None:
-        raise DataError(
-            f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
-            "give the whole character"
-        )
 
 
 def _variables(template: str) -> frozenset[str]:
@@ -256,9 +243,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         )
     # NOTE: AutoTokenizer rebuilds the pipeline from the model type (every qwen2 vocabulary becomes
     # byte-level BPE); the generic class reads tokenizer.json as it is.
+    import transformers
+
     complete = "tokenizer.json" in files
-    classes = _transformers()
-    reader = classes.PreTrainedTokenizerFast if complete else classes.AutoTokenizer
+    reader: Any = transformers.AutoTokenizer
+    if complete:
+        reader = transformers.PreTrainedTokenizerFast
     try:
         inner = reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the Rust library raises no narrower class
