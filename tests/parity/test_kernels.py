@@ -131,7 +131,7 @@ def attention_cases(draw: st.DrawFn) -> dict[str, int | float | torch.dtype]:
         "kv_heads": draw(st.integers(1, 3)),
         "group": draw(st.integers(1, 8)),
         "num_rows": draw(st.integers(1, 4)),
-        "row_len": draw(st.integers(1, 70)),
+        "row_len": draw(st.integers(1, 70) | st.just(700)),  # scratch space grows with it
         "tokens": draw(st.integers(1, 9)),
         "window": draw(st.sampled_from([0, 0, 1, 3, 16, 1000])),
         "dtype": draw(dtypes),
@@ -261,19 +261,6 @@ def test_what_is_not_finite_is_passed_on(dtype):
     siblings = kernels.attend_rows(queries, keys, values, places, 0)
     assert siblings[0].isfinite().all()
     assert siblings[1].isnan().all()
-
-
-@needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_scratch_space_grows_with_the_rows(dtype):
-    kernels = native_kernels(dtype)
-    for row_len in (3, 700, 40):
-        keys, values = random(row_len, 2, 1, row_len, 2, 32, dtype=dtype)
-        queries = random(row_len + 1, 1, 14, 32, dtype=dtype)
-        last = text_places(torch.tensor([0]), torch.tensor([row_len - 1]))
-        mine = kernels.attend_rows(queries, keys, values, last, 0)
-        exact = TORCH.attend_rows(queries.double(), keys.double(), values.double(), last, 0)
-        assert_same(mine, exact, terms=20.0 + of_weights(dtype) * float(values.abs().max()))
 
 
 @needs_compiler

@@ -1,7 +1,7 @@
 """Speculation in the engine: proposals, and the tokens that drafters observe."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,22 +15,8 @@ from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.types import Request, SamplingParams
-from support.drafters import (
-    RIGHT,
-    Memory,
-    ScriptedDrafter,
-    Sketch,
-    listed,
-    ragged,
-)
-from support.engine_requests import (
-    CROWDED,
-    ROOMY,
-    TREE,
-    features_of,
-    make_requests,
-    write,
-)
+from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
+from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
 
@@ -118,17 +104,12 @@ def test_a_drafter_added_later_observes_all_later_tokens():
     drafters = [ScriptedDrafter(texts, ragged(i), taps=taps, informed=i < 1) for i in range(2)]
     for request in requests:
         engine.submit(request)
+    first, second = (Speculation.fixed(drafter, TREE) for drafter in drafters)
+    changes = {3: first, 6: second, 7: None, 8: second}
     for step in range(40):
-        if step == 3:
-            engine.speculate(Speculation.fixed(drafters[0], TREE))
-            assert engine.speculation is not None
-        if step == 6:
-            engine.speculate(Speculation.fixed(drafters[1], TREE))
-        if step == 7:
-            engine.speculate(None)
-            assert engine.speculation is None
-        if step == 8:
-            engine.speculate(Speculation.fixed(drafters[1], TREE))
+        if step in changes:
+            engine.speculate(changes[step])
+            assert engine.speculation is changes[step]
         if engine.num_unfinished:
             engine.step()
     for drafter in drafters:
@@ -139,8 +120,7 @@ def test_a_drafter_added_later_observes_all_later_tokens():
             assert_true_to_the_text(memory, "mistral", texts[name], taps)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """One request as a drafter saw it."""
 
     request_id: str
@@ -166,6 +146,13 @@ def asking(
     return engine, questions
 
 
+def drafter_in(engine: RolloutEngine) -> ScriptedDrafter:
+    assert engine.speculation is not None
+    drafter = engine.speculation.drafters[0]
+    assert isinstance(drafter, ScriptedDrafter)
+    return drafter
+
+
 @pytest.mark.parametrize(("family", "deepest"), [("llama", 62), ("mistral", 7)])
 def test_drafts_are_no_deeper_than_they_can_be_used(family, deepest):
     """The root yields a token, too; a window of 8 places holds a root and 7 nodes behind it."""
@@ -180,25 +167,26 @@ def test_drafts_are_no_deeper_than_they_can_be_used(family, deepest):
     ]
 
 
-def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded():
-    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=11, max_len=64))
+@pytest.mark.parametrize(
+    ("max_step_tokens", "shapes"),
+    [
+        (11, ([2], [4])),  # 8 spare tokens are 2 for each of 3; 9 are 4 for each of 2
+        (5, ([], [1])),  # 2 spare tokens are none for each of 3; 3 are 1 for each of 2
+    ],
+)
+def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded(max_step_tokens, shapes):
+    limits = EngineLimits(max_running=3, max_step_tokens=max_step_tokens, max_len=64)
+    engine, questions = asking(limits)
     for request in make_requests()[:3]:  # prompts of one token: each is drafted for at once
         engine.submit(request)
-    engine.step()
-    assert [each.request_id for each in questions] == ["r0", "r1", "r2"]
-    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
-    assert shapes == {(2, 2)}, "8 spare tokens are 2 for each of 3"
-    questions.clear()
-    engine.abort("r2")
-    engine.step()
-    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
-    assert shapes == {(4, 4)}, "9 spare tokens are 4 for each of 2"
-
-    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=5, max_len=64))
-    for request in make_requests()[:3]:
-        engine.submit(request)
-    engine.step()
-    assert not questions, "2 spare tokens are none for each of 3"
+    for names, sizes in zip((["r0", "r1", "r2"], ["r0", "r1"]), shapes, strict=True):
+        engine.step()
+        assert [each.request_id for each in questions] == (names if sizes else [])
+        found = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
+        assert found == {(size, size) for size in sizes}
+        questions.clear()
+        if len(names) == 3:
+            engine.abort("r2")
 
 
 def test_no_draft_is_proposed_in_steps_above_max_running():
@@ -234,9 +222,7 @@ def test_a_step_reports_the_result_of_each_draft():
 
 def test_finished_requests_are_forgotten_and_new_weights_are_followed():
     engine, _ = asking()
-    assert engine.speculation is not None
-    drafter = engine.speculation.drafters[0]
-    assert isinstance(drafter, ScriptedDrafter)
+    drafter = drafter_in(engine)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
@@ -257,13 +243,11 @@ def test_finished_requests_are_forgotten_and_new_weights_are_followed():
 def test_a_removed_drafter_keeps_no_finished_request():
     """Otherwise its state grows, and a reused id matches an old request."""
     engine, _ = asking()
-    speculation = engine.speculation
-    assert speculation is not None
-    assert isinstance(speculation.drafters[0], ScriptedDrafter)
+    drafter = drafter_in(engine)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
     engine.speculate(None)
     while engine.num_unfinished:
         engine.step()
-    assert not speculation.drafters[0].memories
+    assert not drafter.memories
