@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from longtail.engine.batch import (
-    FlatBatch,
     Scheduled,
     StepOutputs,
     accept_drafts,
@@ -29,10 +28,9 @@ from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
     Speculation,
-    SpeculationRecord,
     Speculator,
 )
-from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
+from longtail.engine.step.runner import ModelRunner
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport
@@ -170,7 +168,17 @@ class RolloutEngine(ActiveRequests):
         with timer.draft:
             record = speculator.record(scheduled, accepted, out.features)
             self._on_idle()
-        return _step_report(batch, out, outputs, record, timer)
+        return StepReport(
+            num_tokens=len(batch.tokens),
+            num_running=len(scheduled),
+            emitted=tuple(outputs.emitted),
+            finished=tuple(outputs.finished),
+            failed=tuple(outputs.failed),
+            verified=record.verified,
+            speculates=record.speculates,
+            switch=record.switch,
+            **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
+        )
 
     def _schedule(self) -> Sequence[Scheduled]:
         """Choose the step's requests; those with few tokens come first in the batch."""
@@ -185,15 +193,11 @@ class RolloutEngine(ActiveRequests):
         """
         paths: list[KeptPath] = []
         for each in scheduled:
-            active = each.active
+            active, name = each.active, each.active.request_id
             active.num_computed += each.num_tokens
-            if active.request_id in accepted:
-                path = accepted[active.request_id].path
-                paths.append(
-                    KeptPath(
-                        request_id=active.request_id, num_tokens=active.num_computed, path=path
-                    )
-                )
+            if name in accepted:
+                path = accepted[name].path
+                paths.append(KeptPath(request_id=name, num_tokens=active.num_computed, path=path))
                 active.num_computed += len(path)
         self._kv.keep(paths)
 
@@ -239,23 +243,3 @@ class RolloutEngine(ActiveRequests):
         if request.request_id in self._active:
             raise RequestError(f"request {request.request_id!r} is already in progress")
         request.check(self._model.config.vocab_size, self._limits.max_len)
-
-
-def _step_report(
-    batch: FlatBatch,
-    out: RunnerOutput,
-    outputs: StepOutputs,
-    record: SpeculationRecord,
-    timer: StepTimer,
-) -> StepReport:
-    return StepReport(
-        num_tokens=len(batch.tokens),
-        num_running=len(batch.scheduled),
-        emitted=tuple(outputs.emitted),
-        finished=tuple(outputs.finished),
-        failed=tuple(outputs.failed),
-        verified=record.verified,
-        speculates=record.speculates,
-        switch=record.switch,
-        **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
-    )

@@ -146,7 +146,7 @@ class SyntheticSteps:
     def __init__(self, model: Transformer, num_requests: int, max_step_tokens: int) -> None:
         positions = model.config.max_positions - MAX_NODES - 1
         self.short, self.long = min(_SHORT, positions), min(_LONG, positions)
-        self.num_requests = self._num = num_requests
+        self.num_requests = num_requests
         own = EngineLimits(
             max_running=num_requests,
             max_step_tokens=max_step_tokens,
@@ -165,7 +165,7 @@ class SyntheticSteps:
 
     def step(self, num_tokens: int, context: int) -> float:
         """Return the seconds of a step of `num_tokens`; drafts fill it if requests are too few."""
-        num = min(num_tokens, self._num)
+        num = min(num_tokens, self.num_requests)
         sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
         scheduled = []
         for i, size in enumerate(sizes):
@@ -173,8 +173,7 @@ class SyntheticSteps:
             assert self._kv.try_grow(active.request_id, context + 1 + size), "the cache fits"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
-        batch = flatten(scheduled)
-        self._runner.run(batch, scheduled, NO_TAPS)
+        self._runner.run(flatten(scheduled), scheduled, NO_TAPS)
         return time.perf_counter() - started
 
 

@@ -180,7 +180,6 @@ def test_a_callback_that_raises_leaves_no_request_in_progress():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_running": 17}, "max_step_tokens = 16 is below rollout.max_running = 17"),
         ({"kv_tokens": 63}, "kv_tokens = 63 cannot hold one request of 64 tokens"),
         ({"kv_tokens": -1}, "kv_tokens = -1: it must be at least 0"),
         ({"max_running": 0}, "max_running = 0: it must be at least 1"),

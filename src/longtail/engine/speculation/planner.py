@@ -187,32 +187,6 @@ class StepFeedback:
     verify_s: float
     """Seconds of the step without `step.timings` and without applying the previous feedback."""
 
-    def send_to_drafters(self, drafters: Sequence[Drafter]) -> None:
-        """Report to each drafter how far its proposals match, nodes not verified included."""
-        for timing, trees in zip(self.step.timings, self.step.proposals, strict=True):
-            kept = [
-                (tree, self.accepted[active.request_id].tokens)
-                for tree, active in zip(trees, self.step.requests, strict=True)
-                if tree.size
-            ]
-            drafters[timing.drafter].learn(
-                [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
-            )
-
-    def outcome(self, learning_s: float) -> Outcome:
-        """Return the step's costs and yield; `learning_s` are the drafters' seconds of learning."""
-        return Outcome(
-            batch=self.step.batch,
-            plan=self.step.plan,
-            timings=self.step.timings,
-            catch_up_s=self.step.catch_up_s,
-            num_drafts=len(self.drafts),
-            num_nodes=sum(draft.size for draft in self.drafts),
-            num_accepted=sum(len(each.path) for each in self.accepted.values()),
-            verify_s=self.verify_s + learning_s,
-            num_expected=sum((sum(draft.reach) for draft in self.drafts), 0.0),
-        )
-
 
 @final
 class FeedbackLoop:
@@ -256,6 +230,7 @@ class FeedbackLoop:
     def apply(self, *, hidden: bool = True) -> None:
         """Pass the previous step, if planned, to drafters, cost model, tuner and guard.
 
+        A drafter learns how far its proposals match, nodes not verified included.
         `hidden`: no step is in progress that waits for it. Otherwise the drafters' seconds count
         towards the step that they learn from, since they are a cost of its drafts, and none
         towards the present step.
@@ -264,10 +239,29 @@ class FeedbackLoop:
         if feedback is None:
             return
         started = 0.0 if hidden else self._clock.read()
-        feedback.send_to_drafters(self._drafters)
+        step, drafts, accepted = feedback.step, feedback.drafts, feedback.accepted
+        for timing, trees in zip(step.timings, step.proposals, strict=True):
+            kept = [
+                (tree, accepted[active.request_id].tokens)
+                for tree, active in zip(trees, step.requests, strict=True)
+                if tree.size
+            ]
+            self._drafters[timing.drafter].learn(
+                [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
+            )
         ended = 0.0 if hidden else self._clock.read()
         with self._timer.tuner:
-            outcome = feedback.outcome(ended - started)
+            outcome = Outcome(
+                batch=step.batch,
+                plan=step.plan,
+                timings=step.timings,
+                catch_up_s=step.catch_up_s,
+                num_drafts=len(drafts),
+                num_nodes=sum(draft.size for draft in drafts),
+                num_accepted=sum(len(each.path) for each in accepted.values()),
+                verify_s=feedback.verify_s + (ended - started),
+                num_expected=sum((sum(draft.reach) for draft in drafts), 0.0),
+            )
             if self._costs is not None:
                 self._costs.learn(outcome)
             self._planner.learn(outcome)

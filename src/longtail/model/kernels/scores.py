@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import ROWS, WeightGradient, multiply, padded_rows
+from longtail.model.kernels.products import ROWS, WeightGradient, apply, multiply, padded_rows
 
 _HELD_BYTES = 16
 """Bytes of logits that are kept per logit of the caller's limit: four of float32, as PyTorch's
@@ -153,8 +153,8 @@ def token_scores(
     """Return each token's log-probability, and the entropy of its distribution, detached."""
     hidden = hidden.to(head.computed.dtype)
     keeps = torch.is_grad_enabled()
-    logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head, tokens, temperature, plan, keeps
+    logprobs, entropy = apply(
+        _TokenScores, hidden, head.weight, head, tokens, temperature, plan, keeps
     )
     return logprobs, entropy
 
