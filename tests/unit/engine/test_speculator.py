@@ -1,4 +1,4 @@
-"""Speculation in the engine: proposals, and the tokens that drafters observe."""
+"""Speculation in the engine: proposals, the tokens that drafters observe, late feedback."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -9,11 +9,14 @@ import torch
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.step.runner import ModelRunner
 from longtail.generator import Verified
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
+from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.tuner import Tuner
 from longtail.types import Request, SamplingParams
 from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
 from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
@@ -56,45 +59,38 @@ def assert_true_to_the_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "taps"), list(zip(("llama", "mistral", "qwen3"), FEATURES, strict=True))
+    ("family", "taps", "script", "limits", "prompts"),
+    [
+        ("llama", FEATURES[0], RIGHT, ROOMY, "apart"),
+        ("mistral", FEATURES[1], ragged(3), ROOMY, "apart"),
+        ("qwen3", FEATURES[2], ragged(4), CROWDED, "apart"),
+        ("qwen3", FEATURES[0], ragged(4), CROWDED, "grouped"),
+    ],
 )
-def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
-    """Tokens are in order from the first one, with accepted nodes and no others."""
-    requests = make_requests()
+def test_a_drafter_observes_each_token_once_with_its_features(
+    family, taps, script, limits, prompts
+):
+    """Tokens are in order, with accepted nodes and no others; recomputed ones come again.
+
+    Preempted requests start again, siblings after the shared prompt.
+    """
+    requests = make_requests(prompts, max_tokens=20)
     texts = write_plainly(family, requests)
-    for script in (RIGHT, ragged(3)):
-        engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
-        drafter = ScriptedDrafter(texts, script, taps=taps)
-        engine.speculate(Speculation.fixed(drafter, TREE))
-        engine.generate(requests)
-        assert drafter.num_accepted > 0
-        assert drafter.num_restarts == 0
-        assert sorted(name for name, _ in drafter.gone) == sorted(texts)
-        for name, memory in drafter.gone:
-            assert memory.start == 0
-            assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
-            assert_true_to_the_text(memory, family, texts[name], taps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
-def test_recomputed_tokens_are_observed_again(grouped):
-    """Preempted requests start again, siblings after the shared prompt."""
-    requests, taps = make_requests("grouped" if grouped else "apart", max_tokens=20), FEATURES[0]
-    texts = write_plainly("qwen3", requests)
-    engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
-    drafter = ScriptedDrafter(texts, ragged(4), taps=taps)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
+    drafter = ScriptedDrafter(texts, script, taps=taps)
     engine.speculate(Speculation.fixed(drafter, TREE))
     engine.generate(requests)
     counts = engine.scheduler
-    assert 0 < drafter.num_restarts <= counts.num_preemptions
-    assert (counts.num_shared_tokens > 0) == grouped
-    assert len(drafter.gone) == len(requests)
+    assert drafter.num_accepted > 0
+    assert (drafter.num_restarts > 0) == (limits is CROWDED)
+    assert drafter.num_restarts <= counts.num_preemptions
+    assert (counts.num_shared_tokens > 0) == (prompts == "grouped")
+    assert sorted(name for name, _ in drafter.gone) == sorted(texts)
     for name, memory in drafter.gone:
         shared = len(next(r for r in requests if r.request_id == name).prompt_tokens)
-        assert memory.start in ((0, shared - 1, shared) if grouped else (0,))
-        assert memory.end >= len(texts[name]) - _LAST
-        assert_true_to_the_text(memory, "qwen3", texts[name], taps)
+        assert memory.start in ((0, shared - 1, shared) if prompts == "grouped" else (0,))
+        assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
+        assert_true_to_the_text(memory, family, texts[name], taps)
 
 
 def test_a_drafter_added_later_observes_all_later_tokens():
@@ -251,3 +247,44 @@ def test_a_removed_drafter_keeps_no_finished_request():
     while engine.num_unfinished:
         engine.step()
     assert not drafter.memories
+
+
+class Turns(Tuner):
+    """Drafts in two steps of three, and keeps the outcomes."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._step = log, 0
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: Batch) -> Plan:
+        self._step += 1
+        return Plan(strategy=Strategy(depth=2) if self._step % 3 else None)
+
+    def learn(self, outcome: Outcome) -> None:
+        self._log.append("learn")
+        self.outcomes.append(outcome)
+
+
+def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch):
+    """The last feedback is applied when no request is left."""
+    log: list[str] = []
+    true = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: log.append("run") or true(*args))
+    engine = RolloutEngine(scripted_model(60), nothing, ROOMY)
+    texts = dict.fromkeys("ab", range(60))
+    drafter = ScriptedDrafter(texts, RIGHT, vocab_size=60, informed=False)
+    tuner = Turns(log)
+    engine.speculate(Speculation(drafters=(drafter,), tuner=tuner, guarded=False))
+    for name in ("a", "b"):
+        sampling = SamplingParams(max_tokens=30)
+        engine.submit(
+            Request(request_id=name, prompt_tokens=(0, 1), noise_key=0, sampling=sampling)
+        )
+    steps = []
+    while engine.num_unfinished:
+        steps.append(engine.step())
+    assert log == ["run", *["run", "learn"] * (len(steps) - 1), "learn"]
+    for outcome, step in zip(tuner.outcomes, steps, strict=True):
+        assert outcome.num_nodes == sum(each.num_drafted for each in step.verified)
+        assert outcome.num_emitted == len(step.emitted) or step is steps[-1]
+    assert sum(outcome.num_nodes for outcome in tuner.outcomes) > 0
