@@ -37,11 +37,26 @@ class PlannedStep:
     """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepFeedback:
+    """Result of one planned step."""
+
+    step: PlannedStep
+    drafts: Sequence[DraftTree]
+    """Drafts that were verified."""
+    accepted: Mapping[str, Accepted]
+    verify_s: float
+    """Seconds of the step without `step.timings` and without applying the previous feedback."""
+
+
 @final
 class DraftPlanner:
-    """Plans with guard and tuner: `plan`, `propose` and `select` in each step, `learn` afterwards.
+    """Plans with guard and tuner: `plan`, `propose`, `select` and `record` in each step.
 
-    A plan to decode plainly may hold for several steps (`take_repeat`).
+    A plan to decode plainly may hold for several steps (`take_repeat`). `apply` passes the feedback
+    of a step to drafters, cost model, tuner and guard, one step late:
+
+        draft, run n | apply n - 1 | record n, draft, run n + 1 | apply n
     """
 
     def __init__(
@@ -49,12 +64,16 @@ class DraftPlanner:
         drafters: Sequence[Drafter],
         tuner: Tuner,
         guard: Guard | None,
+        costs: CostModel | None,
         clock: StepClock,
-        timer: StepTimer,
         max_depth: int,
     ) -> None:
-        self._drafters, self._tuner, self._guard = drafters, tuner, guard
-        self._clock, self._timer, self._max_depth = clock, timer, max_depth
+        self._drafters, self._tuner, self._guard, self._costs = drafters, tuner, guard, costs
+        self.timer = StepTimer(drafters)
+        self._clock, self._max_depth = clock, max_depth
+        self._pending: StepFeedback | None = None
+        self._exposed_s = 0.0
+        """Seconds that applying the previous feedback added to the present step."""
         self._repeats = self._num_repeated = 0
         self._switch: Switch | None = None
         self.is_drafting = True
@@ -76,7 +95,7 @@ class DraftPlanner:
 
     def plan(self, scheduled: Sequence[Scheduled], spare_tokens: int) -> PlannedStep:
         """Decide whether to draft in a step, and for which requests."""
-        with self._timer.tuner:
+        with self.timer.tuner:
             batch = _batch(scheduled, spare_tokens)
             allowed = self._guard is None or self._guard.allows(batch)
             may_draft = allowed and batch.num_draftable and spare_tokens > 0
@@ -126,7 +145,7 @@ class DraftPlanner:
         self, step: PlannedStep, try_grow: Callable[[str, int], bool]
     ) -> dict[ActiveRequest, DraftTree]:
         """Return the drafts to verify: nodes that the tuner selects, where the KV has room."""
-        with self._timer.tuner:
+        with self.timer.tuner:
             trees = self._tuner.select_nodes(step.batch, step.plan, step.proposals)
         assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
         return {
@@ -134,80 +153,6 @@ class DraftPlanner:
             for active, tree in zip(step.requests, trees, strict=True)
             if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
         }
-
-    def learn(self, outcome: Outcome) -> None:
-        """Update tuner and guard; after a step with drafts the next plan is made anew."""
-        self._tuner.learn(outcome)
-        if self._guard is not None and (reason := self._guard.learn(outcome)):
-            self.is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
-        if outcome.timings:
-            self._repeats = 0
-
-    def reset_estimates(self) -> None:
-        """Plan anew, since a drafter was changed."""
-        self._repeats = 0
-        self._tuner.reset_estimates()
-
-    def _set_drafting(self, drafts: bool, reason: str) -> None:
-        if drafts != self.is_drafting:
-            self.is_drafting, self._switch = drafts, Switch(drafts=drafts, reason=reason)
-
-    def _depth_limit(self, active: ActiveRequest) -> int:
-        """Return the depth of the deepest useful node: the root yields a token as well."""
-        left = active.request.sampling.max_tokens - active.num_generated
-        return min(left - 1, self._max_depth)
-
-
-def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
-    draftable = sampled = tokens = pairs = 0
-    for each in scheduled:
-        count = each.num_tokens
-        tokens += count
-        pairs += count * (each.active.num_computed + count)
-        if each.draws:
-            sampled += 1
-            draftable += count == 1
-    return Batch(
-        num_draftable=draftable,
-        num_sampled=sampled,
-        num_tokens=tokens,
-        num_pairs=pairs,
-        room=spare_tokens,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class StepFeedback:
-    """Result of one planned step."""
-
-    step: PlannedStep
-    drafts: Sequence[DraftTree]
-    """Drafts that were verified."""
-    accepted: Mapping[str, Accepted]
-    verify_s: float
-    """Seconds of the step without `step.timings` and without applying the previous feedback."""
-
-
-@final
-class FeedbackLoop:
-    """Passes the feedback of each step to drafters, cost model, tuner and guard, one step late.
-
-    draft, run n | apply n - 1 | accept n, draft, run n + 1 | apply n
-    """
-
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        costs: CostModel | None,
-        planner: DraftPlanner,
-        clock: StepClock,
-        timer: StepTimer,
-    ) -> None:
-        self._drafters, self._costs, self._planner = drafters, costs, planner
-        self._clock, self._timer = clock, timer
-        self._pending: StepFeedback | None = None
-        self._exposed_s = 0.0
-        """Seconds that applying the previous feedback added to the present step."""
 
     def record(
         self,
@@ -250,7 +195,7 @@ class FeedbackLoop:
                 [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
             )
         ended = 0.0 if hidden else self._clock.read()
-        with self._timer.tuner:
+        with self.timer.tuner:
             outcome = Outcome(
                 batch=step.batch,
                 plan=step.plan,
@@ -264,8 +209,45 @@ class FeedbackLoop:
             )
             if self._costs is not None:
                 self._costs.learn(outcome)
-            self._planner.learn(outcome)
+            self._tuner.learn(outcome)
+            if self._guard is not None and (reason := self._guard.learn(outcome)):
+                self.is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
+            if outcome.timings:  # after a step with drafts the next plan is made anew
+                self._repeats = 0
         self._exposed_s = 0.0 if hidden else self._clock.read() - started
+
+    def reset_estimates(self) -> None:
+        """Estimate the gain of drafting anew, since a drafter was changed."""
+        self.apply()
+        self._repeats = 0
+        self._tuner.reset_estimates()
+
+    def _set_drafting(self, drafts: bool, reason: str) -> None:
+        if drafts != self.is_drafting:
+            self.is_drafting, self._switch = drafts, Switch(drafts=drafts, reason=reason)
+
+    def _depth_limit(self, active: ActiveRequest) -> int:
+        """Return the depth of the deepest useful node: the root yields a token as well."""
+        left = active.request.sampling.max_tokens - active.num_generated
+        return min(left - 1, self._max_depth)
+
+
+def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
+    draftable = sampled = tokens = pairs = 0
+    for each in scheduled:
+        count = each.num_tokens
+        tokens += count
+        pairs += count * (each.active.num_computed + count)
+        if each.draws:
+            sampled += 1
+            draftable += count == 1
+    return Batch(
+        num_draftable=draftable,
+        num_sampled=sampled,
+        num_tokens=tokens,
+        num_pairs=pairs,
+        room=spare_tokens,
+    )
 
 
 def _verified(each: Scheduled, accepted: Accepted) -> Verified:
