@@ -27,8 +27,10 @@ def make_scheduler(
     return Scheduler(LedgerKV(kv), max_running=max_running, max_step_tokens=max_step_tokens)
 
 
-def active(name: str, prompt_len: int, group: str = "", first: int = 0) -> ActiveRequest:
-    prompt = tuple(range(first, first + prompt_len))
+def active(
+    name: str, prompt_len: int, group: str = "", first: int = 0, template_len: int = 0
+) -> ActiveRequest:
+    prompt = (*range(template_len), *range(first, first + prompt_len))
     request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=group)
     return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
 
@@ -126,24 +128,12 @@ def test_a_group_with_different_prompts_shares_no_kv():
     assert scheduler.num_shared_tokens == 0
 
 
-def with_template(name: str, template_len: int, own: int) -> ActiveRequest:
-    """A request whose prompt is a template and three tokens of its own."""
-    prompt = (*range(template_len), own, own + 1, own + 2)
-    request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=f"group {own}")
-    return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
-
-
 def test_prompts_that_begin_alike_compute_the_beginning_once():
     """Also tokens beyond the last whole block; the first has computed them before others start."""
     scheduler = make_scheduler(max_step_tokens=40)
-    for each in (
-        with_template("a", 21, 500),
-        with_template("b", 21, 600),
-        active("apart", 3, first=900),
-        with_template("c", 21, 700),
-        with_template("b2", 21, 600),
-    ):
-        scheduler.add(each)
+    for name, first in (("a", 500), ("b", 600), ("apart", 900), ("c", 700), ("b2", 600)):
+        template_len = 0 if name == "apart" else 21
+        scheduler.add(active(name, 3, f"group {first}", first, template_len))
     assert step(scheduler) == [("a", 24), ("apart", 3)]
     assert step(scheduler) == [("a", 1), ("apart", 1), ("b", 3), ("c", 3)]
     assert scheduler.num_shared_tokens == 2 * 21
