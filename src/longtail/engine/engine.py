@@ -59,8 +59,10 @@ class RolloutEngine(ActiveRequests):
                 "data.max_prompt_len"
             )
         super().__init__(policy_version)
-        self._model, self._decode, self._limits = model, decode, limits
-        self._model.eval().pack()
+        self.model = model
+        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
+        self._decode, self._limits = decode, limits
+        self.model.eval().pack()
         self._kv = make_kv(model, limits)
         self.scheduler = Scheduler(
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
@@ -89,12 +91,7 @@ class RolloutEngine(ActiveRequests):
         if speculation is not self._begun:  # a speculation that returns keeps its tuner's state
             speculation.tuner.begin(costs, len(drafters))
         self._begun = speculation
-        self._speculator = Speculator(speculation, self._model.config, costs, before)
-
-    @property
-    def model(self) -> Transformer:
-        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
-        return self._model
+        self._speculator = Speculator(speculation, self.model.config, costs, before)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -108,8 +105,8 @@ class RolloutEngine(ActiveRequests):
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error the engine is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
-        write_hf(self._model, parameters, f"policy version {version}")
-        self._model.pack()
+        write_hf(self.model, parameters, f"policy version {version}")
+        self.model.pack()
         self._speculator.refresh()
         self._policy_version = version
 
@@ -242,4 +239,4 @@ class RolloutEngine(ActiveRequests):
         """Raise RequestError if this engine can never serve the request; thread-safe."""
         if request.request_id in self._active:
             raise RequestError(f"request {request.request_id!r} is already in progress")
-        request.check(self._model.config.vocab_size, self._limits.max_len)
+        request.check(self.model.config.vocab_size, self._limits.max_len)

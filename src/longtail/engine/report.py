@@ -154,7 +154,8 @@ class Acceptance:
     def __init__(self) -> None:
         self._verified = [0] * len(POSITIONS)
         self._accepted = [0] * len(POSITIONS)
-        self._drafted = 0
+        self.num_drafted = 0
+        """Number of verified nodes."""
         self._reached: list[int] = []
         self._accepted_at: list[int] = []
 
@@ -164,7 +165,7 @@ class Acceptance:
             index = bisect_right(POSITIONS, each.position) - 1
             self._verified[index] += 1
             self._accepted[index] += each.num_accepted
-            self._drafted += each.num_drafted
+            self.num_drafted += each.num_drafted
             missing = each.depth - len(self._reached)
             self._reached += [0] * missing
             self._accepted_at += [0] * missing
@@ -176,11 +177,6 @@ class Acceptance:
     def overall(self) -> AcceptLength:
         """Accept length of all drafts."""
         return AcceptLength(num_verified=sum(self._verified), num_accepted=sum(self._accepted))
-
-    @property
-    def num_drafted(self) -> int:
-        """Number of verified nodes."""
-        return self._drafted
 
     def by_position(self) -> list[AcceptLength]:
         """Return the accept length for each range of POSITIONS."""

@@ -45,25 +45,14 @@ class Tokenizer:
         bos_id: int | None = None,
     ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
-        self._eos_ids, self._bos_id = eos_ids, bos_id
         self._files = files or {}
-        self._vocab_size = 1 + max(inner.get_vocab().values())
-        self._first = _first_tokens(inner)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return self._vocab_size
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
+        self.eos_ids = eos_ids
         """Tokens that end a text. The first is the tokenizer's own, which ends training texts."""
-        return self._eos_ids
-
-    @property
-    def bos_id(self) -> int | None:
+        self.bos_id = bos_id
         """Token that begins a text: the tokenizer's own, else the model's; None without any."""
-        return self._bos_id
+        self.vocab_size = 1 + max(inner.get_vocab().values())
+        """One more than the largest token id."""
+        self._first = _first_tokens(inner)
 
     @property
     def has_chat_template(self) -> bool:
