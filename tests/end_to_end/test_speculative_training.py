@@ -9,7 +9,7 @@ from end_to_end.workshop import Workshop, build, read_lines, save_untaught, say
 from longtail.model.kernels import native
 
 pytestmark = pytest.mark.skipif(
-    native.product(torch.float32) is None, reason="bit equality in float32 is the native kernels'"
+    native.layout(torch.float32) is None, reason="bit equality in float32 is the native kernels'"
 )
 
 

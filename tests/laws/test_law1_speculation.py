@@ -215,7 +215,7 @@ def test_tight_limits_change_no_text(family, limits):
     assert_same_texts(written, given.plain)
     assert drafter.num_accepted > 0
     assert max(step.num_tokens for step in steps) <= LIMITS[limits].max_step_tokens
-    counts = engine.scheduler_counts()
+    counts = engine.scheduler
     assert (counts.num_preemptions > 0) == (limits == "little memory")
     assert drafter.num_restarts <= counts.num_preemptions
     assert counts.num_shared_tokens > 0

@@ -64,7 +64,7 @@ def write(
         for sample in range(4)
     ]
     completions = engine.generate(requests)
-    counts = engine.scheduler_counts()
+    counts = engine.scheduler
     assert counts.num_preemptions > 0
     assert counts.num_shared_tokens > 0
     if drafted:

@@ -28,7 +28,7 @@ from support.eagle_requests import text
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
-    native.product(torch.float32) is None, reason="a state may depend on its batch"
+    native.layout(torch.float32) is None, reason="a state may depend on its batch"
 )
 
 

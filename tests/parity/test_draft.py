@@ -17,9 +17,7 @@ from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_lay
 from support.tiny_models import tiny_model
 from support.worked import confidences, reach_probabilities
 
-pytestmark = pytest.mark.skipif(
-    native.product(torch.float32) is None, reason="no native round here"
-)
+pytestmark = pytest.mark.skipif(native.layout(torch.float32) is None, reason="no native round here")
 
 LENGTHS, TEMPERATURES = (9, 30, 61, 44, 52), (1.0, 0.0, 0.7, 1.0, 0.9)
 CHAIN = Strategy(depth=5)
@@ -129,7 +127,7 @@ def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong(
 @pytest.mark.parametrize("recipe", ["eagle1", "eagle3", "ridge"])
 @pytest.mark.parametrize("shape", [CHAIN, SIBLINGS])
 def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recipe, shape):
-    if native.product(dtype) is None:
+    if native.layout(dtype) is None:
         pytest.skip(f"no native round in {dtype}")
     strategy, drafter = (
         replace(shape, thresholds=DraftThresholds(expand=0.3)),

@@ -40,13 +40,11 @@ DEEPSEEK_YARN = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False
 WINDOWED = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "llama2": (LlamaConfig, {"num_key_value_heads": 4}),
     "llama with biases": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
     "llama3.2, tied": (
         LlamaConfig,
         {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
     ),
-    "llama, linear rope": (LlamaConfig, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     "llama, head_dim of its own": (LlamaConfig, {"head_dim": 16}),
     "mistral, sliding": (MistralConfig, {"sliding_window": 7}),
     "qwen2, tied": (Qwen2Config, {"tie_word_embeddings": True}),
@@ -58,7 +56,6 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": True},
     ),
     "qwen3, deepseek's yarn": (Qwen3Config, {"head_dim": 16, "rope_scaling": DEEPSEEK_YARN}),
-    "qwen3, upper layers slide": (Qwen3Config, {"head_dim": 16, **WINDOWED}),
 }
 LENGTHS = (100, 37)
 """Two sequences: the first runs past three times the original positions of the scalings."""
@@ -132,17 +129,3 @@ def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
         their_logits(open_with_transformers(tmp_path / "ours")), their_logits(theirs)
     )
     assert torch.equal(our_logits(load_model(tmp_path / "ours")), our_logits(ours))
-
-
-def test_a_bfloat16_directory_keeps_its_dtype_on_both_sides(tmp_path: Path) -> None:
-    build_theirs("qwen3").to(torch.bfloat16).save_pretrained(tmp_path / "theirs")
-    theirs = open_with_transformers(tmp_path / "theirs")
-    ours = load_model(tmp_path / "theirs")
-    assert ours.dtype == torch.bfloat16
-    save_model(ours, tmp_path / "ours")
-    reopened = open_with_transformers(tmp_path / "ours")
-    assert reopened.dtype == torch.bfloat16
-    assert torch.equal(their_logits(reopened), their_logits(theirs))
-    # one rounding to bfloat16 is 2^-9 of a value; a few dozen of them meet on the way to a logit
-    difference = (our_logits(ours) - their_logits(theirs)).float().abs()
-    assert difference.mean() < 0.02

@@ -1,6 +1,7 @@
 """Native attention within packed sequences is the PyTorch definition, values and gradients."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention, SharedAttention, causal_window_mask
 from longtail.model.kernels import native
-from longtail.model.kernels.packed import NativePackedAttention, attend_packed
+from longtail.model.kernels.packed import NativePackedAttention
 from longtail.model.kernels.training import select_training_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -43,8 +44,22 @@ def exact(qkv: torch.Tensor, lengths: Sequence[int], kv_heads: int, window: int)
 
 def ours(qkv: torch.Tensor, lengths: Sequence[int], kv_heads: int, window: int) -> torch.Tensor:
     split = [qkv.shape[1] - 2 * kv_heads, kv_heads, kv_heads]
-    starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()])
-    return attend_packed(*qkv.split(split, 1), starts, window)
+    packed = PackedAttention((0, *accumulate(lengths)))
+    return NativePackedAttention(packed).attend(0, *qkv.split(split, 1), window)
+
+
+def both(
+    qkv: torch.Tensor, lengths: Sequence[int], kv_heads: int, window: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Our values and gradients, each with that of the definition."""
+    weights = torch.randn(len(qkv), qkv.shape[1] - 2 * kv_heads, qkv.shape[2]).to(qkv.dtype)
+    results = []
+    for attend in (ours, exact):
+        leaf = qkv.clone().requires_grad_()
+        out = attend(leaf, lengths, kv_heads, window)
+        (grad,) = torch.autograd.grad((out * weights).sum(), leaf)
+        results.append((out.double(), grad.double()))
+    return list(zip(*results, strict=True))
 
 
 @given(
@@ -62,28 +77,14 @@ def test_float32_attention_and_its_gradients(
     lengths: list[int], groups: int, kv_heads: int, dim: int, window: int, seed: int
 ) -> None:
     qkv = heads(lengths, groups, kv_heads, dim, torch.float32, seed)
-    weights = torch.randn(len(qkv), groups * kv_heads, dim)
-    results = []
-    for attend in (exact, ours):
-        leaf = qkv.clone().requires_grad_()
-        out = attend(leaf, lengths, kv_heads, window)
-        (grad,) = torch.autograd.grad((out * weights).sum(), leaf)
-        results.append((out.float(), grad))
-    for found, expected in zip(results[1], results[0], strict=True):
+    for found, expected in both(qkv, lengths, kv_heads, window):
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_bfloat16_is_rounded_only_where_it_is_stored() -> None:
     lengths, kv_heads = (100, 7, 61), 3
     qkv = heads(lengths, 3, kv_heads, 64, torch.bfloat16)
-    weights = torch.randn(len(qkv), 9, 64).to(torch.bfloat16)
-    results = []
-    for attend in (exact, ours):
-        leaf = qkv.clone().requires_grad_()
-        out = attend(leaf, lengths, kv_heads, 0)
-        (grad,) = torch.autograd.grad((out * weights).sum(), leaf)
-        results.append((out.double(), grad.double()))
-    for found, expected in zip(results[1], results[0], strict=True):
+    for found, expected in both(qkv, lengths, kv_heads, 0):
         # 2^-8 relative: one rounding of the result, and of out in the sum with its gradient
         torch.testing.assert_close(found, expected, rtol=0.01, atol=0.01)
 
@@ -104,21 +105,16 @@ def test_the_learner_attends_natively_in_bfloat16_only() -> None:
 def test_sequences_that_share_their_first_tokens_attend_natively_too() -> None:
     """Two sequences of 5 and 4 tokens share 3: values and gradients are those of the whole ones."""
     qkv = heads((6,), 2, 1, 32, torch.bfloat16).requires_grad_()
-    places, outs, grads = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5]), [], []
-    shared = SharedAttention(whole=PackedAttention((0, 5, 9)), places=places)
-    native_one = select_training_kernels(torch.float32, torch.device("cpu")).attention(
-        shared, torch.bfloat16
-    )
+    places, packed = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5]), PackedAttention((0, 5, 9))
+    shared = SharedAttention(whole=packed, places=places)
+    kernels = select_training_kernels(torch.float32, torch.device("cpu"))
+    native_one = kernels.attention(shared, torch.bfloat16)
     assert isinstance(native_one, SharedAttention)
     assert isinstance(native_one.whole, NativePackedAttention)
-    for attention in (native_one, shared):
-        out = attention.attend(0, *qkv.split([2, 1, 1], 1), 0)
-        outs.append(out)
-        grads.append(torch.autograd.grad(out.float().sin().sum(), qkv)[0])
     laid = qkv[places].split([2, 1, 1], 1)
-    whole = PackedAttention((0, 5, 9)).attend(0, *laid, 0)[[0, 1, 2, 3, 4, 8]]
-    outs.append(whole)
-    grads.append(torch.autograd.grad(whole.float().sin().sum(), qkv)[0])
+    outs = [each.attend(0, *qkv.split([2, 1, 1], 1), 0) for each in (native_one, shared)]
+    outs.append(packed.attend(0, *laid, 0)[[0, 1, 2, 3, 4, 8]])
+    grads = [torch.autograd.grad(out.float().sin().sum(), qkv)[0] for out in outs]
     for found in (outs, grads):
         for each in found[:2]:
             torch.testing.assert_close(each, found[2], rtol=0.03, atol=0.03)

@@ -81,14 +81,3 @@ def test_the_chat_is_that_of_transformers(directory: Path) -> None:
     tokens = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat(messages) == tuple(tokens)
     assert ours.eos_ids == (theirs.eos_token_id,)
-
-
-def test_transformers_reads_what_we_saved(directory: Path, tmp_path: Path) -> None:
-    load_tokenizer(directory).save(tmp_path)
-    theirs, again = (
-        AutoTokenizer.from_pretrained(directory),
-        AutoTokenizer.from_pretrained(tmp_path),
-    )
-    for text in TEXTS:
-        assert again.encode(text) == theirs.encode(text)
-    assert again.chat_template == theirs.chat_template

@@ -1,6 +1,6 @@
 """Fused training kernels are the PyTorch definition, values and gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native, products
-from longtail.model.kernels.ops import Kernels, TorchKernels
+from longtail.model.kernels.ops import Kernels
 from longtail.model.kernels.products import training_product
 from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig
@@ -54,20 +54,32 @@ def maker(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def both(
+    compute: Callable[[Kernels], torch.Tensor], inputs: Sequence[torch.Tensor], seed: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Our value and gradients, each with that of the definition."""
+    ours, definition = (
+        [out := compute(kernels), *gradients(out, list(inputs), seed)]
+        for kernels in (fused(), Kernels())
+    )
+    return list(zip(ours, definition, strict=True))
+
+
 @given(tokens=SIZES, hidden=SIZES, has_delta=st.booleans(), seed=st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
 def test_add_norm_and_its_gradients(tokens: int, hidden: int, has_delta: bool, seed: int) -> None:
     stream, delta, weight = tensors(seed, (tokens, hidden), (tokens, hidden), (hidden,))
-    inputs = [stream, weight, *([delta] if has_delta else [])]
-    for part in (0, 1):
-        results = []
-        for kernels in (TorchKernels(), fused()):
-            out = kernels.add_norm(stream, delta if has_delta else None, weight, 1e-5)[part]
-            wanted = inputs if part else [each for each in inputs if each is not weight]
-            if not out.requires_grad or out is stream:
-                continue
-            results.append([out, *gradients(out, wanted, seed)])
-        for ours, definition in zip(results[-1], results[0], strict=True):
+    given_delta, summed = (delta, [stream, delta]) if has_delta else (None, [stream])
+    for part, inputs in (("normed", [*summed, weight]), ("stream", summed)):
+        if part == "stream" and not has_delta:
+            continue  # nothing is added: the stream is its input
+        for ours, definition in both(
+            lambda kernels, part=part: getattr(
+                kernels.add_norm(stream, given_delta, weight, 1e-5), part
+            ),
+            inputs,
+            seed,
+        ):
             torch.testing.assert_close(ours, definition, **TOLERANCE)
 
 
@@ -84,17 +96,17 @@ def test_rotate_and_its_gradients(
     tokens: int, heads: int, group: int, half: int, normed: bool, seed: int
 ) -> None:
     dim, num_heads = 2 * half, heads * group
-    qkv, q_weight, k_weight = tensors(seed, (tokens, num_heads + 2 * heads, dim), (dim,), (dim,))
+    qkv, *weights = tensors(seed, (tokens, num_heads + 2 * heads, dim), (dim,), (dim,))
     rotation = Rope(dim, RopeConfig()).rotation(torch.arange(tokens), torch.float32)
-    weights = (q_weight, k_weight) if normed else (None, None)
-    inputs = [qkv, *(weight for weight in weights if weight is not None)]
-    results = []
-    for kernels in (TorchKernels(), fused()):
-        out = torch.cat(tuple(kernels.rotate(qkv, num_heads, *weights, 1e-5, rotation)), 1)
-        results.append([out, *gradients(out, inputs, seed)])
+    norms = weights if normed else (None, None)
+    found = both(
+        lambda kernels: torch.cat(tuple(kernels.rotate(qkv, num_heads, *norms, 1e-5, rotation)), 1),
+        [qkv, *(weights if normed else ())],
+        seed,
+    )
     of_weights = TOLERANCE["atol"] * (tokens * num_heads) ** 0.5  # they sum over these
     limits = (TOLERANCE["atol"], TOLERANCE["atol"], of_weights, of_weights)
-    for ours, definition, limit in zip(results[1], results[0], limits, strict=False):
+    for (ours, definition), limit in zip(found, limits, strict=False):
         torch.testing.assert_close(ours, definition, rtol=TOLERANCE["rtol"], atol=limit)
 
 
@@ -102,20 +114,17 @@ def test_rotate_and_its_gradients(
 @settings(max_examples=30, deadline=None)
 def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int) -> None:
     (gate_up,) = tensors(seed, (tokens, 2 * size))
-    scaled = gate_up * scale
-    results = []
-    for kernels in (TorchKernels(), fused()):
-        out = kernels.swiglu(scaled)
-        results.append([out, *gradients(out, [gate_up], seed)])
-    for ours, definition in zip(results[1], results[0], strict=True):
+    for ours, definition in both(lambda kernels: kernels.swiglu(gate_up * scale), [gate_up], seed):
         # relative to the largest entry: products of numbers up to 100
         limit = float(definition.detach().abs().max()) * 1e-5 + 1e-6
         torch.testing.assert_close(ours, definition, rtol=1e-4, atol=limit)
 
 
 @pytest.mark.usefixtures("maker")
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("family", "recompute"),
+    [("llama", True), ("qwen2", False), ("qwen3", True), ("mistral", False)],
+)
 def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute: bool) -> None:
     model = tiny_model(family, seed=3)
     plain = gradients_of_a_text(model, recompute=recompute)
@@ -135,7 +144,7 @@ def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(
         plain = gradients_of_a_text(model)
         model.fuse()
         for name in ("rotate", "swiglu"):  # no other implementation is left
-            monkeypatch.delattr(TorchKernels, name)
+            monkeypatch.delattr(Kernels, name)
         ours = gradients_of_a_text(model)
     off = [
         sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5

@@ -52,8 +52,6 @@ def write(engine: RolloutEngine, requests: Sequence[Request]) -> list[tuple[int,
 def features_of(model: Transformer, text: Sequence[int], taps: Taps) -> torch.Tensor:
     """Return the features of one packed pass over a whole text."""
     tokens, attention = torch.tensor(text), PackedAttention((0, len(text)))
-    features = model.forward_with_features(
-        tokens, torch.arange(len(text)), attention, taps
-    ).features
+    _, features = model.forward_with_features(tokens, torch.arange(len(text)), attention, taps)
     assert features is not None
     return features

@@ -7,7 +7,7 @@ from typing import Any
 import gguf
 import torch
 
-from longtail.model.hf.weights import to_hf
+from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Transformer
 from support.tiny_models import CHAT_TEMPLATE, byte_level_backend
 
@@ -55,7 +55,7 @@ def write_gguf(
     for name, value in (metadata or {}).items():
         writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
-    for name, tensor in to_hf(model.state_dict(), config).items():
+    for name, tensor in hf_rows(model).items():
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         if heads:  # llama.cpp rotates neighbouring dimensions
             tensor = tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

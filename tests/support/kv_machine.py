@@ -7,9 +7,11 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from longtail.engine.batch import FlatBatch, Segment
+from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.kv_cache import KeptPath, KVCache
+from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import EMPTY, DraftTree, depths
+from longtail.types import Request
 from support.tiny_models import tiny_config
 
 CONFIG = tiny_config("llama")
@@ -93,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
 
         Behind them, the nodes of a draft see the whole text and their ancestors.
         """
-        segments, tokens, seen = [], [], []
+        scheduled, tokens, seen = [], [], []
         for name, count in sorted(counts.items(), key=lambda item: item[1]):
             start = len(self.held[name]) - (count if again else 0)
             if not again:
@@ -105,13 +107,13 @@ class CacheMachine(RuleBasedStateMachine):
             for token, parent in zip(draft.tokens, draft.parents, strict=True):
                 lines.append([*lines[parent], token])
             seen += lines[1:]
-            segments.append(
-                Segment(request_id=name, num_context=start, num_tokens=count, draft=draft)
-            )
+            request = Request(request_id=name, prompt_tokens=(0,), noise_key=0)
+            active = ActiveRequest(request=request, tokens=[], policy_version=0, num_computed=start)
+            scheduled.append(Scheduled(active=active, num_tokens=count, draft=draft))
         batch = FlatBatch(
             tokens=torch.tensor(tokens),
             positions=torch.zeros(len(tokens), dtype=torch.int64),  # nothing is rotated here
-            segments=tuple(segments),
+            scheduled=scheduled,
             drawing=None,
         )
         attention = self.kv.attention(batch)

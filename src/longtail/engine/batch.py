@@ -24,21 +24,6 @@ from longtail.types import Completion, FinishReason
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """Consecutive tokens of one request in a step, followed by the nodes of its draft.
-
-    Example: Segment(request_id="b", num_context=9, num_tokens=1): b decodes its token at position 9
-    """
-
-    request_id: str
-    num_context: int
-    """Number of the request's tokens in the cache."""
-    num_tokens: int
-    """Number of text tokens, without the draft's nodes."""
-    draft: DraftTree = EMPTY
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduled:
     """A request, the number of its pending tokens that this step computes, and its draft.
 
@@ -61,7 +46,8 @@ class FlatBatch:
 
     tokens: Int[Tensor, "tokens"]
     positions: Int[Tensor, "tokens"]
-    segments: tuple[Segment, ...]
+    scheduled: Sequence[Scheduled]
+    """Consecutive tokens of one request each, followed by the nodes of its draft."""
     drawing: Int[Tensor, "drawing"] | None
     """Indices of the tokens whose successor is drawn; None: all tokens."""
 
@@ -70,7 +56,6 @@ def flatten(scheduled: Sequence[Scheduled]) -> FlatBatch:
     """Concatenate the scheduled tokens and drafts in the given order."""
     tokens: list[int] = []
     positions: list[int] = []
-    segments: list[Segment] = []
     drawing: list[int] = []
     for each in scheduled:
         active, start, size = each.active, each.active.num_computed, each.draft.size
@@ -82,19 +67,11 @@ def flatten(scheduled: Sequence[Scheduled]) -> FlatBatch:
         if size:
             tokens += each.draft.tokens
             positions += [end - 1 + depth for depth in depths(each.draft.parents)]
-        segments.append(
-            Segment(
-                request_id=active.request_id,
-                num_context=start,
-                num_tokens=each.num_tokens,
-                draft=each.draft,
-            )
-        )
     every = len(drawing) == len(tokens)
     return FlatBatch(
         tokens=torch.tensor(tokens),
         positions=torch.tensor(positions),
-        segments=tuple(segments),
+        scheduled=scheduled,
         drawing=None if every else torch.tensor(drawing, dtype=torch.int64),
     )
 

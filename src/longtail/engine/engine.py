@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from longtail.engine.batch import (
-    FlatBatch,
     Scheduled,
     StepOutputs,
     accept_drafts,
@@ -25,14 +24,13 @@ from longtail.engine.batch import (
 from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
-from longtail.engine.scheduler import Scheduler, SchedulerCounts
+from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
     Speculation,
-    SpeculationRecord,
     Speculator,
 )
-from longtail.engine.step.runner import ModelRunner, RunnerOutput, StepTimer
+from longtail.engine.step.runner import ModelRunner
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport
@@ -61,10 +59,12 @@ class RolloutEngine(ActiveRequests):
                 "data.max_prompt_len"
             )
         super().__init__(policy_version)
-        self._model, self._decode, self._limits = model, decode, limits
-        self._model.eval().pack()
+        self.model = model
+        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
+        self._decode, self._limits = decode, limits
+        self.model.eval().pack()
         self._kv = make_kv(model, limits)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
         )
         self._runner = ModelRunner(model, self._kv)
@@ -91,12 +91,7 @@ class RolloutEngine(ActiveRequests):
         if speculation is not self._begun:  # a speculation that returns keeps its tuner's state
             speculation.tuner.begin(costs, len(drafters))
         self._begun = speculation
-        self._speculator = Speculator(speculation, self._model.config, costs, before)
-
-    @property
-    def model(self) -> Transformer:
-        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
-        return self._model
+        self._speculator = Speculator(speculation, self.model.config, costs, before)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -107,15 +102,11 @@ class RolloutEngine(ActiveRequests):
         """Return the free, owned and total tokens of KV memory."""
         return self._kv.usage()
 
-    def scheduler_counts(self) -> SchedulerCounts:
-        """Return the numbers of preemptions and of shared prompt tokens so far."""
-        return self._scheduler.counts()
-
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error the engine is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
-        write_hf(self._model, parameters, f"policy version {version}")
-        self._model.pack()
+        write_hf(self.model, parameters, f"policy version {version}")
+        self.model.pack()
         self._speculator.refresh()
         self._policy_version = version
 
@@ -138,7 +129,7 @@ class RolloutEngine(ActiveRequests):
     def submit(self, request: Request, begun: Completion | None = None) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
         active = self._active[request.request_id] = self._checked(request, begun)
-        self._scheduler.add(active)
+        self.scheduler.add(active)
 
     def abort(self, request_id: str) -> Completion:
         """Remove an unfinished request and return its completion so far."""
@@ -161,8 +152,8 @@ class RolloutEngine(ActiveRequests):
         scheduled = self._schedule()
         with timer.draft:
             spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-            noise = self._runner.sampler.noise
-            scheduled = speculator.draft(scheduled, noise, spare, self._kv.try_grow)
+            sampler, try_grow = self._runner.sampler, self._kv.try_grow
+            scheduled = speculator.draft(scheduled, sampler, spare, try_grow)
         batch = flatten(scheduled)
         sampled = [each for each in scheduled if each.draws]
         out = self._runner.run(batch, sampled, speculator.taps)
@@ -174,11 +165,21 @@ class RolloutEngine(ActiveRequests):
         with timer.draft:
             record = speculator.record(scheduled, accepted, out.features)
             self._on_idle()
-        return _step_report(batch, out, outputs, record, timer)
+        return StepReport(
+            num_tokens=len(batch.tokens),
+            num_running=len(scheduled),
+            emitted=tuple(outputs.emitted),
+            finished=tuple(outputs.finished),
+            failed=tuple(outputs.failed),
+            verified=record.verified,
+            speculates=record.speculates,
+            switch=record.switch,
+            **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
+        )
 
     def _schedule(self) -> Sequence[Scheduled]:
         """Choose the step's requests; those with few tokens come first in the batch."""
-        scheduled = sorted(self._scheduler.schedule(), key=lambda each: each.num_tokens)
+        scheduled = sorted(self.scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
         return scheduled
 
@@ -189,15 +190,11 @@ class RolloutEngine(ActiveRequests):
         """
         paths: list[KeptPath] = []
         for each in scheduled:
-            active = each.active
+            active, name = each.active, each.active.request_id
             active.num_computed += each.num_tokens
-            if active.request_id in accepted:
-                path = accepted[active.request_id].path
-                paths.append(
-                    KeptPath(
-                        request_id=active.request_id, num_tokens=active.num_computed, path=path
-                    )
-                )
+            if name in accepted:
+                path = accepted[name].path
+                paths.append(KeptPath(request_id=name, num_tokens=active.num_computed, path=path))
                 active.num_computed += len(path)
         self._kv.keep(paths)
 
@@ -230,7 +227,7 @@ class RolloutEngine(ActiveRequests):
     def _remove(self, active: ActiveRequest) -> None:
         """Remove an unfinished request everywhere."""
         del self._active[active.request_id]
-        self._scheduler.withdraw(active)
+        self.scheduler.withdraw(active)
         active.is_done = True
         self._speculator.forget(active)
 
@@ -242,24 +239,4 @@ class RolloutEngine(ActiveRequests):
         """Raise RequestError if this engine can never serve the request; thread-safe."""
         if request.request_id in self._active:
             raise RequestError(f"request {request.request_id!r} is already in progress")
-        request.check(self._model.config.vocab_size, self._limits.max_len)
-
-
-def _step_report(
-    batch: FlatBatch,
-    out: RunnerOutput,
-    outputs: StepOutputs,
-    record: SpeculationRecord,
-    timer: StepTimer,
-) -> StepReport:
-    return StepReport(
-        num_tokens=len(batch.tokens),
-        num_running=len(batch.segments),
-        emitted=tuple(outputs.emitted),
-        finished=tuple(outputs.finished),
-        failed=tuple(outputs.failed),
-        verified=record.verified,
-        speculates=record.speculates,
-        switch=record.switch,
-        **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
-    )
+        request.check(self.model.config.vocab_size, self._limits.max_len)

@@ -18,36 +18,18 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
-from longtail.engine.batch import FlatBatch, Segment
+from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.request import EngineLimits
 from longtail.model.attention import Attention
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.ops import CachedAttention, Kernels, Places
+from longtail.model.kernels.ops import CachedAttention, Places, select_kernels
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.speculation.tree import MAX_NODES, depths, visible_nodes
 
 _BLOCK_SIZE = 32
 
 
-@final
-class RowAttention(CachedAttention):
-    """Attention of the segments of one step over contiguous rows, without a gather.
-
-    Every token reads its request's row up to its own position: decoded tokens, drafts and prompts
-    in one kernel call. The native kernel sums in the order of the positions, so a token's bits
-    depend neither on its neighbours nor on the chunks of its prompt (law 4).
-
-        flat tokens   [ a | b | c n n | d d d d d d d ]    a, b decode, c verifies, d is prefilled
-    """
-
-    def __init__(
-        self, storage: Tensor, kernels: Kernels, segments: Sequence[Segment], rows: Sequence[int]
-    ) -> None:
-        super().__init__(storage, kernels, token_places(segments, rows))
-
-
-def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
-    """Return slot and visibility of every token and node; `rows` are those of the segments.
+def token_places(scheduled: Sequence[Scheduled], rows: Sequence[int]) -> Places:
+    """Return slot and visibility of every token and node; `rows` are those of the requests.
 
     Nodes follow the text in the order of their numbers, not of their depths.
     """
@@ -56,14 +38,14 @@ def token_places(segments: Sequence[Segment], rows: Sequence[int]) -> Places:
     contexts: list[int] = []
     deep: list[int] = []
     visible: list[int] = []
-    for segment, row in zip(segments, rows, strict=True):
-        start, draft = segment.num_context, segment.draft
-        text = start + segment.num_tokens
-        token_rows += [row] * (segment.num_tokens + draft.size)
+    for each, row in zip(scheduled, rows, strict=True):
+        start, draft = each.active.num_computed, each.draft
+        text = start + each.num_tokens
+        token_rows += [row] * (each.num_tokens + draft.size)
         slots += range(start, text + draft.size)
         contexts += range(start + 1, text + 1)
-        deep += [0] * segment.num_tokens
-        visible += [0] * segment.num_tokens
+        deep += [0] * each.num_tokens
+        visible += [0] * each.num_tokens
         if draft.size:
             contexts += [text] * draft.size
             deep += depths(draft.parents)
@@ -224,9 +206,17 @@ class KVCache:
         self._storage = self._allocate(self._storage.shape[3])
 
     def attention(self, batch: FlatBatch) -> Attention:
-        """Return attention that stores each token, which then sees its request so far."""
-        rows = [self._rows[segment.request_id] for segment in batch.segments]
-        return RowAttention(self._storage, self._kernels, batch.segments, rows)
+        """Return attention that stores each token, which then sees its request so far.
+
+        Decoded tokens, drafts and prompts take one kernel call. The native kernel sums in the order
+        of the positions, so a token's bits depend neither on its neighbours nor on the chunks of
+        its prompt (law 4).
+
+            flat tokens   [ a | b | c n n | d d d d d d d ]   a, b decode, c verifies, d prefills
+        """
+        rows = [self._rows[each.active.request_id] for each in batch.scheduled]
+        places = token_places(batch.scheduled, rows)
+        return CachedAttention(self._storage, self._kernels, places)
 
 
 def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:

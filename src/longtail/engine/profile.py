@@ -119,7 +119,7 @@ def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[floa
 def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
     """Time proposals for few and many requests, with shallow and deep drafts."""
     deadline = time.perf_counter() + _DRAFT_SECONDS
-    noise = make_sampler(model).noise
+    sampler = make_sampler(model)
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
         actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
@@ -129,7 +129,7 @@ def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -
             for shape in _SHAPES:
                 extend_texts(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
-                trees = drafter.propose(draftable, shape, noise.for_drafts(actives, shape.depth))
+                trees = drafter.propose(draftable, shape, sampler.for_drafts(actives, shape.depth))
                 took = time.perf_counter() - started
                 deep = [tree.depth for tree in trees]
                 if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):
@@ -146,7 +146,7 @@ class SyntheticSteps:
     def __init__(self, model: Transformer, num_requests: int, max_step_tokens: int) -> None:
         positions = model.config.max_positions - MAX_NODES - 1
         self.short, self.long = min(_SHORT, positions), min(_LONG, positions)
-        self.num_requests = self._num = num_requests
+        self.num_requests = num_requests
         own = EngineLimits(
             max_running=num_requests,
             max_step_tokens=max_step_tokens,
@@ -165,7 +165,7 @@ class SyntheticSteps:
 
     def step(self, num_tokens: int, context: int) -> float:
         """Return the seconds of a step of `num_tokens`; drafts fill it if requests are too few."""
-        num = min(num_tokens, self._num)
+        num = min(num_tokens, self.num_requests)
         sizes = [num_tokens // num - 1 + (i < num_tokens % num) for i in range(num)]
         scheduled = []
         for i, size in enumerate(sizes):
@@ -173,8 +173,7 @@ class SyntheticSteps:
             assert self._kv.try_grow(active.request_id, context + 1 + size), "the cache fits"
             scheduled.append(Scheduled(active=active, num_tokens=1, draft=_chain(size)))
         started = time.perf_counter()
-        batch = flatten(scheduled)
-        self._runner.run(batch, scheduled, NO_TAPS)
+        self._runner.run(flatten(scheduled), scheduled, NO_TAPS)
         return time.perf_counter() - started
 
 

@@ -15,28 +15,28 @@ _PARTS_S = ("engine_s", "forward_s", "sample_s", "draft_s", "draft_forward_s", "
 class RolloutReport:
     """Counts and seconds of a rollout."""
 
-    seconds: float
-    engine_s: float
+    seconds: float = 0.0
+    engine_s: float = 0.0
     """Seconds of engine steps; the mean of several engines."""
-    forward_s: float
-    sample_s: float
-    num_steps: int
-    num_generated: int
-    num_computed: int
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    num_steps: int = 0
+    num_generated: int = 0
+    num_computed: int = 0
     """Number of computed flat tokens: generated, prompt and recomputed ones."""
-    num_drafted: int
+    num_drafted: int = 0
     """Number of verified nodes."""
-    num_accepted: int
-    num_verified: int
+    num_accepted: int = 0
+    num_verified: int = 0
     """Number of verified drafts; they yield `num_accepted` + `num_verified` tokens."""
-    draft_s: float
+    draft_s: float = 0.0
     """Seconds of drafting, with the drafters' forward passes."""
-    draft_forward_s: float
-    tuner_s: float
+    draft_forward_s: float = 0.0
+    tuner_s: float = 0.0
     """Seconds of the tuner."""
-    max_running: int
+    max_running: int = 0
     """Largest number of running requests."""
-    running_s: float
+    running_s: float = 0.0
     """Request-seconds: the number of running requests summed over time."""
 
     @property
@@ -94,53 +94,37 @@ def join_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     return RolloutReport(**totals | {"max_running": max(row["max_running"] for row in rows)})
 
 
-_ZERO: dict[str, Any] = {
-    "seconds": 0.0,
-    "forward_s": 0.0,
-    "sample_s": 0.0,
-    "draft_s": 0.0,
-    "draft_forward_s": 0.0,
-    "tuner_s": 0.0,
-    "running_s": 0.0,
-    "num_steps": 0,
-    "num_generated": 0,
-    "num_computed": 0,
-    "num_drafted": 0,
-    "num_accepted": 0,
-    "num_verified": 0,
-}
-
-
 @dataclass(slots=True)
 class RolloutMeter:
     """Sums step reports to a rollout report."""
 
-    _sums: dict[str, Any] = field(default_factory=_ZERO.copy)
-    _max_running: int = 0
+    _sums: dict[str, Any] = field(default_factory=lambda: asdict(RolloutReport()))
 
     def add(self, step: StepReport) -> None:
         """Add a step."""
-        sums = self._sums
-        sums["seconds"] += step.step_s
-        sums["forward_s"] += step.forward_s
-        sums["sample_s"] += step.sample_s
-        sums["draft_s"] += step.draft_s
-        sums["draft_forward_s"] += step.draft_forward_s
-        sums["tuner_s"] += step.tuner_s
-        sums["running_s"] += step.step_s * step.num_running
-        sums["num_steps"] += 1
-        sums["num_generated"] += len(step.emitted)
-        sums["num_computed"] += step.num_tokens
-        sums["num_drafted"] += sum(each.num_drafted for each in step.verified)
-        sums["num_accepted"] += sum(each.num_accepted for each in step.verified)
-        sums["num_verified"] += len(step.verified)
-        self._max_running = max(self._max_running, step.num_running)
+        added = {
+            "seconds": step.step_s,
+            "engine_s": step.step_s,
+            "forward_s": step.forward_s,
+            "sample_s": step.sample_s,
+            "draft_s": step.draft_s,
+            "draft_forward_s": step.draft_forward_s,
+            "tuner_s": step.tuner_s,
+            "running_s": step.step_s * step.num_running,
+            "num_steps": 1,
+            "num_generated": len(step.emitted),
+            "num_computed": step.num_tokens,
+            "num_drafted": sum(each.num_drafted for each in step.verified),
+            "num_accepted": sum(each.num_accepted for each in step.verified),
+            "num_verified": len(step.verified),
+        }
+        for name, value in added.items():
+            self._sums[name] += value
+        self._sums["max_running"] = max(self._sums["max_running"], step.num_running)
 
     def report(self) -> RolloutReport:
         """Return the report of all steps so far."""
-        return RolloutReport(
-            **self._sums, engine_s=self._sums["seconds"], max_running=self._max_running
-        )
+        return RolloutReport(**self._sums)
 
 
 POSITIONS = (0, 50, 150, 300, 600, 1000)
@@ -170,7 +154,8 @@ class Acceptance:
     def __init__(self) -> None:
         self._verified = [0] * len(POSITIONS)
         self._accepted = [0] * len(POSITIONS)
-        self._drafted = 0
+        self.num_drafted = 0
+        """Number of verified nodes."""
         self._reached: list[int] = []
         self._accepted_at: list[int] = []
 
@@ -180,7 +165,7 @@ class Acceptance:
             index = bisect_right(POSITIONS, each.position) - 1
             self._verified[index] += 1
             self._accepted[index] += each.num_accepted
-            self._drafted += each.num_drafted
+            self.num_drafted += each.num_drafted
             missing = each.depth - len(self._reached)
             self._reached += [0] * missing
             self._accepted_at += [0] * missing
@@ -192,11 +177,6 @@ class Acceptance:
     def overall(self) -> AcceptLength:
         """Accept length of all drafts."""
         return AcceptLength(num_verified=sum(self._verified), num_accepted=sum(self._accepted))
-
-    @property
-    def num_drafted(self) -> int:
-        """Number of verified nodes."""
-        return self._drafted
 
     def by_position(self) -> list[AcceptLength]:
         """Return the accept length for each range of POSITIONS."""

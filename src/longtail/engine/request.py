@@ -166,11 +166,6 @@ class EngineLimits:
         ):
             if value < least:
                 raise RequestError(f"rollout.{name} = {value}: it must be at least {least}")
-        if self.max_step_tokens < self.max_running:
-            raise RequestError(
-                f"rollout.max_step_tokens = {self.max_step_tokens} is below rollout.max_running = "
-                f"{self.max_running}: every running request needs a token a step; raise it"
-            )
         if 0 < self.kv_tokens < self.max_len:
             raise RequestError(
                 f"rollout.kv_tokens = {self.kv_tokens} cannot hold one request of {self.max_len} "

@@ -49,17 +49,6 @@ class RolloutSeries:
         """Mean number of verified nodes per step."""
         return sum(self.nodes) / max(self.num_steps, 1)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the series as JSON values."""
-        return {
-            "seconds": list(self.seconds),
-            "running": list(self.running),
-            "drafts": list(self.drafts),
-            "nodes": list(self.nodes),
-            "accepted": list(self.accepted),
-            "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
-        }
-
 
 @final
 class RolloutLog:
@@ -114,4 +103,10 @@ class LoggedRollout:
 
     def as_json(self) -> dict[str, Any]:
         """Return the line without its step."""
-        return {"kind": self.kind, "worker": self.worker, **self.series.as_json()}
+        series, columns = self.series, ("seconds", "running", "drafts", "nodes", "accepted")
+        return {
+            "kind": self.kind,
+            "worker": self.worker,
+            **{name: list(getattr(series, name)) for name in columns},
+            "switches": [[index, each.drafts, each.reason] for index, each in series.switches],
+        }

@@ -12,7 +12,6 @@ computes it, the others wait for it and start with it.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import final
 
 from longtail.engine.batch import Scheduled
@@ -76,15 +75,6 @@ def _extended(num_tokens: int, active: ActiveRequest, user: ActiveRequest) -> in
     return num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerCounts:
-    """Counts since the scheduler was created."""
-
-    num_preemptions: int
-    num_shared_tokens: int
-    """Number of prompt tokens whose KV came from another request instead of a forward pass."""
-
-
 class Scheduler:
     """Holds every unfinished request, in exactly one of `waiting` and `running`.
 
@@ -100,14 +90,9 @@ class Scheduler:
         self.running: dict[str, ActiveRequest] = {}
         """By request_id, oldest admission first."""
         self._prefixes = PrefixIndex()
-        self._num_preemptions = 0
-        self._num_shared_tokens = 0
-
-    def counts(self) -> SchedulerCounts:
-        """Return the counts since the scheduler was created."""
-        return SchedulerCounts(
-            num_preemptions=self._num_preemptions, num_shared_tokens=self._num_shared_tokens
-        )
+        self.num_preemptions = 0
+        self.num_shared_tokens = 0
+        """Prompt tokens whose KV came from another request instead of a forward pass."""
 
     def add(self, active: ActiveRequest) -> None:
         """Queue a request last."""
@@ -115,7 +100,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """Choose the requests of a step; empty only if none is unfinished."""
-        preemptions = self._num_preemptions
+        preemptions = self.num_preemptions
         chosen: list[Scheduled] = []
         budget = self._max_step_tokens
         decoding_first = sorted(self.running.values(), key=lambda active: active.num_pending > 1)
@@ -125,7 +110,7 @@ class Scheduler:
             if num_tokens and runs and self._reserve_preempting(active, num_tokens):
                 chosen.append(Scheduled(active=active, num_tokens=num_tokens))
                 budget -= num_tokens
-        if self._num_preemptions == preemptions:
+        if self.num_preemptions == preemptions:
             self._admit(chosen, budget)
         # A chosen request may have been preempted for a later one.
         return [each for each in chosen if each.active.request_id in self.running]
@@ -164,7 +149,7 @@ class Scheduler:
         self._kv.release(active.request_id)
         active.num_computed = 0
         self.waiting.appendleft(active)
-        self._num_preemptions += 1
+        self.num_preemptions += 1
 
     def _admit(self, chosen: list[Scheduled], budget: int) -> None:
         """Start waiting requests in order while KV is free; some wait for KV to share."""
@@ -196,7 +181,7 @@ class Scheduler:
 
     def _start(self, active: ActiveRequest, num_shared: int) -> None:
         active.num_computed = num_shared
-        self._num_shared_tokens += num_shared
+        self.num_shared_tokens += num_shared
         self.running[active.request_id] = active
         self._prefixes.add(active)
 

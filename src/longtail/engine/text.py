@@ -50,20 +50,35 @@ def final_text(generated: Sequence[int], stops: Sequence[str], decode: Decode) -
     return text[: find_stop(text, stops)]
 
 
-class Detokenizer:
-    """Decodes tokens piece by piece; the pieces concatenated are the decoded text.
+@final
+class Reader:
+    """Streams the text of one request without its stop strings.
 
-    A piece is held back while it ends in an unfinished character. Decoding also starts after a
-    whole character: some decoders garble a run of bytes that begins or ends inside a character.
+    A piece is held back while it ends in an unfinished character, or in what may become a stop
+    string. Decoding also starts after a whole character: some decoders garble a run of bytes that
+    begins or ends inside a character.
+    Lifecycle: feed* -> finish; the pieces concatenated are the text of the completion.
     """
 
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
+    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, stops
+        self._held_len = max((len(stop) for stop in stops), default=1) - 1
         self._tokens: list[int] = []
         self._ends = [0]
         """Ends of recent pieces; decoding starts at the first one, and output ends at the last."""
+        self._held = ""
+        self._shown = 0
 
     def feed(self, tokens: Sequence[int]) -> str:
+        """Add tokens; return the text that can be shown now, possibly empty."""
+        self._held += self._decoded(tokens)
+        cut = find_stop(self._held, self._stops)
+        end = max(len(self._held) - self._held_len, 0) if cut is None else cut
+        piece, self._held = self._held[:end], self._held[end:]
+        self._shown += len(piece)
+        return piece
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the text that they complete, possibly empty."""
         self._tokens += tokens
         start, read = self._ends[0], self._ends[-1]
@@ -75,31 +90,6 @@ class Detokenizer:
         while len(self._ends) > 2 and self._ends[1] <= read - _CONTEXT:
             del self._ends[0]
         return now[len(before) :]
-
-
-@final
-class Reader:
-    """Streams the text of one request without its stop strings.
-
-    A possible beginning of a stop string is held back until it is known not to be one.
-    Lifecycle: feed* -> finish; the pieces concatenated are the text of the completion.
-    """
-
-    def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
-        self._decode, self._stops = decode, stops
-        self._held_len = max((len(stop) for stop in stops), default=1) - 1
-        self._detokenizer = Detokenizer(self._decode)
-        self._held = ""
-        self._shown = 0
-
-    def feed(self, tokens: Sequence[int]) -> str:
-        """Add tokens; return the text that can be shown now, possibly empty."""
-        self._held += self._detokenizer.feed(tokens)
-        cut = find_stop(self._held, self._stops)
-        end = max(len(self._held) - self._held_len, 0) if cut is None else cut
-        piece, self._held = self._held[:end], self._held[end:]
-        self._shown += len(piece)
-        return piece
 
     def finish(self, text: str) -> str:
         """Return the held-back text, given the text of the completion."""

@@ -127,10 +127,8 @@ def _varlen(window: int) -> Callable[..., Tensor] | None:
 
     PyTorch 2.10 has no windows; later ones ask for `enable_gqa`.
     """
-    try:
-        from torch.nn.attention import varlen
-    except ImportError:
-        return None
+    from torch.nn.attention import varlen
+
     attend: Any = varlen.varlen_attn
     named = inspect.signature(attend).parameters
     more = {"enable_gqa": True} if "enable_gqa" in named else {}

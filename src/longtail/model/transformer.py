@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.kernels.choice import select_kernels
-from longtail.model.kernels.decoder import DecoderWeights, LayerWeights, NativeDecoder
+from longtail.model.kernels.decoder import LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear, pack_layers
-from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, TorchKernels
+from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, select_kernels
 from longtail.model.kernels.products import embed
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
@@ -112,15 +111,6 @@ class FeedForward(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderOutput:
-    """Final hidden states, and the features of the taps."""
-
-    hidden: Float[Tensor, "tokens hidden"]
-    features: Float[Tensor, "tokens features"] | None
-    """None if the taps are empty."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Rotation, attention and kernels of one forward pass."""
 
@@ -174,7 +164,7 @@ class Transformer(nn.Module):
             assert isinstance(embedding, nn.Parameter)
             self.head.weight = embedding
         self._rope = Rope(config.head_dim, config.rope)
-        self._kernels: Kernels = TorchKernels()
+        self._kernels = Kernels()
         self._decoder: NativeDecoder | None = None
         """All layers in one call, for attention over rows of a cache; None where there is none."""
 
@@ -237,7 +227,7 @@ class Transformer(nn.Module):
         """
         return self.forward_with_features(
             tokens, positions, attention, NO_TAPS, recompute=recompute
-        ).hidden
+        )[0]
 
     def forward_with_features(
         self,
@@ -247,8 +237,8 @@ class Transformer(nn.Module):
         taps: Taps,
         *,
         recompute: bool = False,
-    ) -> DecoderOutput:
-        """Run `forward`, and also return the features of `taps`."""
+    ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens features"] | None]:
+        """Run `forward`, and also return the features of `taps`; None if these are empty."""
         direct = self.head.cast is not None
         stream = embed(self.embedding.weight, tokens) if direct else self.embedding(tokens)
         delta = None
@@ -258,8 +248,7 @@ class Transformer(nn.Module):
         dtype = torch.get_autocast_dtype(device) if autocast else stream.dtype
         rotation = self._rope.rotation(positions, self._kernels.rotation_dtype(dtype))
         if self._decoder is not None and isinstance(attention, CachedAttention):
-            hidden, features = self._decoder.run(stream, rotation, attention, taps)
-            return DecoderOutput(hidden=hidden, features=features)
+            return self._decoder.run(stream, rotation, attention, taps)
         attention = self._kernels.attention(attention, dtype)
         context = Context(rotation=rotation, attention=attention, kernels=self._kernels)
         kept: list[Tensor] = []
@@ -275,7 +264,7 @@ class Transformer(nn.Module):
         if taps.final:
             kept.append(hidden)
         features = None if not kept else kept[0] if len(kept) == 1 else torch.cat(kept, -1)
-        return DecoderOutput(hidden=hidden, features=features)
+        return hidden, features
 
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of the next token."""
@@ -307,14 +296,11 @@ def _native_decoder(model: Transformer) -> NativeDecoder | None:
             )
         )
     return NativeDecoder(
-        DecoderWeights(
-            hidden_size=config.hidden_size,
-            inner_size=config.intermediate_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.norm_eps,
-            layers=layers,
-            norm=model.norm.weight.detach(),
-        )
+        layers,
+        model.norm.weight.detach(),
+        inner=config.intermediate_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        dim=config.head_dim,
+        eps=config.norm_eps,
     )

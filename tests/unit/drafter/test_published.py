@@ -65,10 +65,10 @@ def both_scores(path, loaded, target: Target):
     drawn = torch.randint(128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     text = lay_out([drawn], [1])
     with torch.no_grad():
-        tapped = model.forward_with_features(
+        _, features = model.forward_with_features(
             text.tokens, text.positions, PackedAttention(text.cu_seqlens), config.taps
         )
-        features = tapped.features.double()
+        features = features.double()
         embeddings = model.embedding.weight.double()[text.tokens]
         head = model.head.weight.double()
         reader = LayoutReader(read_fields(path).everything(), read_tensors(path), config.shape.rope)

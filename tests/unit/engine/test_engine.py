@@ -1,13 +1,11 @@
 """The engine from outside: how completions end, what is refused, what is left behind (nothing)."""
 
-import itertools
 import math
 
 import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Piece, stream
@@ -182,7 +180,6 @@ def test_a_callback_that_raises_leaves_no_request_in_progress():
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"max_running": 17}, "max_step_tokens = 16 is below rollout.max_running = 17"),
         ({"kv_tokens": 63}, "kv_tokens = 63 cannot hold one request of 64 tokens"),
         ({"kv_tokens": -1}, "kv_tokens = -1: it must be at least 0"),
         ({"max_running": 0}, "max_running = 0: it must be at least 1"),
@@ -245,19 +242,6 @@ def test_an_exception_of_one_request_ends_that_request_and_no_other(drafted):
     assert is_idle(engine)
 
 
-def test_a_request_with_nan_logits_fails_and_others_continue():
-    model = scripted_model(len(PIECES))
-    with torch.no_grad():
-        model.embedding.weight[7] = math.nan
-    engine = RolloutEngine(model, decode_pieces(PIECES), LIMITS)
-    engine.submit(ask("good", max_tokens=3))
-    engine.submit(ask("bad", prompt=(6,), max_tokens=3))
-    reports = [engine.step() for _ in range(3)]
-    assert [each.request_id for step in reports for each in step.failed] == ["bad"]
-    assert [each.tokens for step in reports for each in step.finished] == [(1, 2, 3)]
-    assert is_idle(engine)
-
-
 def test_a_list_is_finished_although_someone_else_is_in_progress():
     """A stranger's completion used to be counted as one of the list."""
     engine = scripted_engine()
@@ -285,26 +269,3 @@ def test_weights_of_another_model_are_refused(changes, message):
     with pytest.raises(RequestError, match="policy version 1 is of another model: " + message):
         engine.load_policy(1, given)
     assert engine.policy_version == 0
-
-
-def test_the_meter_adds_steps_up():
-    meter, clock = RolloutMeter(), itertools.count(1)
-    for num_running in (4, 2, 2):
-        seconds = float(next(clock))
-        meter.add(
-            StepReport(
-                num_tokens=10,
-                num_running=num_running,
-                step_s=seconds,
-                forward_s=seconds / 2,
-                sample_s=seconds / 4,
-                emitted=(),
-                finished=(),
-            )
-        )
-    report = meter.report()
-    assert (report.seconds, report.num_steps, report.num_computed) == (6.0, 3, 30)
-    assert report.bookkeeping_share == pytest.approx(0.25)
-    # Four places for 6 s; taken: 4 for 1 s, 2 for 5 s.
-    assert report.tail_idle_share == pytest.approx(1 - 14 / 24)
-    assert RolloutMeter().report().tokens_per_s == 0.0

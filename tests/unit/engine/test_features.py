@@ -90,36 +90,29 @@ def assert_kept(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "script"),
-    [("mistral", ragged(3)), ("qwen3", ragged(3)), ("llama", silent), ("qwen2", WRONG)],
+    ("family", "script", "limits", "prompts"),
+    [
+        ("mistral", ragged(3), ROOMY, "apart"),
+        ("llama", silent, ROOMY, "apart"),
+        ("qwen2", WRONG, CROWDED, "apart"),
+        ("qwen3", ragged(4), CROWDED, "grouped"),
+        ("qwen3", ragged(4), CHUNKED, "alike"),
+    ],
 )
-def test_every_row_belongs_to_its_token_with_any_draft(family, script) -> None:
-    model, requests = tiny_model(family, dtype=torch.float64), make_requests()
-    engine, store = make_engine(model, script=script, requests=requests)
-    accepted = [0]
+def test_every_row_belongs_to_its_token_with_any_draft(family, script, limits, prompts) -> None:
+    """The rows of shared KV are those of the request that computed it."""
+    model, requests = tiny_model(family, dtype=torch.float64), make_requests(prompts)
+    engine, store = make_engine(model, limits, script=script, requests=requests)
+    store.clear()
+    scheduler, accepted = engine.scheduler, [0]
+    before = (scheduler.num_preemptions, scheduler.num_shared_tokens)
     done = engine.generate(
         requests, lambda step: accepted.append(sum(v.num_accepted for v in step.verified))
     )
     assert (sum(accepted) > 0) == (script not in (silent, WRONG))
-    for request, each in zip(requests, done, strict=True):
-        prompt = request.prompt_tokens
-        assert_kept(store, model, (*prompt, *each.tokens), len(prompt))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("limits", "prompts"), [(CROWDED, "apart"), (CROWDED, "grouped"), (CHUNKED, "alike")]
-)
-def test_preempted_chunked_and_shared_prompts_give_complete_texts(limits, prompts) -> None:
-    """The rows of shared KV are those of the request that computed it."""
-    model, requests = tiny_model(dtype=torch.float64), make_requests(prompts)
-    engine, store = make_engine(model, limits, script=ragged(4), requests=requests)
-    before = engine.scheduler_counts()
-    store.clear()
-    texts = write(engine, requests)
-    after = engine.scheduler_counts()
-    assert (after.num_preemptions > before.num_preemptions) == (limits is CROWDED)
-    assert (after.num_shared_tokens > before.num_shared_tokens) == (prompts != "apart")
+    assert (scheduler.num_preemptions > before[0]) == (limits is CROWDED)
+    assert (scheduler.num_shared_tokens > before[1]) == (prompts != "apart")
+    texts = [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
     for request, text in zip(requests, texts, strict=True):
         assert_kept(store, model, text, len(request.prompt_tokens))
     # Each token once, however often it was computed; what is shared, once for all.
@@ -203,6 +196,12 @@ def test_memory_is_bounded_and_dropped_texts_are_missing() -> None:
         assert store.num_bytes == 0
 
 
+def in_progress(prompt_len: int, *more: int) -> ActiveRequest:
+    prompt = tuple(range(1, prompt_len + 1))
+    request = Request(request_id=str(more), prompt_tokens=prompt, noise_key=0)
+    return ActiveRequest(request=request, tokens=[*prompt, *more], policy_version=0)
+
+
 def step_of(active: ActiveRequest, start: int, end: int) -> Computed:
     """A step that computed some tokens of a request; the feature of a token is its place."""
     features = torch.arange(start, end, dtype=torch.float64)[:, None]
@@ -212,14 +211,7 @@ def step_of(active: ActiveRequest, start: int, end: int) -> Computed:
 def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
     """Preempted in mid-prompt, a request comes back with the KV that a sibling has computed."""
     store = FeatureStore(Taps(final=True), 10**4)
-    one, other = (
-        ActiveRequest(
-            request=Request(request_id=name, prompt_tokens=(1, 2, 3, 4, 5, 6), noise_key=0),
-            tokens=[1, 2, 3, 4, 5, 6, *more],
-            policy_version=0,
-        )
-        for name, more in (("one", (7, 8, 9)), ("other", (6, 6)))
-    )
+    one, other = in_progress(6, 7, 8, 9), in_progress(6, 6, 6)
     store.add(step_of(one, 0, 2))
     assert store.find(one.tokens[:3], 3) is None, "half a prompt is no prompt"
     store.add(step_of(other, 0, 6))
@@ -232,11 +224,7 @@ def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
 
 def test_a_text_without_its_beginning_takes_no_memory() -> None:
     store = FeatureStore(Taps(final=True), 10**4)
-    active = ActiveRequest(
-        request=Request(request_id="late", prompt_tokens=(1, 2, 3), noise_key=0),
-        tokens=list(range(1, 9)),
-        policy_version=0,
-    )
+    active = in_progress(3, *range(4, 9))
     store.add(step_of(active, 4, 5))
     store.add(step_of(active, 5, 7))
     assert store.find(active.tokens, 3) is None

@@ -13,12 +13,11 @@ from longtail.sampling import gumbel_noise, noise_key
 from longtail.types import Request
 
 VOCAB = 16
-CPU = torch.device("cpu")
 
 
-def request(number: int, num_tokens: int = 3, name: str = "r") -> ActiveRequest:
-    made = Request(request_id=name, prompt_tokens=(0,), noise_key=noise_key(7, number))
-    return ActiveRequest(request=made, tokens=[0] * num_tokens, policy_version=0)
+def request(number: int) -> ActiveRequest:
+    made = Request(request_id="r", prompt_tokens=(0,), noise_key=noise_key(7, number))
+    return ActiveRequest(request=made, tokens=[0] * 3, policy_version=0)
 
 
 def true_noise(active: ActiveRequest, aheads: Sequence[int]) -> torch.Tensor:
@@ -26,14 +25,6 @@ def true_noise(active: ActiveRequest, aheads: Sequence[int]) -> torch.Tensor:
     places = [len(active.tokens) + ahead for ahead in aheads]
     keys = torch.tensor([active.request.noise_key] * len(places))
     return gumbel_noise(keys, torch.tensor(places), VOCAB)
-
-
-def assert_rows_are_true(
-    noise: NoiseTable, actives: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
-) -> None:
-    found = noise.rows(actives, aheads)
-    expected = [true_noise(*each) for each in zip(actives, aheads, strict=True)]
-    assert torch.equal(found, torch.cat(expected))
 
 
 # Of a table with hardly any room every other call makes it anew; of a roomy one few do.
@@ -62,8 +53,9 @@ def test_each_request_reads_the_noise_of_its_position(max_entries, events):
             for level in range(depth):
                 expected = torch.cat([true_noise(active, [level]) for active in some])
                 assert torch.equal(ahead.at_depth(level + 1), expected)
-        aheads = [[0, depth, depth] if turned else [0] for _ in some]
-        assert_rows_are_true(noise, some, aheads)
+        aheads = [0, depth, depth] if turned else [0]
+        found = noise.rows(some, [aheads] * len(some))
+        assert torch.equal(found, torch.cat([true_noise(active, aheads) for active in some]))
         for active in some:
             active.tokens += [1] * grown
 

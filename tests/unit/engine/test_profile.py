@@ -87,7 +87,7 @@ def test_a_drafter_that_returns_keeps_its_corrected_costs():
     assert profiler.measure([second, first]).drafts == [corrected, kept]
 
 
-@pytest.mark.parametrize(("running", "tokens"), [(1, 1), (1, 3), (3, 3), (4, 4)])
+@pytest.mark.parametrize(("running", "tokens"), [(1, 1), (3, 3)])
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
     with unchecked_shapes():

@@ -27,8 +27,10 @@ def make_scheduler(
     return Scheduler(LedgerKV(kv), max_running=max_running, max_step_tokens=max_step_tokens)
 
 
-def active(name: str, prompt_len: int, group: str = "", first: int = 0) -> ActiveRequest:
-    prompt = tuple(range(first, first + prompt_len))
+def active(
+    name: str, prompt_len: int, group: str = "", first: int = 0, template_len: int = 0
+) -> ActiveRequest:
+    prompt = (*range(template_len), *range(first, first + prompt_len))
     request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=group)
     return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
 
@@ -71,7 +73,7 @@ def test_the_youngest_request_is_preempted_and_recomputed():
         scheduler.add(each)
     assert step(scheduler) == [("a", 8), ("b", 3), ("c", 3)]
     assert step(scheduler) == [("a", 1), ("b", 1)]
-    assert scheduler.counts().num_preemptions == 1
+    assert scheduler.num_preemptions == 1
     assert [each.request_id for each in scheduler.waiting] == ["c"]
     assert (c.num_computed, c.tokens) == (0, [0, 1, 2, 1000])
     scheduler.finish(a)
@@ -101,8 +103,8 @@ def test_siblings_wait_for_their_prompt_while_others_pass():
     assert step(scheduler) == [("a0", 2), ("b", 2)]
     # Nine of ten prompt tokens are taken over; the last is computed, to draw from.
     assert step(scheduler) == [("a0", 1), ("b", 1), ("a1", 1), ("a2", 1)]
-    assert scheduler.counts().num_shared_tokens == 18
-    assert scheduler.counts().num_preemptions == 0
+    assert scheduler.num_shared_tokens == 18
+    assert scheduler.num_preemptions == 0
 
 
 def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
@@ -114,7 +116,7 @@ def test_a_waiting_sibling_inherits_the_kv_of_a_finished_one():
     scheduler.finish(a)
     assert list(scheduler.running) == ["b"]
     assert step(scheduler) == [("b", 1)]
-    assert scheduler.counts().num_shared_tokens == 4
+    assert scheduler.num_shared_tokens == 4
 
 
 def test_a_group_with_different_prompts_shares_no_kv():
@@ -123,30 +125,18 @@ def test_a_group_with_different_prompts_shares_no_kv():
     scheduler.add(active("a", 4, "g"))
     scheduler.add(active("b", 4, "g", first=50))
     assert step(scheduler) == [("a", 4), ("b", 4)]
-    assert scheduler.counts().num_shared_tokens == 0
-
-
-def with_template(name: str, template_len: int, own: int) -> ActiveRequest:
-    """A request whose prompt is a template and three tokens of its own."""
-    prompt = (*range(template_len), own, own + 1, own + 2)
-    request = Request(request_id=name, prompt_tokens=prompt, noise_key=0, group_id=f"group {own}")
-    return ActiveRequest(request=request, tokens=list(prompt), policy_version=0)
+    assert scheduler.num_shared_tokens == 0
 
 
 def test_prompts_that_begin_alike_compute_the_beginning_once():
     """Also tokens beyond the last whole block; the first has computed them before others start."""
     scheduler = make_scheduler(max_step_tokens=40)
-    for each in (
-        with_template("a", 21, 500),
-        with_template("b", 21, 600),
-        active("apart", 3, first=900),
-        with_template("c", 21, 700),
-        with_template("b2", 21, 600),
-    ):
-        scheduler.add(each)
+    for name, first in (("a", 500), ("b", 600), ("apart", 900), ("c", 700), ("b2", 600)):
+        template_len = 0 if name == "apart" else 21
+        scheduler.add(active(name, 3, f"group {first}", first, template_len))
     assert step(scheduler) == [("a", 24), ("apart", 3)]
     assert step(scheduler) == [("a", 1), ("apart", 1), ("b", 3), ("c", 3)]
-    assert scheduler.counts().num_shared_tokens == 2 * 21
+    assert scheduler.num_shared_tokens == 2 * 21
     scheduler.finish(scheduler.running["apart"])
     assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1), ("b2", 1)]
-    assert scheduler.counts().num_shared_tokens == 2 * 21 + 23
+    assert scheduler.num_shared_tokens == 2 * 21 + 23

@@ -1,7 +1,7 @@
-"""Speculation in the engine: proposals, and the tokens that drafters observe."""
+"""Speculation in the engine: proposals, the tokens that drafters observe, late feedback."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,28 +9,17 @@ import torch
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.step.runner import ModelRunner
 from longtail.generator import Verified
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
+from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.tuner import Tuner
 from longtail.types import Request, SamplingParams
-from support.drafters import (
-    RIGHT,
-    Memory,
-    ScriptedDrafter,
-    Sketch,
-    listed,
-    ragged,
-)
-from support.engine_requests import (
-    CROWDED,
-    ROOMY,
-    TREE,
-    features_of,
-    make_requests,
-    write,
-)
+from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
+from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
 
@@ -70,45 +59,38 @@ def assert_true_to_the_text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "taps"), list(zip(("llama", "mistral", "qwen3"), FEATURES, strict=True))
+    ("family", "taps", "script", "limits", "prompts"),
+    [
+        ("llama", FEATURES[0], RIGHT, ROOMY, "apart"),
+        ("mistral", FEATURES[1], ragged(3), ROOMY, "apart"),
+        ("qwen3", FEATURES[2], ragged(4), CROWDED, "apart"),
+        ("qwen3", FEATURES[0], ragged(4), CROWDED, "grouped"),
+    ],
 )
-def test_a_drafter_observes_each_token_once_with_its_features(family, taps):
-    """Tokens are in order from the first one, with accepted nodes and no others."""
-    requests = make_requests()
+def test_a_drafter_observes_each_token_once_with_its_features(
+    family, taps, script, limits, prompts
+):
+    """Tokens are in order, with accepted nodes and no others; recomputed ones come again.
+
+    Preempted requests start again, siblings after the shared prompt.
+    """
+    requests = make_requests(prompts, max_tokens=20)
     texts = write_plainly(family, requests)
-    for script in (RIGHT, ragged(3)):
-        engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
-        drafter = ScriptedDrafter(texts, script, taps=taps)
-        engine.speculate(Speculation.fixed(drafter, TREE))
-        engine.generate(requests)
-        assert drafter.num_accepted > 0
-        assert drafter.num_restarts == 0
-        assert sorted(name for name, _ in drafter.gone) == sorted(texts)
-        for name, memory in drafter.gone:
-            assert memory.start == 0
-            assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
-            assert_true_to_the_text(memory, family, texts[name], taps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("grouped", [False, True], ids=["apart", "grouped"])
-def test_recomputed_tokens_are_observed_again(grouped):
-    """Preempted requests start again, siblings after the shared prompt."""
-    requests, taps = make_requests("grouped" if grouped else "apart", max_tokens=20), FEATURES[0]
-    texts = write_plainly("qwen3", requests)
-    engine = RolloutEngine(tiny_model("qwen3", dtype=torch.float64), nothing, CROWDED)
-    drafter = ScriptedDrafter(texts, ragged(4), taps=taps)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
+    drafter = ScriptedDrafter(texts, script, taps=taps)
     engine.speculate(Speculation.fixed(drafter, TREE))
     engine.generate(requests)
-    counts = engine.scheduler_counts()
-    assert 0 < drafter.num_restarts <= counts.num_preemptions
-    assert (counts.num_shared_tokens > 0) == grouped
-    assert len(drafter.gone) == len(requests)
+    counts = engine.scheduler
+    assert drafter.num_accepted > 0
+    assert (drafter.num_restarts > 0) == (limits is CROWDED)
+    assert drafter.num_restarts <= counts.num_preemptions
+    assert (counts.num_shared_tokens > 0) == (prompts == "grouped")
+    assert sorted(name for name, _ in drafter.gone) == sorted(texts)
     for name, memory in drafter.gone:
         shared = len(next(r for r in requests if r.request_id == name).prompt_tokens)
-        assert memory.start in ((0, shared - 1, shared) if grouped else (0,))
-        assert memory.end >= len(texts[name]) - _LAST
-        assert_true_to_the_text(memory, "qwen3", texts[name], taps)
+        assert memory.start in ((0, shared - 1, shared) if prompts == "grouped" else (0,))
+        assert memory.end >= len(texts[name]) - _LAST, "all but the last steps'"
+        assert_true_to_the_text(memory, family, texts[name], taps)
 
 
 def test_a_drafter_added_later_observes_all_later_tokens():
@@ -118,17 +100,12 @@ def test_a_drafter_added_later_observes_all_later_tokens():
     drafters = [ScriptedDrafter(texts, ragged(i), taps=taps, informed=i < 1) for i in range(2)]
     for request in requests:
         engine.submit(request)
+    first, second = (Speculation.fixed(drafter, TREE) for drafter in drafters)
+    changes = {3: first, 6: second, 7: None, 8: second}
     for step in range(40):
-        if step == 3:
-            engine.speculate(Speculation.fixed(drafters[0], TREE))
-            assert engine.speculation is not None
-        if step == 6:
-            engine.speculate(Speculation.fixed(drafters[1], TREE))
-        if step == 7:
-            engine.speculate(None)
-            assert engine.speculation is None
-        if step == 8:
-            engine.speculate(Speculation.fixed(drafters[1], TREE))
+        if step in changes:
+            engine.speculate(changes[step])
+            assert engine.speculation is changes[step]
         if engine.num_unfinished:
             engine.step()
     for drafter in drafters:
@@ -139,8 +116,7 @@ def test_a_drafter_added_later_observes_all_later_tokens():
             assert_true_to_the_text(memory, "mistral", texts[name], taps)
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(NamedTuple):
     """One request as a drafter saw it."""
 
     request_id: str
@@ -166,6 +142,13 @@ def asking(
     return engine, questions
 
 
+def drafter_in(engine: RolloutEngine) -> ScriptedDrafter:
+    assert engine.speculation is not None
+    drafter = engine.speculation.drafters[0]
+    assert isinstance(drafter, ScriptedDrafter)
+    return drafter
+
+
 @pytest.mark.parametrize(("family", "deepest"), [("llama", 62), ("mistral", 7)])
 def test_drafts_are_no_deeper_than_they_can_be_used(family, deepest):
     """The root yields a token, too; a window of 8 places holds a root and 7 nodes behind it."""
@@ -180,25 +163,26 @@ def test_drafts_are_no_deeper_than_they_can_be_used(family, deepest):
     ]
 
 
-def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded():
-    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=11, max_len=64))
+@pytest.mark.parametrize(
+    ("max_step_tokens", "shapes"),
+    [
+        (11, ([2], [4])),  # 8 spare tokens are 2 for each of 3; 9 are 4 for each of 2
+        (5, ([], [1])),  # 2 spare tokens are none for each of 3; 3 are 1 for each of 2
+    ],
+)
+def test_the_spare_tokens_of_a_step_are_shared_out_and_never_exceeded(max_step_tokens, shapes):
+    limits = EngineLimits(max_running=3, max_step_tokens=max_step_tokens, max_len=64)
+    engine, questions = asking(limits)
     for request in make_requests()[:3]:  # prompts of one token: each is drafted for at once
         engine.submit(request)
-    engine.step()
-    assert [each.request_id for each in questions] == ["r0", "r1", "r2"]
-    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
-    assert shapes == {(2, 2)}, "8 spare tokens are 2 for each of 3"
-    questions.clear()
-    engine.abort("r2")
-    engine.step()
-    shapes = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
-    assert shapes == {(4, 4)}, "9 spare tokens are 4 for each of 2"
-
-    engine, questions = asking(EngineLimits(max_running=3, max_step_tokens=5, max_len=64))
-    for request in make_requests()[:3]:
-        engine.submit(request)
-    engine.step()
-    assert not questions, "2 spare tokens are none for each of 3"
+    for names, sizes in zip((["r0", "r1", "r2"], ["r0", "r1"]), shapes, strict=True):
+        engine.step()
+        assert [each.request_id for each in questions] == (names if sizes else [])
+        found = {(each.strategy.depth, each.strategy.num_nodes) for each in questions}
+        assert found == {(size, size) for size in sizes}
+        questions.clear()
+        if len(names) == 3:
+            engine.abort("r2")
 
 
 def test_no_draft_is_proposed_in_steps_above_max_running():
@@ -234,9 +218,7 @@ def test_a_step_reports_the_result_of_each_draft():
 
 def test_finished_requests_are_forgotten_and_new_weights_are_followed():
     engine, _ = asking()
-    assert engine.speculation is not None
-    drafter = engine.speculation.drafters[0]
-    assert isinstance(drafter, ScriptedDrafter)
+    drafter = drafter_in(engine)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
@@ -257,13 +239,52 @@ def test_finished_requests_are_forgotten_and_new_weights_are_followed():
 def test_a_removed_drafter_keeps_no_finished_request():
     """Otherwise its state grows, and a reused id matches an old request."""
     engine, _ = asking()
-    speculation = engine.speculation
-    assert speculation is not None
-    assert isinstance(speculation.drafters[0], ScriptedDrafter)
+    drafter = drafter_in(engine)
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
     engine.speculate(None)
     while engine.num_unfinished:
         engine.step()
-    assert not speculation.drafters[0].memories
+    assert not drafter.memories
+
+
+class Turns(Tuner):
+    """Drafts in two steps of three, and keeps the outcomes."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log, self._step = log, 0
+        self.outcomes: list[Outcome] = []
+
+    def plan(self, batch: Batch) -> Plan:
+        self._step += 1
+        return Plan(strategy=Strategy(depth=2) if self._step % 3 else None)
+
+    def learn(self, outcome: Outcome) -> None:
+        self._log.append("learn")
+        self.outcomes.append(outcome)
+
+
+def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.MonkeyPatch):
+    """The last feedback is applied when no request is left."""
+    log: list[str] = []
+    true = ModelRunner.run
+    monkeypatch.setattr(ModelRunner, "run", lambda *args: log.append("run") or true(*args))
+    engine = RolloutEngine(scripted_model(60), nothing, ROOMY)
+    texts = dict.fromkeys("ab", range(60))
+    drafter = ScriptedDrafter(texts, RIGHT, vocab_size=60, informed=False)
+    tuner = Turns(log)
+    engine.speculate(Speculation(drafters=(drafter,), tuner=tuner, guarded=False))
+    for name in ("a", "b"):
+        sampling = SamplingParams(max_tokens=30)
+        engine.submit(
+            Request(request_id=name, prompt_tokens=(0, 1), noise_key=0, sampling=sampling)
+        )
+    steps = []
+    while engine.num_unfinished:
+        steps.append(engine.step())
+    assert log == ["run", *["run", "learn"] * (len(steps) - 1), "learn"]
+    for outcome, step in zip(tuner.outcomes, steps, strict=True):
+        assert outcome.num_nodes == sum(each.num_drafted for each in step.verified)
+        assert outcome.num_emitted == len(step.emitted) or step is steps[-1]
+    assert sum(outcome.num_nodes for outcome in tuner.outcomes) > 0

@@ -1,11 +1,23 @@
-"""Stop strings and streaming: tokens that are words, bytes, or bytes decoded a run at a time."""
+"""Stop strings, streaming, drafted characters.
+
+Tokens are words, bytes, or bytes decoded a run at a time.
+"""
+
+from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from longtail.engine.text import Decode, Detokenizer, Reader, ends_in_stop, final_text, find_stop
+from longtail.engine.text import (
+    Decode,
+    Reader,
+    TokenTexts,
+    ends_in_stop,
+    final_text,
+    find_stop,
+)
 from support.fakes import decode_pieces
 
 TEXTS = st.text(alphabet="ab <>/\u00e9\u65e5\u672c\U0001f600\u2581", max_size=30)
@@ -102,7 +114,7 @@ def test_long_texts_are_decoded_a_window_at_a_time():
         longest = max(longest, len(tokens))
         return BYTES(tokens)
 
-    text, reader = "ab\u65e5" * 100, Detokenizer(decode)
+    text, reader = "ab\u65e5" * 100, Reader(decode, ())
     assert "".join(reader.feed([token]) for token in text.encode()) == text
     assert longest < 20
 
@@ -119,3 +131,54 @@ def test_the_streamed_text_is_the_final_text(text, stops):
     final = final_text(written, stops, BYTES)
     assert final.startswith(shown)
     assert shown + reader.finish(final) == final
+
+
+WORDS = (" a", " bc", " def", "g", "", " ", "h i", "\n")
+SYMBOLS = ("a", " b", "\u00e9", b"\xe2\x82", b"\xac", "\U0001f600", b" c\xc3", b"\xa9")
+
+
+concatenated = decode_pieces(WORDS)
+as_bytes = decode_pieces(SYMBOLS)
+"""Byte-level tokenizers: a character may have several tokens."""
+
+
+def without_first_space(tokens: Sequence[int]) -> str:
+    """Decode like SentencePiece, which drops a first space."""
+    return concatenated(tokens).removeprefix(" ")
+
+
+@pytest.mark.parametrize("decode", [concatenated, without_first_space, as_bytes])
+def test_spans_of_whole_characters_are_exact(decode: Callable[[Sequence[int]], str]) -> None:
+    pieces = TokenTexts(decode)
+
+    @given(
+        tokens=st.lists(st.integers(0, 7), min_size=1, max_size=30),
+        places=st.lists(st.integers(0, 34), max_size=6).map(sorted),
+        cut=st.integers(0, 3),
+    )
+    def law(tokens: list[int], places: list[int], cut: int) -> None:
+        whole = decode(tokens)
+        assume("\ufffd" not in whole)
+        text = whole[: len(whole) - cut]
+        found = pieces.characters(tokens, text, places)
+        if not "".join(pieces.pieces(tokens)).startswith(text):
+            assert found == ()  # a cut character, which no token completes
+            return
+        assert list(found) == sorted(found)
+        for place, at in zip(places, found, strict=True):
+            before = decode(tokens[:place])
+            if whole.startswith(before):  # no character is cut in two here
+                assert at == min(len(before), len(text))
+
+    law()
+
+
+def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
+    tokens = [0, 2, 3, 4, 1, 6, 7]  # a, e with accent, two thirds and the rest of a euro sign, ...
+    text = as_bytes(tokens)
+    assert text == "a\u00e9\u20ac b c\u00e9"
+    texts = TokenTexts(as_bytes)
+    assert texts.pieces(tokens) == ["a", "\u00e9", "", "\u20ac", " b", "", " c\u00e9"]
+    places = [0, 3, 3, 4, 5, 6, 6, 99]
+    assert texts.characters(tokens, text, places) == (0, 2, 2, 3, 5, 5, 5, 8)
+    assert texts.characters(tokens, text.upper(), places) == ()

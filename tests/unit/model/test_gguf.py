@@ -81,7 +81,7 @@ def test_an_unsupported_model_is_refused(tmp_path, options, message):
     assert not (tmp_path / "model").exists()
 
 
-@pytest.mark.parametrize("size", [0, 3, 20, 2000, 20_000])
+@pytest.mark.parametrize("size", [0, 20, 20_000])
 def test_a_file_that_is_cut_off_is_refused_in_one_sentence(tmp_path, size):
     write_gguf(tmp_path / "tiny.gguf", _model())
     content = (tmp_path / "tiny.gguf").read_bytes()

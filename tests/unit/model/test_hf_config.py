@@ -1,5 +1,6 @@
 """config.json of both transformers versions: fields, defaults and refusals."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.rope import RopeConfig
 from longtail.model.transformer import ModelConfig
+from support.tiny_models import tiny_config
 
 SHAPE = {
     "vocab_size": 128,
@@ -34,10 +36,6 @@ QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}
 
 def llama(**changes: Any) -> ModelConfig:
     return read("LlamaForCausalLM", **changes)
-
-
-def qwen2(**changes: Any) -> ModelConfig:
-    return read("Qwen2ForCausalLM", **changes)
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
@@ -83,8 +81,8 @@ YARN = {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", "facto
 @pytest.mark.parametrize(
     ("architecture", "changes", "expected"),
     [
-        ("Llama", {"num_key_value_heads": None, "head_dim": None}, {"num_kv_heads": 32}),
-        ("Llama", {"num_key_value_heads": None, "head_dim": None}, {"head_dim": 2}),
+        ("Llama", {"num_key_value_heads": None}, {"num_kv_heads": 32}),
+        ("Llama", {"head_dim": None}, {"head_dim": 2}),
         ("Llama", {"attention_bias": True}, {"qkv_bias": True, "output_bias": True}),
         ("Llama", {"mlp_bias": True}, {"mlp_bias": True, "qkv_bias": False}),
         ("Qwen2", {"attention_bias": True}, {"output_bias": False}),
@@ -102,7 +100,7 @@ def test_fields_are_read_as_transformers_means_them(architecture, changes, expec
 
 
 def test_yarn_without_original_positions_scales_the_models_own() -> None:
-    rope = qwen2(**YARN).rope
+    rope = read("Qwen2ForCausalLM", **YARN).rope
     assert (rope.original_max_positions, rope.factor) == (1024, 4.0)
 
 
@@ -165,26 +163,10 @@ def test_the_error_names_the_field_with_an_impossible_value(
     assert all(word in str(error.value) for word in ["config.json", *words])
 
 
-def shape(family: Any, **changes: Any) -> ModelConfig:
-    return ModelConfig(
-        family=family,
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        max_positions=256,
-        **changes,
-    )
-
-
 @pytest.mark.parametrize("keys", [("rope_parameters",), ("rope_theta", "rope_scaling")])
 def test_a_reader_of_one_version_finds_all_its_fields(keys: tuple[str, ...]) -> None:
-    config = shape(
-        "llama", rope=RopeConfig(scaling="llama3", factor=8.0, original_max_positions=64)
-    )
+    rope = RopeConfig(scaling="llama3", factor=8.0, original_max_positions=64)
+    config = replace(tiny_config("llama"), rope=rope)
     content = emit(config, torch.float32, ())
     for key in keys:
         del content[key]
@@ -192,11 +174,11 @@ def test_a_reader_of_one_version_finds_all_its_fields(keys: tuple[str, ...]) -> 
 
 
 def test_a_shape_outside_its_family_is_refused() -> None:
-    for config in (
-        shape("llama", qk_norm=True),
-        shape("qwen2"),
-        shape("mistral", windows=(8, 0)),
-        shape("qwen3", qk_norm=True, windows=(8, 16)),
+    for family, changes in (
+        ("llama", {"qk_norm": True}),
+        ("qwen2", {"qkv_bias": False}),
+        ("mistral", {"windows": (8, 0)}),
+        ("qwen3", {"windows": (8, 16)}),
     ):
-        with pytest.raises(ConfigError, match=config.family):
-            emit(config, torch.float32, ())
+        with pytest.raises(ConfigError, match=family):
+            emit(replace(tiny_config(family), **changes), torch.float32, ())

@@ -59,12 +59,12 @@ def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequenc
     """Return the root mean square of the target's features, rounded to be machine-independent."""
     device = target.device
     with torch.no_grad():
-        features = target.forward_with_features(
+        _, features = target.forward_with_features(
             sample.tokens.to(device),
             sample.positions.to(device),
             PackedAttention(sample.cu_seqlens),
             config.taps,
-        ).features
+        )
     assert features is not None, "eagle3 taps layers"
     return float(f"{features.float().square().mean().sqrt().item():.2g}")
 

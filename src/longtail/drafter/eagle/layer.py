@@ -29,9 +29,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longtail.model.kernels.choice import select_kernels
 from longtail.model.kernels.linear import Linear, pack_layers
-from longtail.model.kernels.ops import Kernels, QueryKeyValue, TorchKernels
+from longtail.model.kernels.ops import Kernels, QueryKeyValue, select_kernels
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
@@ -143,7 +142,7 @@ class EagleLayer(nn.Module):
             self.embedding_norm, self.feature_norm = Norm(hidden), Norm(hidden)
             self.norm = Norm(hidden)
         self._rope = Rope(shape.head_dim, shape.rope)
-        self._kernels: Kernels = TorchKernels()
+        self._kernels = Kernels()
 
     @property
     def dtype(self) -> torch.dtype:

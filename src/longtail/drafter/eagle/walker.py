@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.windows import Windows
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.ops import Places
+from longtail.model.kernels.ops import Places, text_places
 from longtail.model.rope import Rotation
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Walker
@@ -29,8 +29,7 @@ class NodePlaces:
 
     def roots(self) -> Places:
         """Return the places of the roots, the last slot of each text."""
-        none = torch.zeros_like(self._rows)
-        return Places(self._rows, self._ends - 1, self._ends, none, none)
+        return text_places(self._rows, self._ends - 1)
 
     def place(self, frontier: Frontier) -> Places:
         """Place the next level; a node attends to the text, its ancestors and itself."""

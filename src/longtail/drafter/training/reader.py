@@ -143,9 +143,9 @@ class TargetReader:
         missing = torch.tensor([rows is None for rows in found], device=packed.tokens.device)
         chosen = missing[packed.sequence]
         attention = PackedAttention((0, *accumulate(lengths)))
-        computed = self._target.forward_with_features(
+        _, computed = self._target.forward_with_features(
             packed.tokens[chosen], packed.positions[chosen], attention, self._taps
-        ).features
+        )
         assert computed is not None, "the final state is tapped"
         if len(lengths) == len(found):
             return computed

@@ -37,11 +37,26 @@ class PlannedStep:
     """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepFeedback:
+    """Result of one planned step."""
+
+    step: PlannedStep
+    drafts: Sequence[DraftTree]
+    """Drafts that were verified."""
+    accepted: Mapping[str, Accepted]
+    verify_s: float
+    """Seconds of the step without `step.timings` and without applying the previous feedback."""
+
+
 @final
 class DraftPlanner:
-    """Plans with guard and tuner: `plan`, `propose` and `select` in each step, `learn` afterwards.
+    """Plans with guard and tuner: `plan`, `propose`, `select` and `record` in each step.
 
-    A plan to decode plainly may hold for several steps (`take_repeat`).
+    A plan to decode plainly may hold for several steps (`take_repeat`). `apply` passes the feedback
+    of a step to drafters, cost model, tuner and guard, one step late:
+
+        draft, run n | apply n - 1 | record n, draft, run n + 1 | apply n
     """
 
     def __init__(
@@ -49,12 +64,16 @@ class DraftPlanner:
         drafters: Sequence[Drafter],
         tuner: Tuner,
         guard: Guard | None,
+        costs: CostModel | None,
         clock: StepClock,
-        timer: StepTimer,
         max_depth: int,
     ) -> None:
-        self._drafters, self._tuner, self._guard = drafters, tuner, guard
-        self._clock, self._timer, self._max_depth = clock, timer, max_depth
+        self._drafters, self._tuner, self._guard, self._costs = drafters, tuner, guard, costs
+        self.timer = StepTimer(drafters)
+        self._clock, self._max_depth = clock, max_depth
+        self._pending: StepFeedback | None = None
+        self._exposed_s = 0.0
+        """Seconds that applying the previous feedback added to the present step."""
         self._repeats = self._num_repeated = 0
         self._switch: Switch | None = None
         self.is_drafting = True
@@ -76,7 +95,7 @@ class DraftPlanner:
 
     def plan(self, scheduled: Sequence[Scheduled], spare_tokens: int) -> PlannedStep:
         """Decide whether to draft in a step, and for which requests."""
-        with self._timer.tuner:
+        with self.timer.tuner:
             batch = _batch(scheduled, spare_tokens)
             allowed = self._guard is None or self._guard.allows(batch)
             may_draft = allowed and batch.num_draftable and spare_tokens > 0
@@ -126,7 +145,7 @@ class DraftPlanner:
         self, step: PlannedStep, try_grow: Callable[[str, int], bool]
     ) -> dict[ActiveRequest, DraftTree]:
         """Return the drafts to verify: nodes that the tuner selects, where the KV has room."""
-        with self._timer.tuner:
+        with self.timer.tuner:
             trees = self._tuner.select_nodes(step.batch, step.plan, step.proposals)
         assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
         return {
@@ -135,16 +154,71 @@ class DraftPlanner:
             if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
         }
 
-    def learn(self, outcome: Outcome) -> None:
-        """Update tuner and guard; after a step with drafts the next plan is made anew."""
-        self._tuner.learn(outcome)
-        if self._guard is not None and (reason := self._guard.learn(outcome)):
-            self.is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
-        if outcome.timings:
-            self._repeats = 0
+    def record(
+        self,
+        step: PlannedStep | None,
+        scheduled: Sequence[Scheduled],
+        accepted: Mapping[str, Accepted],
+    ) -> tuple[Verified, ...]:
+        """Keep the feedback of a step, and return how its drafts fared; None: a repeated step."""
+        if step is None:
+            self._clock.read()
+            return ()
+        drafted = [each for each in scheduled if each.draft.size]
+        verified = tuple(_verified(each, accepted[each.active.request_id]) for each in drafted)
+        drafts_s = sum(timing.seconds for timing in step.timings)
+        verify_s = self._clock.read() - drafts_s - step.catch_up_s - self._exposed_s
+        drafts = [each.draft for each in drafted]
+        self._pending = StepFeedback(step, drafts, accepted, verify_s)
+        return verified
+
+    def apply(self, *, hidden: bool = True) -> None:
+        """Pass the previous step, if planned, to drafters, cost model, tuner and guard.
+
+        A drafter learns how far its proposals match, nodes not verified included.
+        `hidden`: no step is in progress that waits for it. Otherwise the drafters' seconds count
+        towards the step that they learn from, since they are a cost of its drafts, and none
+        towards the present step.
+        """
+        feedback, self._pending, self._exposed_s = self._pending, None, 0.0
+        if feedback is None:
+            return
+        started = 0.0 if hidden else self._clock.read()
+        step, drafts, accepted = feedback.step, feedback.drafts, feedback.accepted
+        for timing, trees in zip(step.timings, step.proposals, strict=True):
+            kept = [
+                (tree, accepted[active.request_id].tokens)
+                for tree, active in zip(trees, step.requests, strict=True)
+                if tree.size
+            ]
+            self._drafters[timing.drafter].learn(
+                [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
+            )
+        ended = 0.0 if hidden else self._clock.read()
+        with self.timer.tuner:
+            outcome = Outcome(
+                batch=step.batch,
+                plan=step.plan,
+                timings=step.timings,
+                catch_up_s=step.catch_up_s,
+                num_drafts=len(drafts),
+                num_nodes=sum(draft.size for draft in drafts),
+                num_accepted=sum(len(each.path) for each in accepted.values()),
+                verify_s=feedback.verify_s + (ended - started),
+                num_expected=sum((sum(draft.reach) for draft in drafts), 0.0),
+            )
+            if self._costs is not None:
+                self._costs.learn(outcome)
+            self._tuner.learn(outcome)
+            if self._guard is not None and (reason := self._guard.learn(outcome)):
+                self.is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
+            if outcome.timings:  # after a step with drafts the next plan is made anew
+                self._repeats = 0
+        self._exposed_s = 0.0 if hidden else self._clock.read() - started
 
     def reset_estimates(self) -> None:
-        """Plan anew, since a drafter was changed."""
+        """Estimate the gain of drafting anew, since a drafter was changed."""
+        self.apply()
         self._repeats = 0
         self._tuner.reset_estimates()
 
@@ -174,104 +248,6 @@ def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
         num_pairs=pairs,
         room=spare_tokens,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepFeedback:
-    """Result of one planned step."""
-
-    step: PlannedStep
-    drafts: Sequence[DraftTree]
-    """Drafts that were verified."""
-    accepted: Mapping[str, Accepted]
-    verify_s: float
-    """Seconds of the step without `step.timings` and without applying the previous feedback."""
-
-    def send_to_drafters(self, drafters: Sequence[Drafter]) -> None:
-        """Report to each drafter how far its proposals match, nodes not verified included."""
-        for timing, trees in zip(self.step.timings, self.step.proposals, strict=True):
-            kept = [
-                (tree, self.accepted[active.request_id].tokens)
-                for tree, active in zip(trees, self.step.requests, strict=True)
-                if tree.size
-            ]
-            drafters[timing.drafter].learn(
-                [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
-            )
-
-    def outcome(self, learning_s: float) -> Outcome:
-        """Return the step's costs and yield; `learning_s` are the drafters' seconds of learning."""
-        return Outcome(
-            batch=self.step.batch,
-            plan=self.step.plan,
-            timings=self.step.timings,
-            catch_up_s=self.step.catch_up_s,
-            num_drafts=len(self.drafts),
-            num_nodes=sum(draft.size for draft in self.drafts),
-            num_accepted=sum(len(each.path) for each in self.accepted.values()),
-            verify_s=self.verify_s + learning_s,
-            num_expected=sum((sum(draft.reach) for draft in self.drafts), 0.0),
-        )
-
-
-@final
-class FeedbackLoop:
-    """Passes the feedback of each step to drafters, cost model, tuner and guard, one step late.
-
-    draft, run n | apply n - 1 | accept n, draft, run n + 1 | apply n
-    """
-
-    def __init__(
-        self,
-        drafters: Sequence[Drafter],
-        costs: CostModel | None,
-        planner: DraftPlanner,
-        clock: StepClock,
-        timer: StepTimer,
-    ) -> None:
-        self._drafters, self._costs, self._planner = drafters, costs, planner
-        self._clock, self._timer = clock, timer
-        self._pending: StepFeedback | None = None
-        self._exposed_s = 0.0
-        """Seconds that applying the previous feedback added to the present step."""
-
-    def record(
-        self,
-        step: PlannedStep | None,
-        scheduled: Sequence[Scheduled],
-        accepted: Mapping[str, Accepted],
-    ) -> tuple[Verified, ...]:
-        """Keep the feedback of a step, and return how its drafts fared; None: a repeated step."""
-        if step is None:
-            self._clock.read()
-            return ()
-        drafted = [each for each in scheduled if each.draft.size]
-        verified = tuple(_verified(each, accepted[each.active.request_id]) for each in drafted)
-        drafts_s = sum(timing.seconds for timing in step.timings)
-        verify_s = self._clock.read() - drafts_s - step.catch_up_s - self._exposed_s
-        drafts = [each.draft for each in drafted]
-        self._pending = StepFeedback(step, drafts, accepted, verify_s)
-        return verified
-
-    def apply(self, *, hidden: bool = True) -> None:
-        """Pass the previous step, if planned, to drafters, cost model, tuner and guard.
-
-        `hidden`: no step is in progress that waits for it. Otherwise the drafters' seconds count
-        towards the step that they learn from, since they are a cost of its drafts, and none
-        towards the present step.
-        """
-        feedback, self._pending, self._exposed_s = self._pending, None, 0.0
-        if feedback is None:
-            return
-        started = 0.0 if hidden else self._clock.read()
-        feedback.send_to_drafters(self._drafters)
-        ended = 0.0 if hidden else self._clock.read()
-        with self._timer.tuner:
-            outcome = feedback.outcome(ended - started)
-            if self._costs is not None:
-                self._costs.learn(outcome)
-            self._planner.learn(outcome)
-        self._exposed_s = 0.0 if hidden else self._clock.read() - started
 
 
 def _verified(each: Scheduled, accepted: Accepted) -> Verified:

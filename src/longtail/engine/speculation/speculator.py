@@ -1,8 +1,8 @@
 """Speculative decoding as the engine uses it, and the object for engines without it.
 
     draft            plan a step and propose its drafts              (`planner`)
-    apply_feedback   learn from the previous step                    (`FeedbackLoop`)
-    record           keep feedback and observations of this step     (`FeedbackLoop`, `queue`)
+    apply_feedback   learn from the previous step                    (`planner`)
+    record           keep feedback and observations of this step     (`planner`, `queue`)
 
 Drafters observe computed tokens before the next `propose`. Switching between drafting and plain
 decoding changes no KV and recomputes nothing.
@@ -19,10 +19,10 @@ from torch import Tensor
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.planner import DraftPlanner, FeedbackLoop, PlannedStep
+from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
 from longtail.engine.step.runner import StepClock, StepTimer
-from longtail.engine.step.sampler import NoiseSource
+from longtail.engine.step.sampler import Sampler
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
@@ -142,7 +142,6 @@ class Speculator:
         before: "Speculator | NoSpeculation",
     ) -> None:
         self.speculation, self.drafters = speculation, speculation.drafters
-        self.timer = StepTimer(self.drafters)
         self.taps = NO_TAPS
         readers = (*self.drafters, speculation.features, speculation.texts)
         for reader in (each for each in readers if each is not None):
@@ -167,16 +166,16 @@ class Speculator:
         deepest = min(windows) - 1 if windows else MAX_NODES
         self._clock = speculation.clock
         self._planner = DraftPlanner(
-            self.drafters, speculation.tuner, guard, self._clock, self.timer, deepest
+            self.drafters, speculation.tuner, guard, costs, self._clock, deepest
         )
-        self._feedback = FeedbackLoop(self.drafters, costs, self._planner, self._clock, self.timer)
+        self.timer = self._planner.timer
         self._step: PlannedStep | None = None
         """None while a plain step is repeated."""
 
     def draft(
         self,
         scheduled: Sequence[Scheduled],
-        noise: NoiseSource,
+        sampler: Sampler,
         spare_tokens: int,
         try_grow: Callable[[str, int], bool],
     ) -> Sequence[Scheduled]:
@@ -195,8 +194,8 @@ class Speculator:
             began_s, first_s = self._clock.read(), began_s
             step = replace(step, catch_up_s=began_s - first_s)
         with self.timer.noise:
-            noise.prepare([each.active for each in scheduled if each.draws], depth)
-        heard = noise.for_drafts(step.requests, depth) if self.speculation.coupled else None
+            sampler.prepare([each.active for each in scheduled if each.draws], depth)
+        heard = sampler.for_drafts(step.requests, depth) if self.speculation.coupled else None
         self._step = self._planner.propose(step, heard, began_s)
         drafts = self._planner.select(self._step, try_grow)
         return [
@@ -210,7 +209,7 @@ class Speculator:
 
     def apply_feedback(self) -> None:
         """Learn from the previous step; the present one waits for it."""
-        self._feedback.apply(hidden=False)
+        self._planner.apply(hidden=False)
 
     def record(
         self,
@@ -234,7 +233,7 @@ class Speculator:
             if len(self._written) == _STEPS_READ:
                 self._read_written()
         return SpeculationRecord(
-            verified=self._feedback.record(self._step, scheduled, accepted),
+            verified=self._planner.record(self._step, scheduled, accepted),
             switch=self._planner.take_switch(),
         )
 
@@ -261,12 +260,11 @@ class Speculator:
 
     def reset_estimates(self) -> None:
         """Estimate the gain of drafting anew, since a drafter was changed."""
-        self._feedback.apply()
         self._planner.reset_estimates()
 
     def on_idle(self) -> None:
         """Apply and forget everything pending; no request is in progress."""
-        self._feedback.apply()
+        self._planner.apply()
         if self._planner.is_drafting:
             self._send_observations()
         self.queue.clear()
@@ -275,7 +273,7 @@ class Speculator:
 
     def detach(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
         """Remove all requests from the drafters that are not among the successors."""
-        self._feedback.apply()
+        self._planner.apply()
         self._read_written()
         self._forget_finished()
         for drafter in self.drafters:

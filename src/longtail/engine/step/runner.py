@@ -56,9 +56,11 @@ class ModelRunner:
     ) -> tuple[Float[Tensor, "drawing vocab"] | None, Float[Tensor, "tokens features"] | None]:
         """Return the logits of all tokens that draw, if any, and the features of all tokens."""
         attention = self._kv.attention(batch)
-        tapped = self._model.forward_with_features(batch.tokens, batch.positions, attention, taps)
-        hidden = tapped.hidden if batch.drawing is None else tapped.hidden[batch.drawing]
-        return self._model.logits(hidden) if len(hidden) else None, tapped.features
+        hidden, features = self._model.forward_with_features(
+            batch.tokens, batch.positions, attention, taps
+        )
+        hidden = hidden if batch.drawing is None else hidden[batch.drawing]
+        return self._model.logits(hidden) if len(hidden) else None, features
 
 
 class StepSeconds(TypedDict):

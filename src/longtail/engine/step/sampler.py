@@ -14,24 +14,31 @@ from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.model.kernels.choice import select_draws
-from longtail.model.kernels.draws import NativeDraws
+from longtail.model.kernels.draws import NativeDraws, select_draws
 from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows, gumbel_noise
 from longtail.speculation.drafter import Noise
 from longtail.speculation.tree import depths
+from longtail.types import SamplingParams
 
 
-class NoiseSource(abc.ABC):
-    """Noise of positions without a token yet."""
+class Sampler(abc.ABC):
+    """Draws the tokens of a step, and gives drafters the noise of positions without a token yet."""
 
     @abc.abstractmethod
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
-        """Prepare the next `ahead` + 1 positions of each request, if the source stores noise."""
+        """Prepare the next `ahead` + 1 positions of each request, if noise is stored."""
 
     @abc.abstractmethod
     def for_drafts(self, requests: Sequence[ActiveRequest], depth: int) -> Noise:
         """Return noise for drafts of at most `depth`, valid until the requests' next tokens."""
+
+    @abc.abstractmethod
+    def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
+        """Draw after the last token of every request, and after every node of its draft.
+
+        Each row has its own noise and parameters.
+        """
 
 
 def next_positions(requests: Sequence[ActiveRequest]) -> tuple[list[int], list[int]]:
@@ -41,8 +48,8 @@ def next_positions(requests: Sequence[ActiveRequest]) -> tuple[list[int], list[i
 
 
 @final
-class NoiseTable(NoiseSource):
-    """A table of noise for the next positions of each request.
+class NoiseTable(Sampler):
+    """Adds noise from a table of the next positions of each request.
 
     The noise of a position does not depend on its token, and a few large tensor operations cost
     less than many small ones. Values are those of `sampling.gumbel_noise` for any grouping.
@@ -55,6 +62,11 @@ class NoiseTable(NoiseSource):
         self._starts: dict[ActiveRequest, int] = {}
         self._rows: dict[ActiveRequest, int] = {}
         self._table = torch.empty(0, 0, vocab_size)
+
+    def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
+        """Draw each row with its own noise and parameters."""
+        noise = self.rows([each.active for each in drawing], _offsets(drawing))
+        return draw_rows(logits, noise, _params(drawing))
 
     def rows(
         self, requests: Sequence[ActiveRequest], aheads: Sequence[Sequence[int]]
@@ -146,58 +158,20 @@ class _TableNoise(Noise):
         return noise if entries is None else noise[:, entries]
 
 
-class Sampler(abc.ABC):
-    """Draws the tokens of a step."""
-
-    noise: NoiseSource
-    """Noise for drafters."""
-
-    @abc.abstractmethod
-    def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Draw after the last token of every request, and after every node of its draft."""
-
-
-@final
-class TableSampler(Sampler):
-    """Adds noise from a table."""
-
-    def __init__(self, noise: NoiseTable) -> None:
-        self.noise = self._table = noise
-
-    def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
-        """Draw each row with its own noise and parameters."""
-        noise = self._table.rows([each.active for each in drawing], _offsets(drawing))
-        params = [
-            each.active.request.sampling for each in drawing for _ in range(1 + each.draft.size)
-        ]
-        return draw_rows(logits, noise, params)
-
-
 @final
 class KeyedSampler(Sampler):
-    """Hashes noise where it is added."""
+    """Hashes noise where it is added, and again at each use by drafters."""
 
     def __init__(self, draws: NativeDraws, vocab_size: int) -> None:
-        self._draws = draws
-        self.noise = HashedNoise(vocab_size)
+        self._draws, self._vocab_size = draws, vocab_size
 
     def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
         """Draw each row with its own noise and parameters."""
-        requests, offsets = [each.active for each in drawing], _offsets(drawing)
-        params = [
-            active.request.sampling
-            for active, ahead in zip(requests, offsets, strict=True)
-            for _ in ahead
-        ]
-        return self._draws.draw_rows(logits, *_positions(requests, offsets), params)
-
-
-@final
-class HashedNoise(NoiseSource):
-    """Noise that is computed at each use."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+        keys, positions = [], []
+        for each, offsets in zip(drawing, _offsets(drawing), strict=True):
+            keys += [each.active.request.noise_key] * len(offsets)
+            positions += [len(each.active.tokens) + offset for offset in offsets]
+        return self._draws.draw_rows(logits, keys, positions, _params(drawing))
 
     def prepare(self, requests: Sequence[ActiveRequest], ahead: int) -> None:
         """Do nothing."""
@@ -228,7 +202,7 @@ def make_sampler(model: Transformer) -> Sampler:
     """Make the sampler for the model's dtype."""
     vocab_size, draws = model.config.vocab_size, select_draws(model.dtype)
     if draws is None:
-        return TableSampler(NoiseTable(vocab_size))
+        return NoiseTable(vocab_size)
     return KeyedSampler(draws, vocab_size)
 
 
@@ -237,17 +211,6 @@ def _offsets(drawing: Sequence[Scheduled]) -> list[list[int]]:
     return [[0, *depths(each.draft.parents)] for each in drawing]
 
 
-def _positions(
-    requests: Sequence[ActiveRequest], offsets: Sequence[Sequence[int]]
-) -> tuple[list[int], list[int]]:
-    """Return noise key and position of each draw."""
-    keys = [
-        active.request.noise_key for active, ahead in zip(requests, offsets, strict=True)
-        for _ in ahead
-    ]  # fmt: skip
-    positions = [
-        len(active.tokens) + offset
-        for active, ahead in zip(requests, offsets, strict=True)
-        for offset in ahead
-    ]
-    return keys, positions
+def _params(drawing: Sequence[Scheduled]) -> list[SamplingParams]:
+    """Return the parameters of each draw."""
+    return [each.active.request.sampling for each in drawing for _ in range(1 + each.draft.size)]

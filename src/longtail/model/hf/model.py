@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.hf.config import Fields, emit, parse
-from longtail.model.hf.weights import check_weights, hf_rows, read_weights, to_hf, write_weights
+from longtail.model.hf.weights import check_weights, hf_rows, read_weights, write_weights
 from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy
@@ -116,14 +116,7 @@ def load_model(
     Takes memory for the model and one tensor. Raises ConfigError for missing, extra or misshapen
     tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
     """
-    path = Path(path)
-    return read_model(load_config(path), path, dtype or stored_dtype(path), device)
-
-
-def read_model(
-    config: ModelConfig, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> PolicyTransformer:
-    """Read the weights of a directory, which need not hold a config.json; see `load_model`."""
+    path, config, dtype = Path(path), load_config(path), dtype or stored_dtype(path)
     files = check_weights(config, path)  # before sizes from config.json are allocated
     model = empty_model(config, dtype, device)
     read_weights(model, path, files)
@@ -148,24 +141,21 @@ def save_model(
     model: Transformer,
     path: Path | str,
     *,
-    dtype: torch.dtype | None = None,
     eos_ids: Sequence[int] = (),
     bos_id: int | None = None,
     max_shard_bytes: int = 5 * 2**30,
 ) -> None:
     """Write config.json, safetensors and, with `eos_ids`, generation_config.json.
 
-    A `dtype` of None keeps the model's. Writing is neither atomic nor synced; checkpoints take care
-    of that. Raises CheckpointError if the files cannot be written.
+    Writing is neither atomic nor synced; checkpoints take care of that. Raises CheckpointError if
+    the files cannot be written.
     """
     from safetensors import SafetensorError
 
-    path, dtype = Path(path), dtype or model.dtype
-    content = emit(model.config, dtype, eos_ids, bos_id)
-    tensors = to_hf(model.state_dict(), model.config)
+    path, content = Path(path), emit(model.config, model.dtype, eos_ids, bos_id)
     try:
         path.mkdir(parents=True, exist_ok=True)
-        write_weights(tensors, path, dtype, max_shard_bytes)
+        write_weights(hf_rows(model), path, model.dtype, max_shard_bytes)
         write_json(path / "config.json", content)
         if eos_ids:
             generation = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}

@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
@@ -31,12 +30,6 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of SentencePiece that is a byte."""
 
 
-def _transformers() -> ModuleType:
-    import transformers
-
-    return transformers
-
-
 @final
 class Tokenizer:
     """A vocabulary with its chat template.
@@ -52,25 +45,14 @@ class Tokenizer:
         bos_id: int | None = None,
     ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
-        self._eos_ids, self._bos_id = eos_ids, bos_id
         self._files = files or {}
-        self._vocab_size = 1 + max(inner.get_vocab().values())
-        self._first = _first_tokens(inner)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest token id."""
-        return self._vocab_size
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
+        self.eos_ids = eos_ids
         """Tokens that end a text. The first is the tokenizer's own, which ends training texts."""
-        return self._eos_ids
-
-    @property
-    def bos_id(self) -> int | None:
+        self.bos_id = bos_id
         """Token that begins a text: the tokenizer's own, else the model's; None without any."""
-        return self._bos_id
+        self.vocab_size = 1 + max(inner.get_vocab().values())
+        """One more than the largest token id."""
+        self._first = _first_tokens(inner)
 
     @property
     def has_chat_template(self) -> bool:
@@ -90,7 +72,12 @@ class Tokenizer:
         text (BOS), as models are trained on text that no chat template wrote. What the tokenizer
         puts behind a text is left out: the text goes on.
         """
-        _check_characters(text)
+        index = find_surrogate(text)
+        if index is not None:
+            raise DataError(
+                f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
+                "give the whole character"
+            )
         tokens = tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
         first = self._first if add_special_tokens else ()
         return tokens if tokens[: len(first)] == first else (*first, *tokens)
@@ -173,11 +160,9 @@ class Tokenizer:
                 "the messages or the template"
             ) from error
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = True
-    ) -> tuple[int, ...]:
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of `render`."""
-        return self.encode(self.render(messages, generation_prompt=generation_prompt))
+        return self.encode(self.render(messages))
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer's files into a directory; files that were read stay unchanged."""
@@ -187,15 +172,6 @@ class Tokenizer:
             (path / name).write_bytes(content)
         if not self._files:
             self._inner.save_pretrained(str(path))
-
-
-def _check_characters(text: str) -> None:
-    index = find_surrogate(text)
-    if index is not None:
-        raise DataError(
-            f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
-            "give the whole character"
-        )
 
 
 def _variables(template: str) -> frozenset[str]:
@@ -256,9 +232,12 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         )
     # NOTE: AutoTokenizer rebuilds the pipeline from the model type (every qwen2 vocabulary becomes
     # byte-level BPE); the generic class reads tokenizer.json as it is.
+    import transformers
+
     complete = "tokenizer.json" in files
-    classes = _transformers()
-    reader = classes.PreTrainedTokenizerFast if complete else classes.AutoTokenizer
+    reader: Any = transformers.AutoTokenizer
+    if complete:
+        reader = transformers.PreTrainedTokenizerFast
     try:
         inner = reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the Rust library raises no narrower class

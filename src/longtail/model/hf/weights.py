@@ -78,20 +78,6 @@ def layout(config: ModelConfig) -> dict[str, tuple[Part, ...]]:
     return table
 
 
-def to_hf(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Return our parameters in Hugging Face's names, as views; a tied head is left out."""
-    table = layout(config)
-    tied = {"head.weight"} if config.tied_embeddings else set()
-    _require_same_names(table, state.keys() - tied, "the model state")
-    return {
-        part.name: rows
-        for name, parts in table.items()
-        for part, rows in zip(
-            parts, state[name].split_with_sizes([part.shape[0] for part in parts]), strict=True
-        )
-    }
-
-
 def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     """Compare the headers of a directory's weights with a configuration; return each tensor's file.
 
@@ -158,7 +144,12 @@ def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) ->
                     target.copy_(_finite(handle.get_tensor(name), name, file))
     if model.config.tied_embeddings and _HEAD in located:
         with _open(located[_HEAD]) as handle:
-            _require_tied(handle.get_tensor(_HEAD), model.embedding.weight, path)
+            head, embedding = handle.get_tensor(_HEAD), model.embedding.weight
+        if not torch.equal(head.to(embedding), embedding):
+            raise ConfigError(
+                f"{path}: tie_word_embeddings is true but {_HEAD} differs from {_EMBEDDING}: set "
+                "tie_word_embeddings to false in config.json to use both"
+            )
 
 
 def write_weights(
@@ -311,23 +302,6 @@ def _finite(tensor: Tensor, name: str, file: Path) -> Tensor:
     return tensor
 
 
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more
-
-
-def _require_same_names(expected: Iterable[str], found: Iterable[str], where: str) -> None:
-    expected, found = set(expected), set(found)
-    remedy = "the weights and config.json must be of the same model"
-    if missing := expected - found:
-        raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
-    if extra := found - expected:
-        raise ConfigError(
-            f"{where} holds {_listed(extra)}, which this model does not have: {remedy}"
-        )
-
-
 def require_tensors(
     table: Mapping[str, tuple[Part, ...]],
     shapes: Mapping[str, tuple[int, ...]],
@@ -344,18 +318,22 @@ def require_tensors(
             f"{where} lacks {_HEAD} and tie_word_embeddings is false: set it to true if the model "
             "shares its embedding, else copy the missing tensor"
         )
-    _require_same_names(parts, found, where)
+    remedy = "the weights and config.json must be of the same model"
+    if missing := parts.keys() - found:
+        raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
+    if extra := found - parts.keys():
+        raise ConfigError(
+            f"{where} holds {_listed(extra)}, which this model does not have: {remedy}"
+        )
     for name, shape in parts.items():
         if shapes[name] != shape:
             raise ConfigError(
                 f"{where}: {name} has shape {list(shapes[name])} but config.json gives "
-                f"{list(shape)}: the weights and config.json must be of the same model"
+                f"{list(shape)}: {remedy}"
             )
 
 
-def _require_tied(head: Tensor, embedding: Tensor, path: Path) -> None:
-    if not torch.equal(head.to(embedding), embedding):
-        raise ConfigError(
-            f"{path}: tie_word_embeddings is true but {_HEAD} differs from {_EMBEDDING}: set "
-            "tie_word_embeddings to false in config.json to use both"
-        )
+def _listed(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
+    return ", ".join(ordered[:3]) + more

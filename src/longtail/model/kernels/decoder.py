@@ -6,8 +6,7 @@ are the same. This module passes pointers and keeps their tensors alive.
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -50,8 +49,7 @@ class _Step(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class LayerWeights(NamedTuple):
     """Weights of one layer; norms that a family lacks are None."""
 
     attention_norm: Float[Tensor, "hidden"]
@@ -65,37 +63,30 @@ class LayerWeights:
     window: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderWeights:
-    """Sizes and weights of a decoder."""
-
-    hidden_size: int
-    inner_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    eps: float
-    layers: Sequence[LayerWeights]
-    norm: Float[Tensor, "hidden"]
-
-
 @final
 class NativeDecoder:
     """The function of decoder.c for one set of weights."""
 
-    def __init__(self, weights: DecoderWeights) -> None:
-        functions = native.functions(weights.norm.dtype)
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        norm: Float[Tensor, "hidden"],
+        *,
+        inner: int,
+        heads: int,
+        kv_heads: int,
+        dim: int,
+        eps: float,
+    ) -> None:
+        functions = native.functions(norm.dtype)
         assert functions is not None, "layers are packed only for a product that runs here"
-        self._function, self._weights = functions["decode"], weights
-        self._layers = (_Layer * len(weights.layers))(*map(_pointers, weights.layers))
-        w = weights
-        self._decoder = _Decoder(
-            layers=len(w.layers), hidden=w.hidden_size, inner=w.inner_size, heads=w.num_heads,
-            kv_heads=w.num_kv_heads, dim=w.head_dim, layer=ctypes.addressof(self._layers),
-            norm=w.norm.data_ptr(), eps=w.eps,
+        self._function, self._weights, hidden = functions["decode"], (layers, norm), len(norm)
+        self._layers = (_Layer * len(layers))(*map(_pointers, layers))
+        self._decoder = native.structure(
+            _Decoder, layers=len(layers), hidden=hidden, inner=inner, heads=heads,
+            kv_heads=kv_heads, dim=dim, layer=self._layers, norm=norm, eps=eps,
         )  # fmt: skip
-        all_heads = 2 * (w.num_heads + w.num_kv_heads) * w.head_dim
-        self._per_token = all_heads + w.hidden_size + 3 * w.inner_size
+        self._per_token = 2 * (heads + kv_heads) * dim + hidden + 3 * inner
 
     def run(
         self,
@@ -113,17 +104,12 @@ class NativeDecoder:
         if size:
             features = stream.new_empty(tokens, size)
         scratch = stream.new_empty(tokens * self._per_token)
-        call = _Step(
-            tokens=tokens, threads=torch.get_num_threads(), stream=stream.data_ptr(),
-            normed=normed.data_ptr(), cos=rotation.cos.data_ptr(), sin=rotation.sin.data_ptr(),
-            cache=cache.data_ptr(), layer_stride=cache.stride(0), value_stride=cache.stride(1),
-            row_stride=cache.stride(2), rows=places.rows.data_ptr(),
-            slots=places.slots.data_ptr(), contexts=places.contexts.data_ptr(),
-            depths=places.depths.data_ptr(), visible=places.visible.data_ptr(),
-            taps=ctypes.addressof(layers), num_taps=len(layers),
-            feature_stride=size,
-            features=None if features is None else features.data_ptr(),
-            scratch=scratch.data_ptr(),
+        call = native.structure(
+            _Step, tokens=tokens, threads=torch.get_num_threads(), stream=stream, normed=normed,
+            cos=rotation.cos, sin=rotation.sin, cache=cache, layer_stride=cache.stride(0),
+            value_stride=cache.stride(1), row_stride=cache.stride(2), **places._asdict(),
+            taps=layers, num_taps=len(layers), feature_stride=size, features=features,
+            scratch=scratch,
         )  # fmt: skip
         self._function(ctypes.byref(self._decoder), ctypes.byref(call))
         if taps.final and features is not None:
@@ -132,14 +118,7 @@ class NativeDecoder:
 
 
 def _pointers(weights: LayerWeights) -> _Layer:
-    def at(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
-    w = weights
-    return _Layer(
-        attention_norm=at(w.attention_norm), q_norm=at(w.q_norm), k_norm=at(w.k_norm),
-        feed_forward_norm=at(w.feed_forward_norm), qkv=at(w.qkv.packed), output=at(w.output.packed),
-        gate_up=at(w.gate_up.packed), down=at(w.down.packed), qkv_bias=w.qkv.shift,
-        output_bias=w.output.shift, gate_up_bias=w.gate_up.shift, down_bias=w.down.shift,
-        window=w.window,
-    )  # fmt: skip
+    values = weights._asdict()
+    products = {name: each for name, each in values.items() if isinstance(each, NativeProduct)}
+    biases = {f"{name}_bias": each.shift for name, each in products.items()}
+    return native.structure(_Layer, **values, **biases)

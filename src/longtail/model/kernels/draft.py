@@ -7,7 +7,7 @@ module passes pointers and keeps their tensors alive.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -38,8 +38,8 @@ class _Growth(ctypes.Structure):
 
 class _Eagle(ctypes.Structure):
     _fields_ = (
-        *((name, _INT) for name in ("eagle3", "hidden", "inner", "heads", "kv_heads", "dim")),
-        *((name, _INT) for name in ("features", "window")),
+        *((name, _INT) for name in ("eagle3", "hidden", "inner_size", "heads", "kv_heads")),
+        *((name, _INT) for name in ("head_dim", "feature_size", "window")),
         ("eps", ctypes.c_float),
         ("threads", ctypes.c_int),
         *((name, _PTR) for name in ("embedding", "fc", "qkv", "output", "gate_up", "down")),
@@ -93,24 +93,27 @@ class _Chains:
         assert strategy.num_expanded == 1, "draft.c expands one node per level"
         assert strategy.width <= 2, "a node has at most one sibling"
         num, depth, thresholds = len(requests), deepest(requests, strategy), strategy.thresholds
-        room, at = num * depth * strategy.width, ctypes.addressof
+        room = num * depth * strategy.width
         table, temperatures = curve.table(), [each.sampling.temperature for each in requests]
-        confidences = (_DOUBLE * len(table))(*table)
-        depths = (_INT * num)(*(each.max_depth for each in requests))
-        inverse = (ctypes.c_float * num)(*(1.0 / t if t else 0.0 for t in temperatures))
-        keys = None if noise is None else (_INT * num)(*noise.keys)
-        positions = None if noise is None else (_INT * num)(*noise.positions)
-        live, counts = (_INT * (4 * num))(), (_INT * num)()
         drafted, parents = (_INT * room)(), (_INT * room)()
         margins, reach = (_DOUBLE * room)(), (_DOUBLE * room)()
-        growth = _Growth(
-            requests=num, depth=depth, width=strategy.width, size=strategy.num_nodes,
+        counts = (_INT * num)()
+        arrays = {
+            "edges": _EDGES,
+            "confidences": (_DOUBLE * len(table))(*table),
+            "depths": (_INT * num)(*(each.max_depth for each in requests)),
+            "keys": None if noise is None else (_INT * num)(*noise.keys),
+            "positions": None if noise is None else (_INT * num)(*noise.positions),
+            "inverse_temperatures": (ctypes.c_float * num)(
+                *(1.0 / t if t else 0.0 for t in temperatures)
+            ),
+            "live": (_INT * (4 * num))(),
+        }
+        growth = native.structure(
+            _Growth, requests=num, depth=depth, width=strategy.width, size=strategy.num_nodes,
             vocab=self._head.outputs, bins=len(table), verify=thresholds.verify,
-            expand=thresholds.expand, level=thresholds.level, edges=at(_EDGES),
-            confidences=at(confidences), draft_ids=_at(self._draft_ids), depths=at(depths),
-            keys=keys and at(keys), positions=positions and at(positions),
-            inverse_temperatures=at(inverse), live=at(live), counts=at(counts),
-            drafted=at(drafted), parents=at(parents), margins=at(margins), reach=at(reach),
+            expand=thresholds.expand, level=thresholds.level, draft_ids=self._draft_ids, **arrays,
+            counts=counts, drafted=drafted, parents=parents, margins=margins, reach=reach,
         )  # fmt: skip
         self._function(ctypes.byref(growth), *inputs)
         trees, end = [], 0
@@ -127,8 +130,7 @@ class _Chains:
         return trees
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleWeights:
+class EagleWeights(NamedTuple):
     """Weights of an EAGLE layer for draft.c; norms that a recipe lacks are None."""
 
     eagle3: bool
@@ -177,7 +179,9 @@ class EagleChains(_Chains):
         super().__init__("eagle_chains", head, draft_ids)
         self._weights, self._rope = weights, rope
         self._cos = self._sin = torch.empty(0, weights.head_dim)
-        self._layer = self._pointers()
+        self._layer = native.structure(
+            _Eagle, hidden=weights.embedding.shape[1], head=head, **weights._asdict()
+        )
 
     def run(
         self,
@@ -200,29 +204,15 @@ class EagleChains(_Chains):
         per_pair = w.feature_size + 5 * hidden + projected + 4 * w.head_dim
         per_request = w.heads * w.head_dim + 2 * hidden + 3 * w.inner_size + self._head.outputs
         places = (_INT * (4 * len(requests)))()
-        rows, slots, tokens, positions = (row.data_ptr() for row in pairs)
-        inputs = _Pairs(
-            pairs=pairs.shape[1], rows=rows, slots=slots, tokens=tokens, positions=positions,
-            lasts=pending.lasts.data_ptr(), features=features.data_ptr(), keys=keys.data_ptr(),
-            values=values.data_ptr(), feature_stride=features.stride(0),
-            kv_stride=keys.stride(0), places=ctypes.addressof(places),
+        rows, slots, tokens, positions = pairs
+        inputs = native.structure(
+            _Pairs, pairs=pairs.shape[1], rows=rows, slots=slots, tokens=tokens,
+            positions=positions, lasts=pending.lasts, features=features, keys=keys, values=values,
+            feature_stride=features.stride(0), kv_stride=keys.stride(0), places=places,
             scratch=self._reserve(most * (per_pair + per_request) + 64),
         )  # fmt: skip
         own = ctypes.byref(self._layer), ctypes.byref(inputs)
         return self._grow(requests, strategy, noise, curve, *own)
-
-    def _pointers(self) -> _Eagle:
-        w, at = self._weights, _at
-        return _Eagle(
-            eagle3=w.eagle3, hidden=w.embedding.shape[1], inner=w.inner_size, heads=w.heads,
-            kv_heads=w.kv_heads, dim=w.head_dim, features=w.feature_size,
-            window=w.window, eps=w.eps, threads=1, embedding=at(w.embedding),
-            fc=at(w.fc.packed), qkv=at(w.qkv.packed), output=at(w.output.packed),
-            gate_up=at(w.gate_up.packed), down=at(w.down.packed), head=at(self._head.packed),
-            embedding_norm=at(w.embedding_norm), feature_norm=at(w.feature_norm),
-            feed_forward_norm=at(w.feed_forward_norm), norm=at(w.norm), cos=at(self._cos),
-            sin=at(self._sin),
-        )  # fmt: skip
 
     def _reach(self, furthest: int) -> None:
         """Extend the angles to a position."""
@@ -230,7 +220,7 @@ class EagleChains(_Chains):
             positions = torch.arange(max(furthest, 3 * len(self._cos) // 2, 1024))
             rotation = self._rope.rotation(positions, torch.float32)
             self._cos, self._sin = rotation.cos[:, 0], rotation.sin[:, 0]
-            self._layer = self._pointers()
+            self._layer.cos, self._layer.sin = self._cos.data_ptr(), self._sin.data_ptr()
 
 
 @final
@@ -248,16 +238,13 @@ class RidgeChains(_Chains):
         super().__init__("ridge_chains", head, draft_ids)
         self._weights = embedding, streams, transitions
         self._lists = [
-            (_PTR * len(each))(*each)
-            for each in (
-                [stream.packed.data_ptr() for stream in streams],
-                [transition.packed.data_ptr() for transition in transitions],
-            )
+            (_PTR * len(each))(*(product.data_ptr() for product in each))
+            for each in (streams, transitions)
         ]
-        first, second = map(ctypes.addressof, self._lists)
-        self._layer = _Ridge(
-            hidden=embedding.shape[1], threads=1, embedding=embedding.data_ptr(),
-            head=head.packed.data_ptr(), streams=first, transitions=second,
+        first, second = self._lists
+        self._layer = native.structure(
+            _Ridge, hidden=embedding.shape[1], embedding=embedding, head=head, streams=first,
+            transitions=second,
         )  # fmt: skip
 
     def run(
@@ -278,7 +265,3 @@ class RidgeChains(_Chains):
         scratch = self._reserve(num * (5 * hidden + self._head.outputs))
         own = ctypes.byref(self._layer), states.data_ptr(), roots, scratch
         return self._grow(requests, strategy, noise, curve, *own)
-
-
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()

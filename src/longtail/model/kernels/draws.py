@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.model.kernels import native
 from longtail.sampling import Drawn, draw_rows, gumbel_noise
 from longtail.types import SamplingParams
 
@@ -65,3 +66,9 @@ class NativeDraws:
             again = draw_rows(logits[undecided], noise, [params[row] for row in undecided])
             tokens[undecided], logprobs[undecided] = again.tokens, again.logprobs
         return Drawn(tokens=tokens, logprobs=logprobs)
+
+
+def select_draws(dtype: torch.dtype) -> NativeDraws | None:
+    """Return the sampling that stores no noise; None where the noise is stored."""
+    functions = native.functions(dtype)
+    return None if functions is None else NativeDraws(functions["draw_rows"])

@@ -39,13 +39,16 @@ class NativeProduct:
     """The product x W^T + bias by product.c, with a weight in its layout."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int) -> None:
-        product = native.product(packed.dtype)
-        assert product is not None, "packed for a product that this machine does not have"
-        self.packed = packed
-        self.outputs = outputs
-        self._product, self._bias = product, bias
+        functions = native.functions(packed.dtype)
+        assert functions is not None, "packed for a product that this machine does not have"
+        self.packed, self.outputs = packed, outputs
+        self._product, self._bias = functions["product"], bias
         self.shift = None if bias is None else bias.data_ptr()
         """Address of the bias."""
+
+    def data_ptr(self) -> int:
+        """Return the address of the packed weight."""
+        return self.packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product with dense rows."""

@@ -31,6 +31,8 @@ Layout = Literal["inputs", "halves", "pairs", "tiles"]
 _PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _THREADS = ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
+    "product": [_PTR] * 4 + [_INT] * 3 + [_THREADS],
+    "draw_rows": [_PTR] + [_INT] * 3 + [_PTR] * 3 + [_INT] + [_PTR] * 2 + [_THREADS],
     "add_norm": [_PTR] * 4 + [_INT] * 2 + [_FLOAT],
     "rotate": [_PTR] * 5 + [_INT] * 4 + [_FLOAT],
     "swiglu": [_PTR] * 2 + [_INT] * 2 + [_THREADS],
@@ -111,6 +113,17 @@ def layout(dtype: torch.dtype) -> Layout | None:
     return found.get(loaded["product_bf16_layout"]())
 
 
+def structure(kind: type[ctypes.Structure], **values: Any) -> Any:
+    """Return a C structure; tensors, packed weights and arrays are given by their addresses."""
+
+    def field(value: Any) -> Any:
+        if isinstance(value, ctypes.Array):
+            return ctypes.addressof(value)
+        return value.data_ptr() if hasattr(value, "data_ptr") else value
+
+    return kind(**{name: field(value) for name, value in values.items()})
+
+
 def build_name() -> str:
     """Return the name of the loaded build: equal where its source, compiler and flags are."""
     loaded = _available()
@@ -125,29 +138,6 @@ def lanes() -> int:
     loaded = _available()
     assert loaded is not None, "check `layout` first"
     return loaded["product_lanes"]()
-
-
-@functools.cache
-def product(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the product of few rows (product.c); None if it does not run here."""
-    loaded = None if layout(dtype) is None else _library()
-    if loaded is None:
-        return None
-    function = loaded[f"product_{_SUFFIXES[dtype]}"]
-    function.argtypes, function.restype = [_PTR] * 4 + [_INT] * 3 + [_THREADS], None
-    return function
-
-
-@functools.cache
-def draws(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Return the sampling of rows by draws.c; None if there is none or it cannot be built."""
-    loaded = _available()
-    if dtype not in _SUFFIXES or loaded is None:
-        return None
-    function = loaded[f"draw_rows_{_SUFFIXES[dtype]}"]
-    function.argtypes = [_PTR] + [_INT] * 3 + [_PTR] * 3 + [_INT] + [_PTR] * 2 + [_THREADS]
-    function.restype = None
-    return function
 
 
 @functools.cache

@@ -1,11 +1,10 @@
-"""The decoder's small operations: the interface, the reference, and the native implementation.
+"""The decoder's small operations: the reference, and the native implementation.
 
-`TorchKernels` is the reference: any dtype, any device, differentiable. `NativeKernels` is the same
+`Kernels` is the reference: any dtype, any device, differentiable. `NativeKernels` is the same
 arithmetic in C for inference, where a step of few tokens would otherwise spend most of its time
-calling some thirty operations per layer. `choice.select_kernels` selects one.
+calling some thirty operations per layer. `select_kernels` selects one.
 """
 
-import abc
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, final
@@ -16,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.model.attention import Attention, Heads, KVHeads, causal_window_mask
+from longtail.model.kernels import native
 from longtail.model.rope import Rotation
 
 NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128)
@@ -71,20 +71,27 @@ def text_places(rows: Indices, slots: Indices) -> Places:
     return Places(rows, slots, slots + 1, none, none)
 
 
-class Kernels(abc.ABC):
-    """Small operations between the matrix products. They may overwrite their inputs."""
+class Kernels:
+    """Small operations between the matrix products, in PyTorch's: the reference.
 
-    @abc.abstractmethod
+    Subclasses override those that they do faster; theirs may overwrite their inputs.
+    """
+
     def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of cos and sin for `rotate`, for a model that computes in `dtype`."""
+        return dtype
 
-    @abc.abstractmethod
+    def attention(self, given: Attention, dtype: torch.dtype) -> Attention:
+        """Return the attention of a pass with queries of `dtype`, faster where there is one."""
+        return given
+
     def add_norm(
         self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
     ) -> Residual:
         """Add `delta`, if any, to the stream and take its RMS norm."""
+        stream = stream if delta is None else stream + delta
+        return Residual(stream, _rms_norm(stream, weight, eps))
 
-    @abc.abstractmethod
     def rotate(
         self,
         qkv: AllHeads,
@@ -95,12 +102,18 @@ class Kernels(abc.ABC):
         rotation: Rotation,
     ) -> QueryKeyValue:
         """Split queries, keys, values; norm queries and keys if weights are given; rotate them."""
+        num_kv_heads = (qkv.shape[1] - num_heads) // 2
+        queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
+        if q_weight is not None and k_weight is not None:
+            queries = _rms_norm(queries, q_weight, eps)
+            keys = _rms_norm(keys, k_weight, eps)
+        return QueryKeyValue(rotation.apply(queries), rotation.apply(keys), values)
 
-    @abc.abstractmethod
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """Return silu(first half) * second half."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
 
-    @abc.abstractmethod
     def store_rows(
         self,
         keys: KVHeads,
@@ -111,16 +124,36 @@ class Kernels(abc.ABC):
         slots: Indices,
     ) -> None:
         """Store each token's key and value at its (row, slot)."""
+        flat = rows * key_rows.shape[1] + slots
+        key_rows.flatten(0, 1).index_copy_(0, flat, keys)
+        value_rows.flatten(0, 1).index_copy_(0, flat, values)
 
-    @abc.abstractmethod
     def attend_rows(
         self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
     ) -> Heads:
-        """Attend each token to its visible slots, at most `window` tokens back (0: all)."""
+        """Attend each token to its visible slots, at most `window` tokens back (0: all).
 
-    def attention(self, given: Attention, dtype: torch.dtype) -> Attention:
-        """Return the attention of a pass with queries of `dtype`, faster where there is one."""
-        return given
+        One call per run of text tokens and per draft node, without padding.
+        """
+        rows, _, contexts, depths, visible = (each.tolist() for each in places)
+        parts = []
+        for start, end in _text_runs(rows, contexts, visible):
+            context, nodes = contexts[end - 1], visible[start]
+            first = min(max(0, contexts[start] + depths[start] - window), contexts[start])
+            seen = [*range(first if window else 0, context)]
+            seen += [context + i for i in range(nodes.bit_length()) if nodes >> i & 1]
+            alone = end - start == 1
+            out = F.scaled_dot_product_attention(
+                queries[start:end].transpose(0, 1)[None],
+                key_rows[rows[start], seen].transpose(0, 1)[None],
+                value_rows[rows[start], seen].transpose(0, 1)[None],
+                attn_mask=None
+                if alone
+                else causal_window_mask(end - start, len(seen), window, queries.device),
+                enable_gqa=queries.shape[1] != key_rows.shape[2],
+            )
+            parts.append(out[0].transpose(0, 1))
+        return torch.cat(parts)
 
 
 class CachedAttention(Attention):
@@ -146,81 +179,6 @@ class CachedAttention(Attention):
         places = self.places
         self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
         return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
-
-
-class TorchKernels(Kernels):
-    """The reference, in PyTorch operations; subclasses override those that they do faster."""
-
-    def rotation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return `dtype`."""
-        return dtype
-
-    def add_norm(
-        self, stream: Hidden, delta: Hidden | None, weight: NormWeight, eps: float
-    ) -> Residual:
-        """Add, then norm with statistics in float32 or float64."""
-        stream = stream if delta is None else stream + delta
-        return Residual(stream, _rms_norm(stream, weight, eps))
-
-    def rotate(
-        self,
-        qkv: AllHeads,
-        num_heads: int,
-        q_weight: HeadWeight | None,
-        k_weight: HeadWeight | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> QueryKeyValue:
-        """Split, norm and rotate."""
-        num_kv_heads = (qkv.shape[1] - num_heads) // 2
-        queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
-        if q_weight is not None and k_weight is not None:
-            queries = _rms_norm(queries, q_weight, eps)
-            keys = _rms_norm(keys, k_weight, eps)
-        return QueryKeyValue(rotation.apply(queries), rotation.apply(keys), values)
-
-    def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
-        """Return silu(first half) * second half."""
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-
-    def store_rows(
-        self,
-        keys: KVHeads,
-        values: KVHeads,
-        key_rows: Rows,
-        value_rows: Rows,
-        rows: Indices,
-        slots: Indices,
-    ) -> None:
-        """Scatter into the rows."""
-        flat = rows * key_rows.shape[1] + slots
-        key_rows.flatten(0, 1).index_copy_(0, flat, keys)
-        value_rows.flatten(0, 1).index_copy_(0, flat, values)
-
-    def attend_rows(
-        self, queries: Heads, key_rows: Rows, value_rows: Rows, places: Places, window: int
-    ) -> Heads:
-        """Attend in one call per run of text tokens and per draft node, without padding."""
-        rows, _, contexts, depths, visible = (each.tolist() for each in places)
-        parts = []
-        for start, end in _text_runs(rows, contexts, visible):
-            context, nodes = contexts[end - 1], visible[start]
-            first = min(max(0, contexts[start] + depths[start] - window), contexts[start])
-            seen = [*range(first if window else 0, context)]
-            seen += [context + i for i in range(nodes.bit_length()) if nodes >> i & 1]
-            alone = end - start == 1
-            out = F.scaled_dot_product_attention(
-                queries[start:end].transpose(0, 1)[None],
-                key_rows[rows[start], seen].transpose(0, 1)[None],
-                value_rows[rows[start], seen].transpose(0, 1)[None],
-                attn_mask=None
-                if alone
-                else causal_window_mask(end - start, len(seen), window, queries.device),
-                enable_gqa=queries.shape[1] != key_rows.shape[2],
-            )
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
 
 
 def _text_runs(
@@ -329,3 +287,9 @@ class NativeKernels(Kernels):
             key_rows.shape[2], dim, window, torch.get_num_threads(),
         )  # fmt: skip
         return out
+
+
+def select_kernels(dtype: torch.dtype, head_dim: int) -> Kernels:
+    """Return the kernels for inference; native ones are built for two dtypes and some heads."""
+    functions = native.functions(dtype) if head_dim in NATIVE_HEAD_DIMS else None
+    return Kernels() if functions is None else NativeKernels(functions)

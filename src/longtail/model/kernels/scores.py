@@ -7,7 +7,6 @@ Logits have the dtype of the products. As many rows as `held` allows keep theirs
 pass; those of the other rows are computed again, without the entropy, which has no gradient.
 """
 
-import abc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import ROWS, WeightGradient, multiply, padded_rows
+from longtail.model.kernels.products import ROWS, WeightGradient, apply, multiply, padded_rows
 
 _HELD_BYTES = 16
 """Bytes of logits that are kept per logit of the caller's limit: four of float32, as PyTorch's
@@ -39,28 +38,8 @@ class Measured(NamedTuple):
     """Log of the sum of exp(logit / temperature)."""
 
 
-class RowKernels(abc.ABC):
-    """Passes over rows of logits."""
-
-    @abc.abstractmethod
-    def measure(self, logits: Logits, tokens: Int[Tensor, "rows"], temperature: float) -> Measured:
-        """Return the scores of each row's token."""
-
-    @abc.abstractmethod
-    def to_gradient(
-        self,
-        logits: Logits,
-        tokens: Int[Tensor, "rows"],
-        temperature: float,
-        log_sums: Numbers,
-        grads: Numbers,
-    ) -> None:
-        """Replace logits by their gradient, given that of the logprobs."""
-
-
-@final
-class TorchRows(RowKernels):
-    """Passes in PyTorch's operations, for any dtype and device."""
+class TorchRows:
+    """Passes over rows of logits in PyTorch's operations, for any dtype and device."""
 
     def measure(self, logits: Logits, tokens: Int[Tensor, "rows"], temperature: float) -> Measured:
         """Return the scores of each row's token."""
@@ -85,7 +64,7 @@ class TorchRows(RowKernels):
 
 
 @final
-class NativeRows(RowKernels):
+class NativeRows(TorchRows):
     """Passes of scores.c, one over each row."""
 
     def __init__(self, functions: Mapping[str, Callable[..., None]], dtype: torch.dtype) -> None:
@@ -139,7 +118,7 @@ class Plan:
     Example: Plan(passes=TorchRows(), chunk=341, held=341)
     """
 
-    passes: RowKernels
+    passes: TorchRows
     chunk: int
     """Rows whose logits are computed together."""
     held: int
@@ -174,8 +153,8 @@ def token_scores(
     """Return each token's log-probability, and the entropy of its distribution, detached."""
     hidden = hidden.to(head.computed.dtype)
     keeps = torch.is_grad_enabled()
-    logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head, tokens, temperature, plan, keeps
+    logprobs, entropy = apply(
+        _TokenScores, hidden, head.weight, head, tokens, temperature, plan, keeps
     )
     return logprobs, entropy
 

@@ -1,9 +1,9 @@
 """Faster differentiable small operations for training on a CPU.
 
 Each small operation is one pass forward and one backward; PyTorch takes about ten, in which a
-small model spends a third of its training time. The arithmetic is that of `TorchKernels`
+small model spends a third of its training time. The arithmetic is that of `Kernels`
 (tests/parity), in float32, and in bfloat16 under autocast. float64, and machines without a
-compiler, use `TorchKernels`.
+compiler, use `Kernels`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,6 @@ from longtail.model.kernels.ops import (
     NormWeight,
     QueryKeyValue,
     Residual,
-    TorchKernels,
 )
 from longtail.model.kernels.packed import NativePackedAttention
 from longtail.model.kernels.products import apply, pointer
@@ -35,66 +34,46 @@ Functions = Mapping[str, Callable[..., None]]
 
 
 class _AddNorm(torch.autograd.Function):
+    """Under autocast (`halves`) the stream is float32, what is added and the norm bfloat16."""
+
     @staticmethod
     def forward(
-        ctx: Any, f: Functions, stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+        ctx: Any,
+        f: Functions,
+        halves: bool,
+        stream: Tensor,
+        delta: Tensor | None,
+        weight: Tensor,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         stream = stream.contiguous()
         delta = None if delta is None else delta.contiguous()
-        total, normed = torch.empty_like(stream), torch.empty_like(stream)
-        f["add_norm_forward"](
+        total = torch.empty_like(stream)
+        normed = torch.empty_like(stream, dtype=torch.bfloat16 if halves else None)
+        f["stream_norm" if halves else "add_norm_forward"](
             pointer(stream), pointer(delta), pointer(weight), pointer(total),
             pointer(normed), *stream.shape, eps,
         )  # fmt: skip
         ctx.save_for_backward(total, weight)
-        ctx.functions, ctx.eps, ctx.has_delta = f, eps, delta is not None
+        ctx.functions, ctx.halves, ctx.eps, ctx.has_delta = f, halves, eps, delta is not None
         return total, normed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
         total, weight = ctx.saved_tensors
-        grad = torch.empty_like(total)
+        grad, f = torch.empty_like(total), ctx.functions
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
-        grad_total, grad_normed = grad_total.contiguous(), grad_normed.contiguous()
-        ctx.functions["add_norm_backward"](
-            pointer(total), pointer(weight), pointer(grad_total), pointer(grad_normed),
-            pointer(grad), pointer(grad_weight), *total.shape, ctx.eps,
-        )  # fmt: skip
-        return None, grad, grad if ctx.has_delta else None, grad_weight, None
-
-
-class _StreamNorm(torch.autograd.Function):
-    """`_AddNorm` under autocast: the stream is float32, what is added and the norm bfloat16."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, f: Functions, stream: Tensor, delta: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        stream = stream.contiguous()
-        delta = None if delta is None else delta.contiguous()
-        total, normed = torch.empty_like(stream), torch.empty_like(stream, dtype=torch.bfloat16)
-        f["stream_norm"](
-            pointer(stream), pointer(delta), pointer(weight), pointer(total),
-            pointer(normed), *stream.shape, eps,
-        )  # fmt: skip
-        ctx.save_for_backward(total, weight)
-        ctx.functions, ctx.eps, ctx.has_delta = f, eps, delta is not None
-        return total, normed
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_total: Tensor, grad_normed: Tensor) -> tuple[Any, ...]:
-        total, weight = ctx.saved_tensors
-        grad = torch.empty_like(total)
-        grad_delta = torch.empty_like(total, dtype=torch.bfloat16) if ctx.has_delta else None
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
-        grad_total, grad_normed = grad_total.contiguous(), grad_normed.contiguous()
-        ctx.functions["stream_norm_backward"](
-            pointer(total), pointer(weight), pointer(grad_total), pointer(grad_normed),
-            pointer(grad), pointer(grad_delta), pointer(grad_weight), *total.shape, ctx.eps,
-        )  # fmt: skip
-        return None, grad, grad_delta, grad_weight, None
+        given: list[Tensor | None]
+        given = [total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad]
+        grad_delta = grad if ctx.has_delta else None
+        if ctx.halves:
+            grad_delta = torch.empty_like(total, dtype=torch.bfloat16) if ctx.has_delta else None
+            given.append(grad_delta)
+        f["stream_norm_backward" if ctx.halves else "add_norm_backward"](
+            *map(pointer, given), pointer(grad_weight), *total.shape, ctx.eps
+        )
+        return None, None, grad, grad_delta, grad_weight, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -175,7 +154,7 @@ class _SwiGLU(torch.autograd.Function):
         return None, grad
 
 
-class NativeTrainingKernels(TorchKernels):
+class NativeTrainingKernels(Kernels):
     """Fused operations with gradients on a CPU: float32 weights, and bfloat16 under autocast."""
 
     def __init__(self, functions: Mapping[torch.dtype, Functions]) -> None:
@@ -195,14 +174,14 @@ class NativeTrainingKernels(TorchKernels):
     ) -> Residual:
         """Add and norm in one pass. The stream is float32, also under autocast."""
         halves = (
-            delta is None or delta.dtype == torch.bfloat16
-        ) and torch.bfloat16 in self._functions
-        if halves and torch.is_autocast_enabled("cpu"):
-            functions = self._functions[torch.bfloat16]
-            return Residual(*apply(_StreamNorm, functions, stream, delta, weight, eps))
-        delta = None if delta is None else delta.to(stream.dtype)
-        functions = self._functions[torch.float32]
-        return Residual(*apply(_AddNorm, functions, stream, delta, weight, eps))
+            torch.bfloat16 in self._functions
+            and torch.is_autocast_enabled("cpu")
+            and (delta is None or delta.dtype == torch.bfloat16)
+        )
+        functions = self._functions[torch.bfloat16 if halves else torch.float32]
+        if delta is not None and not halves:
+            delta = delta.to(stream.dtype)
+        return Residual(*apply(_AddNorm, functions, halves, stream, delta, weight, eps))
 
     def rotate(
         self,
@@ -224,7 +203,7 @@ class NativeTrainingKernels(TorchKernels):
             return replace(given, whole=self.attention(given.whole, dtype))
         is_native = dtype == torch.bfloat16 and dtype in self._functions
         if is_native and isinstance(given, PackedAttention):
-            return NativePackedAttention(given.cu_seqlens)
+            return NativePackedAttention(given)
         return given
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
@@ -235,7 +214,7 @@ class NativeTrainingKernels(TorchKernels):
 def select_training_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     """Return the kernels for training: native for float32 on a CPU with a compiler."""
     if device.type != "cpu" or dtype != torch.float32:
-        return TorchKernels()
+        return Kernels()
     computed = (torch.float32, torch.bfloat16)
     functions = {each: found for each in computed if (found := native.functions(each)) is not None}
-    return NativeTrainingKernels(functions) if functions else TorchKernels()
+    return NativeTrainingKernels(functions) if functions else Kernels()

