@@ -1,4 +1,4 @@
-"""A drafter's trained tensors in transfer: versions, digests, averages, loading into a layer.
+"""A drafter's tensors: versions, digests, averages, loading into a layer; the head it drafts with.
 
 The target's embedding and head are never among them: every receiver has the target. With a reduced
 draft vocabulary its token ids are one more tensor, so that a vocabulary renewed for new texts
@@ -15,6 +15,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from longtail.errors import CheckpointError
+from longtail.model.kernels.linear import Linear
+from longtail.model.transformer import Transformer
 
 DRAFT_IDS = "draft_ids"
 """Name of the target's token ids of a reduced draft vocabulary, among a drafter's tensors."""
@@ -113,6 +115,19 @@ def weighted_mean(
             moved += (other[name].double() - start) * (weight / total)
         mean[name] = moved.to(tensor.dtype)
     return mean
+
+
+def drafting_head(
+    target: Transformer, draft_ids: Int[Tensor, "draft"] | None, own: Tensor | None = None
+) -> Linear:
+    """Return the packed head of a drafter: its own rows, those of the draft vocabulary, or all."""
+    if own is None and draft_ids is None:
+        return target.head
+    rows = target.head.weight[draft_ids] if own is None else own
+    head = Linear(rows.shape[1], len(rows))
+    head.weight.data = rows.to(target.device, target.dtype)
+    head.pack()
+    return head
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.errors import ConfigError, DataError
+from longtail.errors import CheckpointError, ConfigError, DataError
 from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, make_examples
 from longtail.rl.data.prompts import Encoder, make_prompts
 from longtail.rl.data.sources import Row, load_rows
+from longtail.sampling import noise_key
 from longtail.system.device import compute_threads, rollout_threads
-from longtail.types import SamplingParams
+from longtail.system.files import parse_json, write_atomically
+from longtail.types import Request, SamplingParams
 
 TEXTS_FILE = "texts.jsonl"
 """File of generated texts in a run directory."""
@@ -183,11 +184,44 @@ def _generate(
         max_tokens=data.max_tokens,
         stop_token_ids=tokenizer.eos_ids,
     )
-    with compute_threads(rollout_threads(shape.hidden_size)):
-        return write_texts(
-            lambda requests: engine.generate(requests, on_step),
-            prompts,
-            sampling,
-            samples=data.samples,
-            seed=config.run.seed,
+    requests = [
+        Request(
+            request_id=f"drafter/{index}#{sample}",
+            prompt_tokens=tokens,
+            noise_key=noise_key(config.run.seed, "drafter", index, sample),
+            sampling=sampling,
+            group_id=f"drafter/{index}" if data.samples > 1 else "",
         )
+        for index, tokens in enumerate(prompts)
+        for sample in range(data.samples)
+    ]
+    with compute_threads(rollout_threads(shape.hidden_size)):
+        done = engine.generate(requests, on_step)
+    return [
+        Example(tokens=one.prompt_tokens + each.tokens, prompt_len=len(one.prompt_tokens))
+        for one, each in zip(requests, done, strict=True)
+    ]
+
+
+def save_texts(path: Path, texts: Sequence[Example], origin: str) -> None:
+    """Write texts as JSON lines of token ids, atomically; the first line is `origin`."""
+    rows = [{"origin": origin}, *({"prompt_len": t.prompt_len, "tokens": t.tokens} for t in texts)]
+    try:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror}; free some space, then start again"
+        ) from error
+
+
+def read_texts(path: Path, origin: str) -> list[Example] | None:
+    """Read texts that `save_texts` wrote for the same origin; None if there are none."""
+    if not path.is_file():
+        return None
+    try:
+        first, *rows = map(parse_json, path.read_bytes().splitlines())
+        if first["origin"] != origin:
+            return None
+        return [Example(tokens=tuple(row["tokens"]), prompt_len=row["prompt_len"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error!r}); remove it and start again") from error

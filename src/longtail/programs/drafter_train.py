@@ -19,14 +19,9 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import (
-    ARCHITECTURES,
-    DraftConfig,
-    DraftLayer,
-    Trainer,
-    describe,
-)
-from longtail.drafter.eagle.fresh import commonest_tokens
+from longtail.drafter.architecture import DraftConfig, DraftLayer, describe
+from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -35,7 +30,9 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.training.eagle import TrainerSettings
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.trainer import RidgeTrainer, regress
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.generator import StepReport
 from longtail.model.hf.model import load_config, load_model
@@ -62,7 +59,7 @@ class Components(steps.Components):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
-    trainer: Trainer
+    trainer: DrafterTrainer | RidgeTrainer
     batches: ExampleBatches
     corpus: Corpus
     target: TargetIdentity
@@ -83,7 +80,7 @@ class Components(steps.Components):
 
     @property
     def _is_sum(self) -> bool:
-        return ARCHITECTURES[self.trainer.layer.config.recipe].statistics is not None
+        return isinstance(self.trainer, RidgeTrainer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore drafter, optimizer and data cursor."""
@@ -226,7 +223,10 @@ def assemble(
     if checkpoint is None and init is not None:  # checked before the target generates texts
         name = config.target.path
         source = Target(model=load_target(device), tokenizer=tokenizer, directory=path, name=name)
-        given = _given_drafter(init, source, console)
+        dtype = _working(source.model)
+        given = read_drafter(init, source, console.log, dtype, field="drafter.init")
+        if given is None:
+            raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source
 
     def on_step(report: StepReport) -> None:
@@ -251,11 +251,13 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        _regress(config, layer, target, corpus, interruption, console)
-    if ARCHITECTURES[layer.config.recipe].statistics is not None:
-        ids = torch.tensor(tokenizer.eos_ids)  # the others follow from the texts
-    make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
-    trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
+        if config.train.fit_tokens:
+            _regress(config, layer, target, corpus, interruption, console)
+    trainer: DrafterTrainer | RidgeTrainer
+    if isinstance(layer, RidgeLayer):  # other ids follow from the texts
+        trainer = RidgeTrainer(layer, target, draft_ids=torch.tensor(tokenizer.eos_ids))
+    else:
+        trainer = DrafterTrainer(layer, target, _settings(config, layer), draft_ids=ids, head=head)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
     return Components(
@@ -275,15 +277,20 @@ def _regress(
     interruption: Interruption,
     console: Console,
 ) -> None:
-    """Start a fresh layer from a regression, if that is asked for and its architecture can."""
-    regress, num = ARCHITECTURES[layer.config.recipe].regress, config.train.fit_tokens
-    if num and regress is not None:
-        budget, check = config.train.tokens_per_micro_batch, interruption.check
-        count = regress(layer, target, corpus.training, num_tokens=num, budget=budget, check=check)
-        console.log(f"the drafter begins as a regression over {count:,} tokens")
+    """Start a fresh EAGLE-1 layer from a regression."""
+    assert isinstance(layer, EagleLayer), "train.fit_tokens is of eagle1"
+    count = regress(
+        layer,
+        target,
+        corpus.training,
+        num_tokens=config.train.fit_tokens,
+        budget=config.train.tokens_per_micro_batch,
+        check=interruption.check,
+    )
+    console.log(f"the drafter begins as a regression over {count:,} tokens")
 
 
-def _settings(config: DrafterTrainConfig, layer: DraftLayer) -> TrainerSettings:
+def _settings(config: DrafterTrainConfig, layer: EagleLayer) -> TrainerSettings:
     own = config.train
     return TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
@@ -309,14 +316,6 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
     return describe(own.recipe, shape, **own.model_dump(exclude={"recipe"}))
 
 
-def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
-    """Read the drafter from which training continues."""
-    given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
-    if given is None:
-        raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
-    return given
-
-
 def _fresh_layer(
     config: DrafterTrainConfig,
     drafter: DraftConfig,
@@ -324,12 +323,13 @@ def _fresh_layer(
     tokenizer: Tokenizer,
     corpus: Corpus,
 ) -> tuple[DraftLayer, torch.Tensor | None]:
+    if isinstance(drafter, RidgeConfig):
+        return RidgeLayer(drafter).to(target.device, _working(target)), None
     size = drafter.draft_vocab_size
     ids = commonest_tokens(corpus.training, size, tokenizer.eos_ids) if size else None
     sample = pack_texts(corpus.training[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    layer = ARCHITECTURES[drafter.recipe].fresh(drafter, target, sample, generator)
-    return layer.to(_working(target)), ids
+    return fresh_drafter(drafter, target, sample, generator).to(_working(target)), ids
 
 
 def _working(target: Transformer) -> torch.dtype:

@@ -165,13 +165,13 @@ def test_a_window_has_the_states_of_its_whole_text() -> None:
     place = Workplace.at("eagle1")
     spot, buffer = place.spot("eagle1", reuses=True), buffer_of(*place.own)
     layer = spot._trainer.layer
-    reader = TargetReader(place.target, layer.dtype, layer.config.taps, None)
+    reader = TargetReader(place.target, layer.dtype, layer.config.taps)
     cut = set()
     for _ in range(30):
         for window in spot._looked_up(buffer.batch(80, max_len=20)):
             (packed,) = pack_texts([window.text], 1000)
             whole = reader.read(packed, Pairs.of(packed)).features
-            states = spot._states[window.tokens][:-1]  # of the last token of a text: NaN
+            states = spot._trainer.reader.found[window.tokens][:-1]  # the last may be NaN
             expected = whole[window.start : window.start + len(states)]
             torch.testing.assert_close(states, expected, rtol=0.0, atol=1e-12)
             cut.add((window.start > 0, len(window.tokens) < len(window.text.tokens)))
@@ -186,7 +186,7 @@ def test_a_measured_text_is_computed_once_and_measures_the_same():
     trainer = spot._trainer
     expected = trainer.evaluate(packs, 2)
     place.num_computed = 0
-    with trainer.reading_once():
+    with trainer.reader.reading_once():
         assert [trainer.evaluate(packs, 2) for _ in range(3)] == [expected] * 3
     assert place.num_computed == sum(len(text.tokens) for text in texts)
     assert trainer.evaluate(packs, 2) == expected  # afterwards the target may change

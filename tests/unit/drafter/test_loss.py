@@ -5,12 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from longtail.drafter.eagle.loss import (
-    Teacher,
-    expected_accept_len,
-    feature_loss,
-    score_rows,
-)
+from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
 
 ROWS, HIDDEN, VOCAB = 7, 6, 11
 IDS = torch.tensor([1, 2, 5, 9])
@@ -39,12 +34,13 @@ def _by_hand(scored: Tensor, ids: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("ids", [None, IDS])
 @pytest.mark.parametrize("max_logits", [1, 2 * VOCAB, 10**6])
 def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(
-    ids: Tensor | None, max_logits: int
+    ids: Tensor | None, max_logits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("longtail.drafter.eagle.loss.MAX_LOGITS", max_logits)
     weights = _normal(3, ROWS, seed=4)
     expected, found = _scored(), _scored()
     teacher = Teacher(hidden=SEEN, head=HEAD, draft_ids=ids)
-    rows = score_rows(found, teacher, max_logits=max_logits)
+    rows = score_rows(found, teacher)
     by_hand = _by_hand(expected, ids)
     torch.testing.assert_close(rows.cross_entropy, by_hand)
     torch.autograd.backward((rows.cross_entropy * weights).sum())
@@ -62,13 +58,6 @@ def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_reje
     assert rows.agreement.tolist() == (q.argmax(-1) == p.argmax(-1)).double().tolist()
 
 
-def test_the_feature_loss_is_quadratic_near_and_linear_far() -> None:
-    predicted = torch.tensor([[0.0, 0.5], [3.0, -3.0]])
-    loss = feature_loss(predicted, torch.zeros(2, 2))
-    assert loss.tolist() == pytest.approx([0.125 / 2, 2.5])
-
-
 def test_the_expected_accept_length_multiplies_along_the_path() -> None:
-    assert expected_accept_len([]) == 1
-    assert expected_accept_len([0.8, 0.5]) == pytest.approx(1 + 0.8 + 0.4)
-    assert expected_accept_len([1.0] * 5) == 6
+    assert DepthReport().accept_len == 1
+    assert DepthReport(overlap=(0.8, 0.5)).accept_len == pytest.approx(1 + 0.8 + 0.4)

@@ -12,7 +12,7 @@ from torch import Tensor
 from longtail.assembly.drafters import Target, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import published
-from longtail.drafter.formats.layouts import engine_window, layers_of, to_config, to_tensors
+from longtail.drafter.formats.layouts import layers_of, to_config, to_tensors
 from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
@@ -61,7 +61,7 @@ def export(path, target: Target, loaded, dtype=torch.float32):
 def both_scores(path, loaded, target: Target):
     """Return scores and features of our layer and of the independent reader, of the same text."""
     model, layer, config = target.model, loaded.layer.double(), loaded.layer.config
-    layer.config = replace(config, window=engine_window(config))
+    layer.config = replace(config, window=config.window if config.recipe == "eagle3" else 0)
     drawn = torch.randint(128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     text = lay_out([drawn], [1])
     with torch.no_grad():

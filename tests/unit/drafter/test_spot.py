@@ -78,7 +78,7 @@ def test_the_same_version_continues_and_another_starts_from_its_weights() -> Non
     )
     room.spot.begin(merged)
     now = room.tensors()
-    assert room.spot.base_version == 2
+    assert room.spot._base.version == 2
     for name, tensor in merged.tensors.items():
         moved = trained[f"layer/{name}"] - room.published.tensors[name]
         assert torch.equal(now[f"layer/{name}"], tensor + moved), "no measurement has seen them"
@@ -93,7 +93,7 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
     wrong = {n: t[:1] for n, t in room.published.tensors.items()}
     with pytest.raises(CheckpointError, match="another drafter"):
         room.spot.begin(DrafterWeights(version=2, tensors=wrong))
-    assert room.spot.base_version == 1
+    assert room.spot._base.version == 1
     assert same(room.tensors(), before)
 
 
@@ -127,7 +127,7 @@ def test_a_renewed_draft_vocabulary_keeps_the_updates_and_other_weights_drop_the
     trained = room.spot._trainer.weights()
     renewed = DrafterWeights(version=2, tensors=dict(room.published.tensors))
     room.spot.begin(renewed)
-    assert room.spot.base_version == 2
+    assert room.spot._base.version == 2
     assert same(room.spot._trainer.weights(), trained)
     other = {name: 2 * tensor for name, tensor in renewed.tensors.items()}
     room.spot.begin(DrafterWeights(version=3, tensors=other))

@@ -5,7 +5,7 @@ import torch
 
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.ridge.as_eagle import regress
+from longtail.drafter.ridge.trainer import regress
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Transformer
@@ -53,9 +53,9 @@ def test_the_start_predicts_held_out_texts_better_than_random_weights() -> None:
     target = tiny_model()
     trainer = DrafterTrainer(_layer(target), target, TrainerSettings(unroll_steps=2))
     heldout = pack_texts(_texts(99, 20), 50)
-    before = trainer.evaluate(heldout)
+    before = trainer.evaluate(heldout, 2)
     regress(trainer.layer, target, _texts(1, 200), num_tokens=10**6, budget=500)
-    after = trainer.evaluate(heldout)
+    after = trainer.evaluate(heldout, 2)
     assert all(b > a + 0.02 for a, b in zip(before.overlap, after.overlap, strict=True))
     trainer.step(pack_texts(_texts(2, 20), 50))
     assert not torch.equal(trainer.layer.output.weight, torch.zeros(32, 64)), "gradients reach it"

@@ -9,10 +9,10 @@ from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
-from longtail.drafter.training.texts import read_texts, save_texts
 from longtail.errors import CheckpointError, DataError, NonFiniteError
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer
+from longtail.programs.drafter_data import read_texts, save_texts
 from longtail.rl import muon
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
@@ -69,10 +69,10 @@ def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
 def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
     trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
-    before = trainer.evaluate(_batch())
+    before = trainer.evaluate(_batch(), 3)
     for _ in range(25):
         report = trainer.step(_batch())
-    after = trainer.evaluate(_batch())
+    after = trainer.evaluate(_batch(), 3)
     assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
     assert after.accept_len > before.accept_len
     assert (report.num_tokens, report.num_trained) == (123, 123 - 6 * 3)
@@ -159,10 +159,10 @@ def test_too_short_texts_are_refused_with_a_remedy() -> None:
 
 def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() -> None:
     trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
-    assert len(trainer.evaluate(pack_texts(texts, 100)).overlap) == 3
+    assert len(trainer.evaluate(pack_texts(texts, 100), 3).overlap) == 3
     deep = trainer.evaluate(pack_texts(texts, 100), 9)
     assert len(deep.overlap) == 5  # seven tokens, two of them in the first pair
-    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
+    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100), 3).overlap
 
 
 @pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])

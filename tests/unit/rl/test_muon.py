@@ -20,6 +20,13 @@ def give_gradients(model, seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
+def muon_of(model, settings=SETTINGS, *, matrix_rate: float = 0.02) -> MuonOptimizer:
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if "layers." in name and p.dim() == 2}
+    others = [(name, p) for name, p in named.items() if name not in matrices]
+    return MuonOptimizer(matrices, others, settings, matrix_rate=matrix_rate, total_steps=STEPS)
+
+
 def snapshot(model) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -29,7 +36,7 @@ def test_matrices_move_as_under_pytorchs_muon(in_hardware, tolerance, monkeypatc
     monkeypatch.setattr(muon, "multiplies_bfloat16", lambda device: in_hardware)
     settings = SETTINGS.model_copy(update={"schedule": "constant", "weight_decay": 0.1})
     ours, theirs = tiny_model(), tiny_model()
-    optimizer = MuonOptimizer(ours, settings, matrix_rate=0.5)
+    optimizer = muon_of(ours, settings, matrix_rate=0.5)
     matrices = {n: p for n, p in theirs.named_parameters() if "layers." in n and p.dim() == 2}
     expected = torch.optim.Muon(matrices.values(), lr=0.5, weight_decay=0.1)
     before = snapshot(theirs)
@@ -51,7 +58,7 @@ def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():
     for name, parameter in plain.named_parameters():
         if "layers." in name and parameter.dim() == 2:
             parameter.grad.zero_()  # so that clipping sees the same norm
-    MuonOptimizer(ours, SETTINGS, total_steps=STEPS).update(0)
+    muon_of(ours).update(0)
     Optimizer(plain.named_parameters(), SETTINGS, total_steps=STEPS).update(0)
     expected = snapshot(plain)
     others = [n for n, p in ours.named_parameters() if p.dim() < 2 or "layers." not in n]
@@ -63,26 +70,26 @@ def test_everything_but_the_matrices_of_layers_moves_as_under_adamw():
 @pytest.mark.parametrize("name", ["layers.1.feed_forward.down.weight", "norm.weight"])
 def test_a_gradient_that_is_not_finite_changes_nothing(name):
     model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
+    optimizer = muon_of(model)
     give_gradients(model, 0)
     dict(model.named_parameters())[name].grad.flatten()[0] = float("nan")
     before = snapshot(model)
     with pytest.raises(NonFiniteError, match=r"step 4: the gradient of") as error:
         optimizer.update(4)
-    assert name in str(error.value).replace("/", ".")
+    assert name in str(error.value)
     assert all(torch.equal(before[n], now) for n, now in snapshot(model).items())
     assert all(p.grad is None for p in model.parameters())
 
 
 def test_state_of_another_model_is_refused():
     model = tiny_model()
-    optimizer = MuonOptimizer(model, SETTINGS, total_steps=STEPS)
+    optimizer = muon_of(model)
     give_gradients(model, 0)
     optimizer.update(0)
     state = optimizer.tensors()
     name = next(n for n in state if n.startswith("momentum/"))
     cut = {**state, name: state[name][:1]}
     with pytest.raises(CheckpointError, match="another model"):
-        MuonOptimizer(tiny_model(), SETTINGS, total_steps=STEPS).load(cut)
+        muon_of(tiny_model()).load(cut)
     with pytest.raises(CheckpointError, match="another model"):
         Optimizer(tiny_model().named_parameters(), SETTINGS, total_steps=STEPS).load(state)

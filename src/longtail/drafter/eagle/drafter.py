@@ -8,24 +8,25 @@
 The embedding and the LM head are the target's own modules, so they follow every policy update.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import DraftModules, EagleWalker
 from longtail.drafter.eagle.windows import Windows
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
 from longtail.model.kernels.draft import EagleChains, EagleWeights
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
+from longtail.model.kernels.ops import NATIVE_HEAD_DIMS, Places
+from longtail.model.rope import Rotation
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
-from longtail.speculation.grow import GrowingDrafter
+from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 
@@ -35,8 +36,7 @@ class EagleDrafter(GrowingDrafter):
     """Drafts with an EAGLE layer for one target; the layer is packed and belongs to the drafter.
 
     `draft_ids` lists the target's tokens of a reduced draft vocabulary. `head` replaces the
-    target's head, for published drafters that have one. `window` replaces the layer's window (0:
-    unbounded).
+    target's head, for published drafters that have one.
     """
 
     def __init__(
@@ -46,42 +46,31 @@ class EagleDrafter(GrowingDrafter):
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
         head: Float[Tensor, "draft_vocab hidden"] | None = None,
-        window: int | None = None,
     ) -> None:
         super().__init__(draft_ids)
-        self._config = config = layer.config
-        self._target, self._own_head = target, head
-        self._window = config.window if window is None else window
-        self.windows = Windows(config, self._window, target.dtype)
+        self._config, self._target, self._own_head = layer.config, target, head
+        self.windows = Windows(layer.config, target.dtype)
         self._layer = self._packed(layer)
-        self._head = target.head
-        self.refresh()
+        self._gather_head()
 
     @property
     def taps(self) -> Taps:
         """Features of the recipe."""
-        return self._layer.config.taps
+        return self._config.taps
 
     @property
     def lookback(self) -> int:
         """Window in tokens."""
-        return self._window
+        return self._config.window
 
-    @torch.inference_mode()
     def refresh(self) -> None:
         """Drop the features of the old policy, and copy the draft vocabulary's head rows."""
         self.windows.clear()
         self._gather_head()
 
+    @torch.inference_mode()
     def _gather_head(self) -> None:
-        rows = self._own_head
-        if rows is None and self._draft_ids is not None:
-            rows = self._target.head.weight[self._draft_ids]
-        if rows is not None:
-            head = Linear(rows.shape[1], len(rows))
-            head.weight.data = rows.to(self._target.device, self._target.dtype)
-            head.pack()
-            self._head = head
+        self._head = drafting_head(self._target, self._draft_ids, self._own_head)
         self._drop_kernel()
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -118,8 +107,8 @@ class EagleDrafter(GrowingDrafter):
     @cached_property
     def _kernel(self) -> EagleChains | None:
         """The native draft round for the present weights, if this machine supports one."""
-        own, eagle3 = self._layer, self._layer.config.recipe == "eagle3"
-        mlp, shape = own.feed_forward, self._layer.config.shape
+        own, eagle3 = self._layer, self._config.recipe == "eagle3"
+        mlp, shape = own.feed_forward, self._config.shape
         packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
         packed.append(self._head.native)
         fc, qkv, output, gate_up, down, head = packed
@@ -129,7 +118,7 @@ class EagleDrafter(GrowingDrafter):
             return None
         weights = EagleWeights(
             eagle3=eagle3, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim, feature_size=own.config.feature_size, window=self._window,
+            head_dim=shape.head_dim, feature_size=own.config.feature_size, window=own.config.window,
             eps=shape.norm_eps, embedding=self._target.embedding.weight.detach(), fc=fc, qkv=qkv,
             output=output, gate_up=gate_up, down=down, inner_size=shape.intermediate_size,
             embedding_norm=own.embedding_norm.weight.detach() if eagle3 else None,
@@ -152,14 +141,8 @@ class EagleDrafter(GrowingDrafter):
         """Free the request's window."""
         self.windows.forget(request_id)
 
-    def _walker(self, requests: Sequence[Draftable]) -> EagleWalker:
-        modules = DraftModules(
-            layer=self._layer,
-            embedding=self._target.embedding,
-            head=self._head,
-            window=self._window,
-        )
-        return EagleWalker(modules, self.windows, requests)
+    def _walker(self, requests: Sequence[Draftable]) -> Walker:
+        return _EagleWalker(self._layer, self._target, self._head, self.windows, requests)
 
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
@@ -173,3 +156,117 @@ class EagleDrafter(GrowingDrafter):
     def _is_observed(self, request: Draftable) -> bool:
         window = self.windows.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
+
+
+@final
+class _NodePlaces:
+    """Assigns the slots after each request's text to nodes, in the order of expansion."""
+
+    def __init__(self, rows: Int[Tensor, "requests"], ends: Int[Tensor, "requests"]) -> None:
+        self._rows, self._ends = rows, ends
+        self._visible = torch.zeros(len(rows), 1, dtype=torch.int64)
+        self._num_placed = 0
+
+    def roots(self) -> Places:
+        """Return the places of the roots, the last slot of each text."""
+        none = torch.zeros_like(self._rows)
+        return Places(self._rows, self._ends - 1, self._ends, none, none)
+
+    def place(self, frontier: Frontier) -> Places:
+        """Place the next level; a node attends to the text, its ancestors and itself."""
+        num, many = len(self._rows), frontier.per_request
+        first = self._num_placed
+        self._num_placed += many
+        own = torch.arange(first, first + many)
+        above = self._visible.gather(1, frontier.parents.view(num, many))
+        self._visible = above | (1 << own)
+        ends = self._ends.repeat_interleave(many)
+        return Places(
+            rows=self._rows.repeat_interleave(many),
+            slots=ends + own.repeat(num),
+            contexts=ends,
+            depths=torch.full_like(ends, frontier.depth),
+            visible=self._visible.flatten(),
+        )
+
+
+class _LayerQueries(NamedTuple):
+    """Input of attention for pairs or nodes whose keys and values are stored."""
+
+    stream: Float[Tensor, "pairs hidden"]
+    """The residual stream."""
+    queries: Float[Tensor, "pairs heads head_dim"]
+
+
+@final
+class _EagleWalker(Walker):
+    """One draft round for requests whose windows reach up to their roots.
+
+    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
+    each request, its root. A level of nodes does both in one pass. Keys and values of nodes follow
+    the window's slots in the order of expansion; the next round overwrites them.
+    """
+
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Transformer,
+        head: Linear,
+        windows: Windows,
+        requests: Sequence[Draftable],
+    ) -> None:
+        self._layer, self._target, self._head = layer, target, head
+        self._windows, self._requests = windows, requests
+        states = [windows.of(each.request_id) for each in requests]
+        rows, ends = [state.row for state in states], [state.end for state in states]
+        self._nodes = _NodePlaces(torch.tensor(rows), torch.tensor(ends))
+        self._positions = torch.tensor([state.next_token - 1 for state in states])
+        self._feature = windows.features[:0, 0]
+
+    def root(self) -> Float[Tensor, "requests vocab"]:
+        """Prefill the pairs that lack keys and values, and score the successors of the roots."""
+        started = time.perf_counter()
+        pending = self._windows.catch_up(self._requests)
+        rows, slots, tokens, positions = pending.pairs
+        layer = self._layer
+        features = layer.fuse_features(self._windows.features[rows, slots])
+        stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
+        roots = _LayerQueries(*(each[pending.lasts] for each in stored))
+        logits = self._score(roots, self._nodes.roots())
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
+        """Score the successors of the next level's nodes: pair each with its parent's feature."""
+        started = time.perf_counter()
+        features, many = self._feature, frontier.per_request
+        positions = (self._positions + frontier.depth).repeat_interleave(many)
+        if many > 1:
+            first = torch.arange(len(self._requests)).repeat_interleave(many)
+            features = features[first * (len(features) // len(self._requests)) + frontier.parents]
+        places = self._nodes.place(frontier)
+        rotation = self._layer.rotation(positions)
+        stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
+        logits = self._score(stored, places)
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def _store(
+        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
+    ) -> _LayerQueries:
+        """Store keys and values of pairs, and return their queries."""
+        layer, kept = self._layer, self._windows
+        inputs = layer.make_input(features, self._target.embedding(tokens))
+        heads = layer.heads(inputs.attended, rotation)
+        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
+        return _LayerQueries(inputs.stream, heads.queries)
+
+    def _score(self, stored: _LayerQueries, places: Places) -> Float[Tensor, "pairs vocab"]:
+        """Attend, finish the layer, keep its features and score the successors."""
+        layer, kept = self._layer, self._windows
+        attended = layer.kernels.attend_rows(
+            stored.queries, kept.keys, kept.values, places, layer.config.window
+        )
+        output = layer.finish(stored.stream, attended)
+        self._feature = output.feature
+        return self._head(output.scored)

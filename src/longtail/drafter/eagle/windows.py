@@ -54,11 +54,10 @@ class Window:
 class Windows:
     """Rows of all requests. A request whose tokens are observed out of order starts over."""
 
-    def __init__(self, config: EagleConfig, window: int, dtype: torch.dtype) -> None:
-        self._window, self._config = window, config
-        longest = config.target.max_positions
+    def __init__(self, config: EagleConfig, dtype: torch.dtype) -> None:
+        self._window, self._config, self._dtype = config.window, config, dtype
+        window, longest = config.window, config.target.max_positions
         self._room = 2 * window + MAX_NODES if window else longest
-        self._dtype = dtype
         self._of: dict[str, Window] = {}
         self._free: list[int] = []
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
