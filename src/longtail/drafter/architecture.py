@@ -1,9 +1,7 @@
 """The architectures of drafters: from a recipe or a shape to the layer and its drafter."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from types import MappingProxyType
-from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -12,7 +10,7 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Drafter
 
 DraftConfig = EagleConfig | RidgeConfig
@@ -21,14 +19,6 @@ CONFIGS: Mapping[str, type[DraftConfig]] = MappingProxyType(
     {"eagle1": EagleConfig, "eagle3": EagleConfig, "ridge": RidgeConfig}
 )
 """The shape of each recipe."""
-
-
-def describe(recipe: str, target: ModelConfig, **options: Any) -> DraftConfig:
-    """Return the shape of a drafter, from those of the options that its architecture has."""
-    config = CONFIGS[recipe]
-    known = {field.name for field in fields(config)}
-    own = {name: value for name, value in options.items() if name in known}
-    return config(recipe=recipe, target=target, **own)  # type: ignore[arg-type]
 
 
 def make_layer(config: DraftConfig) -> DraftLayer:

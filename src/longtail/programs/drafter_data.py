@@ -44,7 +44,10 @@ class Corpus:
 def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
     """Read complete texts from the source."""
     data = config.data
-    texts = [_cut(text, data.max_len) for text in _row_texts(config, tokenizer)]
+    texts = [
+        Example(tokens=text.tokens[: data.max_len], prompt_len=min(text.prompt_len, data.max_len))
+        for text in _row_texts(config, tokenizer)
+    ]
     return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
 
 
@@ -59,7 +62,7 @@ def generated_texts(
     """Generate completions with the target, or read those in the file `kept`."""
     data = config.data
     prompts = make_prompts(
-        prompt_rows(config),
+        source_rows(config),
         source=data.source,
         encoder=Encoder.of(tokenizer),
         max_prompt_len=data.max_prompt_len,
@@ -112,15 +115,9 @@ def _corpus(
     return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
 
 
-def _cut(text: Example, length: int) -> Example:
-    tokens = text.tokens[:length]
-    return Example(tokens=tokens, prompt_len=min(text.prompt_len, len(tokens)))
-
-
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
-    data, eos_ids = config.data, tokenizer.eos_ids
-    rows = load_rows(data.source, data.size, config.run.seed)[: data.size]
+    data, eos_ids, rows = config.data, tokenizer.eos_ids, source_rows(config)
     if not eos_ids:
         raise ConfigError(
             f"target.path = {config.target.path!r}: its tokenizer has no end-of-text token; set "
@@ -152,8 +149,8 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
     return Example(tokens=(*tokens, tokenizer.eos_ids[0]), prompt_len=1)
 
 
-def prompt_rows(config: DrafterTrainConfig) -> list[Row]:
-    """Return the rows of prompts, held-out ones last."""
+def source_rows(config: DrafterTrainConfig) -> list[Row]:
+    """Return the rows of the source, held-out ones last."""
     data = config.data
     return load_rows(data.source, data.size, config.run.seed)[: data.size]
 

@@ -19,9 +19,9 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import costs, decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import DraftConfig, DraftLayer, describe
+from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -313,7 +313,15 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
-    return describe(own.recipe, shape, **own.model_dump(exclude={"recipe"}))
+    if own.recipe == "ridge":
+        return RidgeConfig(target=shape, slots=own.slots)
+    return EagleConfig(
+        recipe=own.recipe,
+        target=shape,
+        layers=own.layers,
+        window=own.window,
+        draft_vocab_size=own.draft_vocab_size,
+    )
 
 
 def _fresh_layer(

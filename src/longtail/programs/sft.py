@@ -130,7 +130,8 @@ def run(config: SftConfig) -> int:
 
 def assemble(config: SftConfig) -> Components:
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
-    model, tokenizer = _model(config)
+    device, path = run_device(config), model_directory(config.model.path)
+    model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
     check_vocabulary(tokenizer, model.config)
     if config.data.max_len > model.config.max_positions:
         raise ConfigError(
@@ -149,11 +150,6 @@ def assemble(config: SftConfig) -> Components:
         heldout=tuple(examples[cut:]),
         num_dropped=num_dropped,
     )
-
-
-def _model(config: SftConfig) -> tuple[PolicyTransformer, Tokenizer]:
-    device, path = run_device(config), model_directory(config.model.path)
-    return load_model(path, torch.float32, device), load_tokenizer(path)
 
 
 def _examples(config: SftConfig, tokenizer: Tokenizer) -> tuple[list[Example], int]:

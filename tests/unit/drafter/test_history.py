@@ -255,9 +255,9 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     read = partial(noise.of, 0) if coupled else None
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
-    root = _Root(text, drafter._pools[PROMPT], drafter._lengths, read)
+    root = _Root(text, drafter._pools[PROMPT], read)
     strategy = Strategy(depth=depth, thresholds=worth)
-    assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
+    assert drafter._chain(root, depth, strategy) == drafter._tree(root, depth, strategy)
 
 
 def test_phrases_are_those_of_all_completions_and_of_no_prompt():

@@ -154,7 +154,7 @@ class EagleDrafter(GrowingDrafter):
         return self._kernel.run(requests, strategy, noise, self._curve, pending, kept)
 
     def _is_observed(self, request: Draftable) -> bool:
-        window = self.windows.get(request.request_id)
+        window = self.windows.of.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
 
 
@@ -217,7 +217,7 @@ class _EagleWalker(Walker):
     ) -> None:
         self._layer, self._target, self._head = layer, target, head
         self._windows, self._requests = windows, requests
-        states = [windows.of(each.request_id) for each in requests]
+        states = [windows.of[each.request_id] for each in requests]
         rows, ends = [state.row for state in states], [state.end for state in states]
         self._nodes = _NodePlaces(torch.tensor(rows), torch.tensor(ends))
         self._positions = torch.tensor([state.next_token - 1 for state in states])
