@@ -25,10 +25,7 @@ DRAFT_IDS = "draft_ids"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterWeights:
-    """A published drafter. Tensors are never modified after publication.
-
-    Example: DrafterWeights(version=3, tensors=copy_parameters(layer))
-    """
+    """A published drafter. Tensors are never modified after publication."""
 
     version: int
     tensors: Mapping[str, Tensor]

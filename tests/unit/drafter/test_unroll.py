@@ -4,27 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.rl.packing import lay_out
 from longtail.types import PackedSequences
-from support.tiny_models import tiny_config
+from support.eagle_requests import make_layer
+from support.tiny_models import tiny_model
 
 STEPS = 4
 
 
-def _layer(recipe: Recipe, window: int, *, seed: int = 0) -> EagleLayer:
-    layers = (0, 1, 1) if recipe == "eagle3" else ()
-    layer = EagleLayer(
-        EagleConfig(recipe=recipe, target=tiny_config(), layers=layers, window=window)
-    ).double()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(
-                1 + 0.1 * noise if parameter.dim() == 1 else noise * parameter.shape[1] ** -0.5
-            )
+def _layer(window: int) -> EagleLayer:
+    layer = make_layer(tiny_model(dtype=torch.float64), "eagle3", window)
+    assert isinstance(layer, EagleLayer)
     return layer
 
 
@@ -49,7 +41,7 @@ def test_recomputed_attention_has_the_same_gradient(
     pairs = Pairs.of(packed)
 
     def gradient() -> Tensor:
-        layer = _layer("eagle3", window)
+        layer = _layer(window)
         features, embeddings = _inputs(layer, packed.num_tokens)
         given = features[pairs.rows], embeddings[pairs.rows + 1]
         outputs = unroll(layer, *given, pairs, STEPS)
@@ -65,7 +57,7 @@ def test_recomputed_attention_has_the_same_gradient(
 
 def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
     """A step has two chunks of scores a row, for every length."""
-    layer = _layer("eagle3", 32)
+    layer = _layer(32)
     sizes = []
     for length in (257, 513):
         packed = _packed([length])
@@ -82,7 +74,7 @@ def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
 
 @pytest.mark.parametrize("window", [0, 5])
 def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window: int) -> None:
-    layer = _layer("eagle3", window)
+    layer = _layer(window)
     packed = lay_out([tuple(range(5, 25)), tuple(range(6, 20)), (5, 6, 7)], [9, 6, 1])
     given, pairs = _inputs(layer, packed.num_tokens), Pairs.of(packed)
     gradients = []

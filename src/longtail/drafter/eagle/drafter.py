@@ -256,10 +256,10 @@ class _EagleWalker(Walker):
     ) -> _LayerQueries:
         """Store keys and values of pairs, and return their queries."""
         layer, kept = self._layer, self._windows
-        inputs = layer.make_input(features, self._target.embedding(tokens))
-        heads = layer.heads(inputs.attended, rotation)
+        stream, attended = layer.make_input(features, self._target.embedding(tokens))
+        heads = layer.heads(attended, rotation)
         layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-        return _LayerQueries(inputs.stream, heads.queries)
+        return _LayerQueries(stream, heads.queries)
 
     def _score(self, stored: _LayerQueries, places: Places) -> Float[Tensor, "pairs vocab"]:
         """Attend, finish the layer, keep its features and score the successors."""

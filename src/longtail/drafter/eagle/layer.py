@@ -105,16 +105,6 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInput:
-    """Input of the decoder layer."""
-
-    stream: Float[Tensor, "pairs hidden"]
-    """The residual stream."""
-    attended: Float[Tensor, "pairs inputs"]
-    """Input of the query, key and value projection."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutput:
     """Output of the decoder layer."""
 
@@ -193,16 +183,19 @@ class EagleLayer(nn.Module):
         self,
         features: Float[Tensor, "pairs hidden"],
         embeddings: Float[Tensor, "pairs hidden"],
-    ) -> LayerInput:
-        """Join the feature of a token with the embedding of the next."""
+    ) -> tuple[Float[Tensor, "pairs hidden"], Float[Tensor, "pairs inputs"]]:
+        """Join the feature of a token with the embedding of the next.
+
+        Returns the residual stream, and the input of the query, key and value projection.
+        """
         if self.config.recipe == "eagle1":
             stream = self.fc(torch.cat((embeddings, features), -1)).to(features.dtype)
-            return LayerInput(stream=stream, attended=stream)
+            return stream, stream
         add_norm, eps = self.kernels.add_norm, self.config.shape.norm_eps
         embedded = add_norm(embeddings, None, self.embedding_norm.weight, eps).normed
         stream, normed = add_norm(features, None, self.feature_norm.weight, eps)
         stream = normed if self.config.norm_before_residual else stream
-        return LayerInput(stream=stream, attended=torch.cat((embedded, normed), -1))
+        return stream, torch.cat((embedded, normed), -1)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Return the rotary angles of pairs by the position of their feature's token."""

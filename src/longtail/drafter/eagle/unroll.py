@@ -106,8 +106,8 @@ def unroll(
     """
     rotation = layer.rotation(pairs.positions)
     fused = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
-    inputs = layer.make_input(fused, embeddings)
-    heads = layer.heads(inputs.attended, rotation)
+    stream, attended = layer.make_input(fused, embeddings)
+    heads = layer.heads(attended, rotation)
     context = _Context(heads.keys, heads.values, pairs, layer.config.window)
 
     def take(x: Tensor) -> Tensor:
@@ -119,15 +119,14 @@ def unroll(
 
     embeddings = take(embeddings)
     rotation = Rotation(cos=take(rotation.cos), sin=take(rotation.sin))
-    outputs = [layer.finish(take(inputs.stream), take(context.attend(heads.queries, [])))]
+    outputs = [layer.finish(take(stream), take(context.attend(heads.queries, [])))]
     path: list[tuple[Tensor, Tensor]] = []
     for _ in range(num_steps - 1):
         # Before the first of adjacent chosen rows lies another row: no loss depends on its output.
-        inputs = layer.make_input(_down(outputs[-1].feature, 1), embeddings)
-        queries, keys, values = layer.heads(inputs.attended, rotation)
+        stream, attended = layer.make_input(_down(outputs[-1].feature, 1), embeddings)
+        queries, keys, values = layer.heads(attended, rotation)
         path.append((put(keys), put(values)))
-        attended = take(context.attend(put(queries), path))
-        outputs.append(layer.finish(inputs.stream, attended))
+        outputs.append(layer.finish(stream, take(context.attend(put(queries), path))))
     return tuple(outputs)
 
 

@@ -49,10 +49,7 @@ _REMEDY = "give the drafter of this target, or train one: longtail drafter train
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Identity of the model that a drafter was trained on.
-
-    Example: TargetIdentity(name="smollm2", tokenizer="1f0c...", weights="77ab...")
-    """
+    """Identity of the model that a drafter was trained on."""
 
     name: str
     """Name or path of the target, for messages."""
@@ -64,11 +61,7 @@ class TargetIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """Training of a drafter, and its measurements on held-out text by depth.
-
-    Example: TrainingRecord(steps=400, tokens=800_000, unroll_steps=4, agreement=(0.8, 0.7),
-                            overlap=(0.8, 0.7), accept_len=2.36)
-    """
+    """Training of a drafter, and its measurements on held-out text by depth."""
 
     steps: int
     tokens: int

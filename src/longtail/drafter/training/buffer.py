@@ -37,11 +37,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSnapshot:
-    """A text as far as it is generated.
-
-    Example: TextSnapshot(request_id="train/17@0#3", tokens=(3, 9, 4, 7), prompt_len=2, step=5,
-                     is_finished=False)
-    """
+    """A text as far as it is generated."""
 
     request_id: str
     """Request id, group#sample if it has siblings."""

@@ -49,10 +49,7 @@ _LAYER, _OPTIMIZER = "layer/", "optimizer/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Settings of drafter training.
-
-    Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSection(learning_rate=1e-3))
-    """
+    """Settings of drafter training."""
 
     unroll_steps: int = 4
     """Depths that are trained, each on the outputs of the one before (training-time test)."""

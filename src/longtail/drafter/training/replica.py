@@ -44,11 +44,7 @@ class SpotEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """Work and result of an interval of spot training.
-
-    Example: SpotReport(num_steps=41, num_tokens=80_000, num_reused=60_000, seconds=9.7,
-                        reason=SpotEnd.STOPPED, replica=replica)
-    """
+    """Work and result of an interval of spot training."""
 
     num_steps: int
     num_tokens: int

@@ -36,10 +36,7 @@ _log = logging.getLogger("longtail")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSettings:
-    """Settings of spot training.
-
-    Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=768, tokens_per_micro_batch=384)
-    """
+    """Settings of spot training."""
 
     trainer: TrainerSettings
     batch_tokens: int
