@@ -257,7 +257,15 @@ def assemble(
     if isinstance(layer, RidgeLayer):  # other ids follow from the texts
         trainer = RidgeTrainer(layer, target, draft_ids=torch.tensor(tokenizer.eos_ids))
     else:
-        trainer = DrafterTrainer(layer, target, _settings(config, layer), draft_ids=ids, head=head)
+        own = config.train
+        settings = TrainerSettings(
+            unroll_steps=_num_unrolled(config, layer),
+            optimizer=own,
+            total_steps=own.steps,
+            matrix_rate=own.matrix_rate or None,
+            autocast=own.autocast is True,
+        )
+        trainer = DrafterTrainer(layer, target, settings, draft_ids=ids, head=head)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
     return Components(
@@ -288,17 +296,6 @@ def _regress(
         check=interruption.check,
     )
     console.log(f"the drafter begins as a regression over {count:,} tokens")
-
-
-def _settings(config: DrafterTrainConfig, layer: EagleLayer) -> TrainerSettings:
-    own = config.train
-    return TrainerSettings(
-        unroll_steps=_num_unrolled(config, layer),
-        optimizer=own,
-        total_steps=own.steps,
-        matrix_rate=own.matrix_rate or None,
-        autocast=own.autocast is True,
-    )
 
 
 def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:

@@ -156,16 +156,6 @@ def test_preferred_texts_come_first_in_each_pass_and_in_a_measurement() -> None:
     assert set(_numbers(buffer.heldout(18))) == {held[1], held[3]}
 
 
-def test_a_window_names_its_text_and_place() -> None:
-    number = _learned(1)[0]
-    buffer, whole = _buffer([_snapshot(number, 30)]), _snapshot(number, 30).tokens
-    for _ in range(20):
-        (window,) = buffer.batch(10)
-        assert window.text == Example(tokens=whole, prompt_len=PROMPT_LEN)
-        assert window.tokens == whole[window.start : window.start + 10]
-        assert window.start + window.prompt_len >= PROMPT_LEN, "no token of the prompt is trained"
-
-
 def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_texts_are_dropped_first() -> None:
     numbers = _learned(8)
     room = _buffer([_snapshot(n, 30) for n in numbers[:4]]).num_bytes
@@ -197,6 +187,8 @@ def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
         assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_texts
         for text in (*buffer.batch(30), *buffer.heldout(30)):
             assert 1 <= text.prompt_len < len(text.tokens) <= 30
+            assert text.tokens == text.text.tokens[text.start : text.start + len(text.tokens)]
+            assert text.start + text.prompt_len >= PROMPT_LEN, "no token of the prompt is trained"
 
 
 def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:

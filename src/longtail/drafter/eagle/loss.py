@@ -89,18 +89,18 @@ class _SoftCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             before_chunk()
             logits = _product(teacher.hidden[part].to(head.dtype), head).to(working)
-            target = _target(logits, ids)
+            p, restricted, most_likely = _target(logits, ids)
             for depth in range(depths):
                 logits = _product(scored[depth, part].to(head.dtype), drafted).to(working)
                 q = logits.softmax(-1)
                 best = q.argmax(-1)
                 # log sum exp, from the entry that cannot underflow
                 total = _at(logits, best) - _at(q, best).log()
-                found[0, depth, part] = total - _dot(target.restricted, logits)
-                found[1, depth, part] = (best == target.best).to(working)
-                found[2, depth, part] = torch.minimum(target.p, q, out=logits).sum(-1)
+                found[0, depth, part] = total - _dot(restricted, logits)
+                found[1, depth, part] = (best == most_likely).to(working)
+                found[2, depth, part] = torch.minimum(p, q, out=logits).sum(-1)
                 if gradient is not None:
-                    error = q.sub_(target.restricted).to(head.dtype)  # d CE / d logits
+                    error = q.sub_(restricted).to(head.dtype)  # d CE / d logits
                     gradient[depth, part] = (error @ drafted).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -115,23 +115,19 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return gradient * grad[..., None].to(gradient.dtype), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    p: Float[Tensor, "rows draft"]
-    """Probabilities of the drafter's tokens."""
-    restricted: Float[Tensor, "rows draft"]
-    """`p`, renormalised."""
-    best: Int[Tensor, "rows"]
-    """Draft id of the most likely token; -1 if it is outside the draft vocabulary."""
+def _target(
+    logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None
+) -> tuple[Float[Tensor, "rows draft"], Float[Tensor, "rows draft"], Int[Tensor, "rows"]]:
+    """Return p of the drafter's tokens, the same renormalised, and the draft id of its maximum.
 
-
-def _target(logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None) -> _Target:
+    The id is -1 if the most likely token is outside the draft vocabulary.
+    """
     p, best = logits.softmax(-1), logits.argmax(-1)
     if draft_ids is None:
-        return _Target(p, p, best)
+        return p, p, best
     places = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
     places[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
-    return _Target(p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best])
+    return p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best]
 
 
 def _product(

@@ -17,7 +17,7 @@ from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
 from longtail.model.kernels.draft import RidgeChains
-from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
 from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
@@ -42,7 +42,7 @@ class RidgeDrafter(GrowingDrafter):
         super().__init__(draft_ids)
         self._target = target
         self._layer = layer.to(target.dtype).eval()
-        self._layer.pack()
+        pack_layers(self._layer)
         self._states: dict[str, tuple[int, Tensor]] = {}
         """Index and state of each request's last computed token."""
         self._gather_head()
@@ -67,7 +67,7 @@ class RidgeDrafter(GrowingDrafter):
         Raises CheckpointError, with nothing changed, if they are misshapen.
         """
         load_parameters(self._layer, weights)
-        self._layer.pack()
+        pack_layers(self._layer)
         ids = weights.get(DRAFT_IDS)
         if ids is not None:
             self._draft_ids = ids.to(self._target.device)

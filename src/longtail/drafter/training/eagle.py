@@ -79,13 +79,8 @@ class TrainerReport:
     learning_rate: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Sums over rows: the loss, each score by depth, and the number of reused rows."""
-
-    loss: Float[Tensor, ""]
-    scores: Float[Tensor, "2 depths"]
-    num_reused: int
+_Sums = tuple[Float[Tensor, ""], Float[Tensor, "2 depths"], int]
+"""Sums over rows: the loss, agreement and overlap by depth, and the number of reused rows."""
 
 
 @dataclass(slots=True)
@@ -182,14 +177,15 @@ class DrafterTrainer:
         """Add the gradients of a micro-batch; interrupted, it adds nothing."""
         sums = self._forward(packed, counts)
         if sums is not None:
-            if not sums.loss.isfinite():
+            loss, scores, num_reused = sums
+            if not loss.isfinite():
                 raise NonFiniteError(
                     f"step {self.steps}: the loss is not finite; no update was made"
                 )
-            torch.autograd.backward(sums.loss)
-            begun.loss += float(sums.loss.detach())
-            begun.scores += sums.scores
-            begun.num_reused += sums.num_reused
+            torch.autograd.backward(loss)
+            begun.loss += float(loss.detach())
+            begun.scores += scores
+            begun.num_reused += num_reused
         begun.num_done += 1
 
     def _discard(self) -> None:
@@ -214,7 +210,7 @@ class DrafterTrainer:
                 self.reader.check()
                 sums = self._forward(packed, counts, is_measured=True)
                 if sums is not None:
-                    scores += sums.scores
+                    scores += sums[1]
         return DepthReport.of(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -282,7 +278,7 @@ class DrafterTrainer:
         )
         exist = torch.stack([pairs.exist(depth)[in_loss] for depth in range(len(counts))])
         loss, scores = self._loss(scored, teacher, exist, counts)
-        return _Sums(loss, scores, int(states.reused[in_loss].sum()))
+        return loss, scores, int(states.reused[in_loss].sum())
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         device = self._target.device.type
