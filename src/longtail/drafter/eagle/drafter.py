@@ -71,7 +71,8 @@ class EagleDrafter(GrowingDrafter):
     @torch.inference_mode()
     def _gather_head(self) -> None:
         self._head = drafting_head(self._target, self._draft_ids, self._own_head)
-        self._drop_kernel()
+        # Made at the first draft: only then is the target certain to be packed.
+        self.__dict__.pop("_kernel", None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the layer by one with these trained weights; CheckpointError if misshapen.
@@ -84,14 +85,9 @@ class EagleDrafter(GrowingDrafter):
         load_parameters(layer, weights)
         self._layer = self._packed(layer)
         self.windows.restart()
-        ids = weights.get(DRAFT_IDS)
-        if ids is None or (
-            self._draft_ids is not None and ids.equal(self._draft_ids.to(ids.device))
-        ):
-            self._drop_kernel()
-        else:
-            self._draft_ids = ids.to(self._target.device)
-            self._gather_head()
+        if DRAFT_IDS in weights:
+            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
+        self._gather_head()
 
     def _packed(self, layer: EagleLayer) -> EagleLayer:
         """Prepare a trained layer for drafting, in the target's dtype."""
@@ -99,10 +95,6 @@ class EagleDrafter(GrowingDrafter):
         layer.to(self._target.dtype).eval()
         layer.pack()
         return layer
-
-    def _drop_kernel(self) -> None:
-        # Made at the first draft: only then is the target certain to be packed.
-        self.__dict__.pop("_kernel", None)
 
     @cached_property
     def _kernel(self) -> EagleChains | None:
@@ -158,38 +150,6 @@ class EagleDrafter(GrowingDrafter):
         return window is not None and window.next_token == len(request.tokens) - 1
 
 
-@final
-class _NodePlaces:
-    """Assigns the slots after each request's text to nodes, in the order of expansion."""
-
-    def __init__(self, rows: Int[Tensor, "requests"], ends: Int[Tensor, "requests"]) -> None:
-        self._rows, self._ends = rows, ends
-        self._visible = torch.zeros(len(rows), 1, dtype=torch.int64)
-        self._num_placed = 0
-
-    def roots(self) -> Places:
-        """Return the places of the roots, the last slot of each text."""
-        none = torch.zeros_like(self._rows)
-        return Places(self._rows, self._ends - 1, self._ends, none, none)
-
-    def place(self, frontier: Frontier) -> Places:
-        """Place the next level; a node attends to the text, its ancestors and itself."""
-        num, many = len(self._rows), frontier.per_request
-        first = self._num_placed
-        self._num_placed += many
-        own = torch.arange(first, first + many)
-        above = self._visible.gather(1, frontier.parents.view(num, many))
-        self._visible = above | (1 << own)
-        ends = self._ends.repeat_interleave(many)
-        return Places(
-            rows=self._rows.repeat_interleave(many),
-            slots=ends + own.repeat(num),
-            contexts=ends,
-            depths=torch.full_like(ends, frontier.depth),
-            visible=self._visible.flatten(),
-        )
-
-
 class _LayerQueries(NamedTuple):
     """Input of attention for pairs or nodes whose keys and values are stored."""
 
@@ -218,8 +178,9 @@ class _EagleWalker(Walker):
         self._layer, self._target, self._head = layer, target, head
         self._windows, self._requests = windows, requests
         states = [windows.of[each.request_id] for each in requests]
-        rows, ends = [state.row for state in states], [state.end for state in states]
-        self._nodes = _NodePlaces(torch.tensor(rows), torch.tensor(ends))
+        self._rows = torch.tensor([state.row for state in states])
+        self._ends = torch.tensor([state.end for state in states])
+        self._visible, self._num_placed = torch.zeros(len(states), 1, dtype=torch.int64), 0
         self._positions = torch.tensor([state.next_token - 1 for state in states])
         self._feature = windows.features[:0, 0]
 
@@ -232,7 +193,8 @@ class _EagleWalker(Walker):
         features = layer.fuse_features(self._windows.features[rows, slots])
         stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
         roots = _LayerQueries(*(each[pending.lasts] for each in stored))
-        logits = self._score(roots, self._nodes.roots())
+        none = torch.zeros_like(self._rows)
+        logits = self._score(roots, Places(self._rows, self._ends - 1, self._ends, none, none))
         self.seconds += time.perf_counter() - started
         return logits
 
@@ -244,12 +206,28 @@ class _EagleWalker(Walker):
         if many > 1:
             first = torch.arange(len(self._requests)).repeat_interleave(many)
             features = features[first * (len(features) // len(self._requests)) + frontier.parents]
-        places = self._nodes.place(frontier)
+        places = self._place(frontier)
         rotation = self._layer.rotation(positions)
         stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
         logits = self._score(stored, places)
         self.seconds += time.perf_counter() - started
         return logits
+
+    def _place(self, frontier: Frontier) -> Places:
+        """Place the next level after each text; a node sees the text, its ancestors and itself."""
+        num, many, first = len(self._rows), frontier.per_request, self._num_placed
+        self._num_placed += many
+        own = torch.arange(first, first + many)
+        above = self._visible.gather(1, frontier.parents.view(num, many))
+        self._visible = above | (1 << own)
+        ends = self._ends.repeat_interleave(many)
+        return Places(
+            rows=self._rows.repeat_interleave(many),
+            slots=ends + own.repeat(num),
+            contexts=ends,
+            depths=torch.full_like(ends, frontier.depth),
+            visible=self._visible.flatten(),
+        )
 
     def _store(
         self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
