@@ -17,7 +17,7 @@ import torch
 from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import costs, decided
+from longtail.assembly.precision import decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
@@ -142,22 +142,19 @@ class Components(steps.Components):
         state = {"cursor": self.batches.state(), "tokens": self.num_tokens}
         directory.save(self.steps, save_policy, trainer.tensors(), state)
 
-    def log_start(self, console: Console) -> None:
-        """Print drafter, texts and run directory."""
-        layer, corpus, config = self.trainer.layer, self.corpus, self.config
+    def title(self) -> str:
+        """Return drafter and texts."""
+        layer, corpus = self.trainer.layer, self.corpus
         count = sum(parameter.numel() for parameter in layer.parameters())
-        console.log(
-            f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
-            f"{len(corpus.training)} texts, {len(corpus.heldout)} held out, run directory "
-            f"{config.run.dir}" + (f", resumed after step {self.steps}" if self.steps else "")
+        return (
+            f"{layer.config.recipe} drafter of {self.config.target.path}: {count:,} parameters, "
+            f"{len(corpus.training)} texts, {len(corpus.heldout)} held out"
         )
-        for line in costs(config):
-            console.log(line)
-        if corpus.num_dropped:
-            console.log(
-                f"{corpus.num_dropped} rows are left out: the prompt is too long, or the text is "
-                "too short"
-            )
+
+    def left_out(self) -> str:
+        """Return the number of rows that are too long or too short."""
+        why = "rows are left out: the prompt is too long, or the text is too short"
+        return f"{self.corpus.num_dropped} {why}" if self.corpus.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step, and that of its measurement."""

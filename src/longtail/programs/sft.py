@@ -15,7 +15,7 @@ import torch
 
 from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import costs, decided
+from longtail.assembly.precision import decided
 from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
@@ -89,21 +89,15 @@ class Components(steps.Components):
         state = {"cursor": self.batches.state()}
         directory.save(self.steps, save_policy, self.learner.tensors(), state)
 
-    def log_start(self, console: Console) -> None:
-        """Print model, data and run directory."""
+    def title(self) -> str:
+        """Return model and data."""
         config, parameters = self.config, sum(p.numel() for p in self.model.parameters())
-        console.log(
-            f"{config.model.path}: {parameters:,} parameters, {config.data.source}, "
-            f"run directory {config.run.dir}"
-            + (f", resumed after step {self.steps}" if self.steps else "")
-        )
-        for line in costs(config):
-            console.log(line)
-        if self.num_dropped:
-            console.log(
-                f"{self.num_dropped} examples over {config.data.max_len} tokens are left out "
-                "(data.drop_long)"
-            )
+        return f"{config.model.path}: {parameters:,} parameters, {config.data.source}"
+
+    def left_out(self) -> str:
+        """Return the number of examples that are too long."""
+        over = f"examples over {self.config.data.max_len} tokens are left out (data.drop_long)"
+        return f"{self.num_dropped} {over}" if self.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step."""
