@@ -193,8 +193,7 @@ def run(config: DrafterTrainConfig) -> int:
     def build(
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
     ) -> Components:
-        interruption = Interruption()
-        with interruption:
+        with Interruption() as interruption:
             return assemble(config, directory.path, checkpoint, console, interruption)
 
     return steps.run(config, build)
@@ -211,7 +210,7 @@ def assemble(
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
     check_vocabulary(tokenizer, shape)
-    drafter, device = _drafter(config, shape), run_device(config)
+    drafter, device, own = _drafter(config, shape), run_device(config), config.train
 
     def load_target(device: torch.device) -> Transformer:
         return load_model(path, DTYPES[config.target.dtype], device)
@@ -248,13 +247,15 @@ def assemble(
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
         head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        if config.train.fit_tokens:
-            _regress(config, layer, target, corpus, interruption, console)
+        if isinstance(layer, EagleLayer) and (num := own.fit_tokens):
+            most, check = own.tokens_per_micro_batch, interruption.check
+            texts = corpus.training
+            count = regress(layer, target, texts, num_tokens=num, budget=most, check=check)
+            console.log(f"the drafter begins as a regression over {count:,} tokens")
     trainer: DrafterTrainer | RidgeTrainer
     if isinstance(layer, RidgeLayer):  # other ids follow from the texts
         trainer = RidgeTrainer(layer, target, draft_ids=torch.tensor(tokenizer.eos_ids))
     else:
-        own = config.train
         settings = TrainerSettings(
             unroll_steps=_num_unrolled(config, layer),
             optimizer=own,
@@ -268,31 +269,10 @@ def assemble(
     return Components(
         config=config,
         trainer=trainer,
-        batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        batches=ExampleBatches(corpus.training, own.batch_tokens, config.run.seed),
         corpus=corpus,
         target=identity(config.target.path, target, tokenizer),
     )
-
-
-def _regress(
-    config: DrafterTrainConfig,
-    layer: DraftLayer,
-    target: Transformer,
-    corpus: Corpus,
-    interruption: Interruption,
-    console: Console,
-) -> None:
-    """Start a fresh EAGLE-1 layer from a regression."""
-    assert isinstance(layer, EagleLayer), "train.fit_tokens is of eagle1"
-    count = regress(
-        layer,
-        target,
-        corpus.training,
-        num_tokens=config.train.fit_tokens,
-        budget=config.train.tokens_per_micro_batch,
-        check=interruption.check,
-    )
-    console.log(f"the drafter begins as a regression over {count:,} tokens")
 
 
 def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
