@@ -94,8 +94,9 @@ class LoadedDrafter:
 
     def as_eagle(self) -> "LoadedDrafter":
         """Return the drafter in the nearest shape that other engines read."""
-        is_eagle = isinstance(self.layer, EagleLayer)
-        return self if is_eagle else replace(self, layer=as_eagle(self.layer))
+        if isinstance(self.layer, EagleLayer):
+            return self
+        return replace(self, layer=as_eagle(self.layer))
 
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""
