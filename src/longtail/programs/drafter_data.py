@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, make_examples
 from longtail.rl.data.prompts import Encoder, make_prompts
 from longtail.rl.data.sources import Row, load_rows
+from longtail.run.console import Console
 from longtail.sampling import noise_key
 from longtail.system.device import compute_threads, rollout_threads
 from longtail.system.files import parse_json, write_atomically
+from longtail.system.interrupt import Interruption
 from longtail.types import Request, SamplingParams
 
 TEXTS_FILE = "texts.jsonl"
@@ -55,12 +56,17 @@ def generated_texts(
     config: DrafterTrainConfig,
     tokenizer: Tokenizer,
     load_target: Callable[[], Transformer],
-    kept: Path,
-    on_step: Callable[[StepReport], None],
-    on_start: Callable[[int], AbstractContextManager[None]],
+    run_dir: Path,
+    console: Console,
+    interruption: Interruption,
 ) -> Corpus:
-    """Generate completions with the target, or read those in the file `kept`."""
-    data = config.data
+    """Generate completions with the target, or read those of the run."""
+    data, kept = config.data, run_dir / TEXTS_FILE
+
+    def on_step(report: StepReport) -> None:
+        console.rollout_step(report)
+        interruption.check()
+
     prompts = make_prompts(
         source_rows(config),
         source=data.source,
@@ -75,7 +81,9 @@ def generated_texts(
     origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     texts = read_texts(kept, origin)
     if texts is None:
-        with on_start(len(tokens) * data.samples):
+        count = len(tokens) * data.samples
+        console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
+        with console.phase("texts", total=count):
             texts = _generate(config, tokenizer, load_target(), tokens, on_step)
         save_texts(kept, texts, origin)
     return _corpus(config, texts, num_heldout, prompts.num_dropped)

@@ -6,9 +6,7 @@ It builds the components from a configuration; the loop is `programs.steps`. The
 its checkpoints are those of `longtail train`; a checkpoint's `policy` is the drafter.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -21,7 +19,7 @@ from longtail.assembly.precision import decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -34,12 +32,11 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer, regress
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
-from longtail.generator import StepReport
 from longtail.model.hf.model import load_config, load_model
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
-from longtail.programs.drafter_data import TEXTS_FILE, Corpus, generated_texts, given_texts
+from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
@@ -210,69 +207,68 @@ def assemble(
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
     check_vocabulary(tokenizer, shape)
-    drafter, device, own = _drafter(config, shape), run_device(config), config.train
+    drafter, device = _drafter(config, shape), run_device(config)
 
-    def load_target(device: torch.device) -> Transformer:
-        return load_model(path, DTYPES[config.target.dtype], device)
+    def load_target(device: torch.device) -> Target:
+        model = load_model(path, DTYPES[config.target.dtype], device)
+        return Target(model=model, tokenizer=tokenizer, directory=path, name=config.target.path)
 
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # checked before the target generates texts
-        name = config.target.path
-        source = Target(model=load_target(device), tokenizer=tokenizer, directory=path, name=name)
+        source = load_target(device)
         dtype = _working(source.model)
         given = read_drafter(init, source, console.log, dtype, field="drafter.init")
         if given is None:
             raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source
 
-    def on_step(report: StepReport) -> None:
-        console.rollout_step(report)
-        interruption.check()
-
-    def on_start(count: int) -> AbstractContextManager[None]:
-        console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
-        return console.phase("texts", total=count)
-
     if config.data.completions == "given":
         corpus = given_texts(config, tokenizer)
     else:
-        kept = run_dir / TEXTS_FILE
-        writer = partial(load_target, own_engine_device(config.run.device, "run.device"))
-        corpus = generated_texts(config, tokenizer, writer, kept, on_step, on_start)
+        home = own_engine_device(config.run.device, "run.device")
+        corpus = generated_texts(
+            config, tokenizer, lambda: load_target(home).model, run_dir, console, interruption
+        )
     target = load_target(device)
-    target.fuse()
+    target.model.fuse()
     if checkpoint is not None:
-        given = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)
+        given = load_drafter(checkpoint.policy, target.model, tokenizer, strict_weights=True)
     if given is not None:
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
-        head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        if isinstance(layer, EagleLayer) and (num := own.fit_tokens):
-            most, check = own.tokens_per_micro_batch, interruption.check
-            texts = corpus.training
-            count = regress(layer, target, texts, num_tokens=num, budget=most, check=check)
-            console.log(f"the drafter begins as a regression over {count:,} tokens")
-    trainer: DrafterTrainer | RidgeTrainer
-    if isinstance(layer, RidgeLayer):  # other ids follow from the texts
-        trainer = RidgeTrainer(layer, target, draft_ids=torch.tensor(tokenizer.eos_ids))
-    else:
-        settings = TrainerSettings(
-            unroll_steps=_num_unrolled(config, layer),
-            optimizer=own,
-            total_steps=own.steps,
-            matrix_rate=own.matrix_rate or None,
-            autocast=own.autocast is True,
-        )
-        trainer = DrafterTrainer(layer, target, settings, draft_ids=ids, head=head)
+        layer, ids = _fresh_layer(config, drafter, target, corpus, interruption, console)
+        head = None
+    trainer = _trainer(config, layer, target, ids, head)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
     return Components(
         config=config,
         trainer=trainer,
-        batches=ExampleBatches(corpus.training, own.batch_tokens, config.run.seed),
+        batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
-        target=identity(config.target.path, target, tokenizer),
+        target=identity(target.name, target.model, tokenizer),
     )
+
+
+def _trainer(
+    config: DrafterTrainConfig,
+    layer: DraftLayer,
+    target: Target,
+    ids: torch.Tensor | None,
+    head: torch.Tensor | None,
+) -> DrafterTrainer | RidgeTrainer:
+    if isinstance(layer, RidgeLayer):  # other ids follow from the texts
+        always = torch.tensor(target.tokenizer.eos_ids)
+        return RidgeTrainer(layer, target.model, draft_ids=always)
+    own = config.train
+    settings = TrainerSettings(
+        unroll_steps=_num_unrolled(config, layer),
+        optimizer=own,
+        total_steps=own.steps,
+        matrix_rate=own.matrix_rate or None,
+        autocast=own.autocast is True,
+    )
+    return DrafterTrainer(layer, target.model, settings, draft_ids=ids, head=head)
 
 
 def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
@@ -301,17 +297,25 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
 def _fresh_layer(
     config: DrafterTrainConfig,
     drafter: DraftConfig,
-    target: Transformer,
-    tokenizer: Tokenizer,
+    target: Target,
     corpus: Corpus,
+    interruption: Interruption,
+    console: Console,
 ) -> tuple[DraftLayer, torch.Tensor | None]:
+    """Return a layer to train, drawn or from a regression, and the ids of its vocabulary."""
+    model, most, num = target.model, config.train.tokens_per_micro_batch, config.train.fit_tokens
     if isinstance(drafter, RidgeConfig):
-        return RidgeLayer(drafter).to(target.device, _working(target)), None
-    size = drafter.draft_vocab_size
-    ids = commonest_tokens(corpus.training, size, tokenizer.eos_ids) if size else None
-    sample = pack_texts(corpus.training[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
+        return RidgeLayer(drafter).to(model.device, _working(model)), None
+    texts, size = corpus.training, drafter.draft_vocab_size
+    ids = commonest_tokens(texts, size, target.tokenizer.eos_ids) if size else None
+    sample = pack_texts(texts[:_SAMPLE], most)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    return fresh_drafter(drafter, target, sample, generator).to(_working(target)), ids
+    layer = fresh_drafter(drafter, model, sample, generator).to(_working(model))
+    if num:
+        check = interruption.check
+        count = regress(layer, model, texts, num_tokens=num, budget=most, check=check)
+        console.log(f"the drafter begins as a regression over {count:,} tokens")
+    return layer, ids
 
 
 def _working(target: Transformer) -> torch.dtype:
