@@ -35,19 +35,22 @@ class DrafterWeights:
 
     def is_shaped_as(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether all tensors but those of the draft vocabulary have the same shapes."""
-        mine, theirs = (
-            {name: tensor.shape for name, tensor in each.items() if name != DRAFT_IDS}
-            for each in (self.tensors, tensors)
-        )
-        return mine == theirs
+        return _shapes(self.tensors) == _shapes(tensors)
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
-        mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}
-        return all(
-            name in other.tensors and torch.equal(each, other.tensors[name])
-            for name, each in mine.items()
-        )
+        theirs = other.tensors
+        mine = without_ids(self.tensors)
+        return all(name in theirs and torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def without_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a drafter's parameters alone."""
+    return {name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in without_ids(tensors).items()}
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -73,8 +76,7 @@ def check_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     The ids of a draft vocabulary may be among them.
     """
-    expected = {name: p.shape for name, p in layer.named_parameters()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != DRAFT_IDS}
+    expected, shapes = _shapes(dict(layer.named_parameters())), _shapes(tensors)
     if shapes != expected:
         odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
         raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")

@@ -26,7 +26,7 @@ from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.reader import Interrupted
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
+from longtail.drafter.weights import DrafterWeights, are_finite, without_ids
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import pack_texts
@@ -147,8 +147,7 @@ class SpotTrainer:
         if base is not None and published.version == base.version:
             return
         if base is not None and base.has_parameters_of(published):
-            own = self._trainer.weights()
-            own.pop(DRAFT_IDS, None)
+            own = without_ids(self._trainer.weights())
             self._trainer.load_weights({**published.tensors, **own})
         else:
             moved = self._unmeasured_moves()
@@ -274,8 +273,7 @@ class SpotTrainer:
         if self._base is None or not self._since.num_unmeasured:
             return {}
         before = self._since.measured or self._base.tensors
-        own = self._trainer.weights()
-        own.pop(DRAFT_IDS, None)
+        own = without_ids(self._trainer.weights())
         return {name: each - before[name].to(each.device) for name, each in own.items()}
 
     def _require_base(self) -> DrafterWeights:
