@@ -139,9 +139,9 @@ def test_processes_draft_with_the_mean_of_what_they_trained() -> None:
     )
     assert found[0].num_tokens == found[1].num_tokens == sum(counts)
     assert ranks[0].training.publisher.accept_len == ranks[1].training.publisher.accept_len
-    assert all(each.room.spot.base_version == 1 for each in ranks)
+    assert all(each.room.spot._base.version == 1 for each in ranks)
     together(*(lambda each=each: each.rollout(waits=True) for each in ranks))
-    assert all(each.room.spot.base_version == 2 for each in ranks)
+    assert all(each.room.spot._base.version == 2 for each in ranks)
     state = ranks[0].training.state()
     again = Rank(Job(1), 0, measurements=1)
     again.training.restore(state)
