@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
+from longtail.drafter.training.reader import Interrupted
 from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.data.examples import Example
@@ -65,7 +66,7 @@ def test_an_update_stopped_anywhere_keeps_what_is_finished(matrix_rate, monkeypa
     monkeypatch.setattr(
         torch.autograd, "backward", lambda loss: (learned.append(loss.item()), backward(loss))
     )
-    passes = _asked(asked, lambda stopped: asked.spot._trainer.try_step(batch, stopped))
+    passes = _asked(asked, lambda stopped: asked.spot._trainer.step(batch, stopped))
     parts = [packed for packed in batch if Pairs.of(packed).trained.any()]
     layers = len(asked.target.layers)
     # before every micro-batch and the update; in one with a loss before each layer, before the
@@ -76,13 +77,15 @@ def test_an_update_stopped_anywhere_keeps_what_is_finished(matrix_rate, monkeypa
         stopped = SpotSetup(matrix_rate=matrix_rate)
         before = stopped.tensors()
         learned.clear()
-        assert stopped.spot._trainer.try_step(batch, stop_at(call)) is None
+        with pytest.raises(Interrupted):
+            stopped.spot._trainer.step(batch, stop_at(call))
         assert stopped.num_passes == begun
         assert same(stopped.tensors(), before), "no weight or moment moves before the update"
         assert learned == losses[: len(learned)]
         assert len(learned) >= begun - 1, "all but the one that was stopped"
         for _ in range(2):  # stopped at once, it stays as it is
-            assert stopped.spot._trainer.try_step(batch, stop_at(0)) is None
+            with pytest.raises(Interrupted):
+                stopped.spot._trainer.step(batch, stop_at(0))
         assert stopped.spot._trainer.step(batch) == expected
         assert learned == losses, "none twice"
         assert same(stopped.tensors(), whole.tensors())
@@ -112,11 +115,12 @@ def test_updates_that_no_measurement_has_seen_are_added_to_a_newer_drafter(matri
 def test_a_measurement_stopped_anywhere_says_nothing() -> None:
     room, batch = SpotSetup(), _packed()
     trainer = room.spot._trainer
-    calls = len(_asked(room, lambda stopped: trainer.try_evaluate(batch, stopped)))
+    calls = len(_asked(room, lambda stopped: trainer.evaluate(batch, 2, stopped)))
     assert calls > len(batch)
     for call in range(calls):
-        assert trainer.try_evaluate(batch, stop_at(call)) is None
-    assert trainer.try_evaluate(batch, stop_at(calls)) == trainer.evaluate(batch)
+        with pytest.raises(Interrupted):
+            trainer.evaluate(batch, 2, stop_at(call))
+    assert trainer.evaluate(batch, 2, stop_at(calls)) == trainer.evaluate(batch, 2)
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def silent(request: Draftable, strategy: Strategy) -> Sketch:
 def ragged(seed: int) -> Script:
     """Random trees, of another size for every request and step, sometimes empty.
 
-    PromptGroup often hold the same token, and the right one may come last.
+    Siblings often hold the same token, and the right one may come last.
     """
 
     def sketch(request: Draftable, strategy: Strategy) -> Sketch:
@@ -113,7 +113,7 @@ class WatchfulDrafter(Drafter):
 
     @property
     def taps(self) -> Taps:
-        """Return the drafts of a call."""
+        """Features that it asks for."""
         return self._taps
 
     @abc.abstractmethod

@@ -136,7 +136,12 @@ def make_reasoner() -> None:
         autocast=False,
     )
     learner: Any = SftLearner(model, settings)
-    learner._optimizer = MuonOptimizer(model, settings, matrix_rate=0.02, total_steps=STEPS)
+    named = dict(model.named_parameters())
+    matrices = {name: p for name, p in named.items() if p.dim() == 2 and "layers." in name}
+    others = [(name, p) for name, p in named.items() if name not in matrices]
+    learner._optimizer = MuonOptimizer(
+        matrices, others, settings, matrix_rate=0.02, total_steps=STEPS
+    )
     for step in range(1, STEPS + 1):
         print(f"model {step}/{STEPS}  loss {learner.step(batches.take()).loss:.3f}", flush=True)
     save_model(model.to(torch.bfloat16), REASONER, eos_ids=words.eos_ids)

@@ -16,11 +16,12 @@ from types import MappingProxyType
 
 import torch
 
-from longtail.drafter.architecture import learning_layer, make_drafter
+from longtail.drafter.architecture import make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint, published
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.engine.speculation.features import FeatureStore
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -78,25 +79,12 @@ class LearnedDrafter:
     """States that the generator kept."""
 
 
-def open_drafter(
-    name: str, target: Target, log: Callable[[str], None], *, window: int | None = None
-) -> Drafter:
-    """Return the drafter `name` for this target.
-
-    `window` overrides that of an EAGLE drafter (0: unbounded). Raises ConfigError for a drafter
-    that does not fit the target.
-    """
+def open_drafter(name: str, target: Target, log: Callable[[str], None]) -> Drafter:
+    """Return the drafter `name`; ConfigError if it does not fit the target."""
     loaded = read_drafter(name, target, log, target.model.dtype)
-    return WEIGHTLESS[name]() if loaded is None else at_work(loaded, target, window=window)
-
-
-def at_work(
-    loaded: checkpoint.LoadedDrafter, target: Target, *, window: int | None = None
-) -> Drafter:
-    """Return a drafter with the loaded layer."""
-    return make_drafter(
-        loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head, window=window
-    )
+    if loaded is None:
+        return WEIGHTLESS[name]()
+    return make_drafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head)
 
 
 def read_drafter(
@@ -236,7 +224,7 @@ def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter
     """Return a drafter that begins to learn, in float32, for the target called `name`."""
     ids = commonest_tokens((), min(_FRESH_VOCAB, target.config.vocab_size), tokenizer.eos_ids)
     return LoadedDrafter(
-        layer=learning_layer(target.config, len(ids)),
+        layer=RidgeLayer(RidgeConfig(target=target.config, draft_vocab_size=len(ids))),
         draft_ids=ids.to(target.device),
         trained_on=identity(name, target, tokenizer),
         training=TrainingRecord(steps=0, tokens=0, unroll_steps=1),

@@ -26,7 +26,7 @@ from longtail.cluster.workers.pool import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.architecture import ARCHITECTURES
+from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.reader import training_taps
@@ -132,7 +132,7 @@ def open_learned(
 def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Drafting | None:
     """Build the trainer of a drafter; None if it does not learn."""
     loaded, target = learned.loaded, learned.target
-    by_sums = ARCHITECTURES[loaded.layer.config.recipe].statistics is not None
+    by_sums = isinstance(loaded.layer, RidgeLayer)
     if own.train == "never" or (by_sums and learned.texts is None):
         return None
     renewable_ids = loaded.draft_ids if loaded.head is None else None

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import NO_TAPS, Draftable, Drafter, Noise, Observed, Taps
-from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
 
-_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+_LENGTHS = (1, 2, 3, 4, 6, 8)
 """Context lengths, in tokens. A child's longest known one is at most one entry longer."""
 _ALWAYS_KEPT = 4
 """Length from which a longer context is kept only if the next shorter one is known."""
@@ -70,13 +70,13 @@ class _Pool:
         """Forget what was counted before the last call."""
         self.older, self.after, self.num_tokens = self.after, {}, 0
 
-    def count(self, text: str, first: int, lengths: Sequence[int]) -> None:
+    def count(self, text: str, first: int) -> None:
         """Count each character from `first` on as a continuation of those before it."""
         after = self.after
         self.num_tokens += len(text) - first
         for place in range(first, len(text)):
             token = ord(text[place])
-            for length in lengths:
+            for length in _LENGTHS:
                 if length > place:
                     break
                 context = hash(text[place - length : place])
@@ -100,7 +100,6 @@ class _Root:
 
     text: str
     pool: _Pool
-    lengths: Sequence[int]
     noise: Callable[[int], Callable[[int], float]] | None
     """Returns g of a depth, a function of the token."""
 
@@ -109,14 +108,14 @@ class _Root:
 
         Returns the entry from which the children's lookup starts, and (margin, token), best first.
         """
-        after, older, lengths = self.pool.after, self.pool.older, self.lengths
-        for entry in range(min(longest, len(lengths) - 1), -1, -1):
-            context = hash(text[-lengths[entry] :])
+        after, older = self.pool.after, self.pool.older
+        for entry in range(min(longest, len(_LENGTHS) - 1), -1, -1):
+            context = hash(text[-_LENGTHS[entry] :])
             known = after.get(context)
             if known is None and older:
                 known = older.get(context)
             if known is not None:
-                length = min(lengths[entry], len(text))
+                length = min(_LENGTHS[entry], len(text))
                 if isinstance(known, int):
                     return entry + 1, [(log((known >> _SHIFT) * length * length), known & _TOKEN)]
                 return entry + 1, self.ranked(known, length, level)
@@ -147,12 +146,11 @@ class SuffixDrafter(Drafter):
     A token of a pool takes 200 (similar texts) to 500 bytes.
     """
 
-    def __init__(self, *, max_tokens: int, max_context: int = 8) -> None:
-        assert max_context >= 1, f"max_context {max_context}"
+    def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._lengths = tuple(length for length in _LENGTHS if length <= max_context)
         self._running: dict[str, _Pool] = {}
-        self._num_tokens = 0
+        self.num_tokens = 0
+        """Number of tokens in all pools, prompts included."""
         self.curve = ConfidenceCurve()
 
     @abc.abstractmethod
@@ -164,11 +162,6 @@ class SuffixDrafter(Drafter):
         """Forget the oldest texts beyond `max_tokens`."""
 
     @property
-    def num_tokens(self) -> int:
-        """Number of tokens in all pools, prompts included."""
-        return self._num_tokens
-
-    @property
     def taps(self) -> Taps:
         """No features."""
         return NO_TAPS
@@ -177,25 +170,22 @@ class SuffixDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Draft along the longest known contexts; EMPTY where the last token is unknown."""
-        farthest = self._lengths[-1]
         trees = []
         for row, request in enumerate(requests):
             pool = self._pool(request.request_id, request.tokens, request.prompt_len)
             own = None
             if noise is not None and request.sampling.temperature > 0.0:
                 own = cache(partial(noise.of, row))
-            root = _Root(_text(request.tokens[-farthest:]), pool, self._lengths, own)
+            root = _Root(_text(request.tokens[-_LENGTHS[-1] :]), pool, own)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
-            if strategy.width == 1:
-                trees.append(self._chain(root, depth, strategy.thresholds))
-            else:
-                trees.append(self._tree(root, depth, strategy))
+            draft = self._chain if strategy.width == 1 else self._tree
+            trees.append(draft(root, depth, strategy))
         return trees
 
-    def _chain(self, root: _Root, depth: int, thresholds: DraftThresholds) -> DraftTree:
+    def _chain(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
         """Follow the best child: `_tree` of width 1, with less work."""
-        table, reach, text, longest = self.curve.table(), 1.0, root.text, len(self._lengths)
-        floor, expand = max(thresholds.verify, _MIN_REACH), thresholds.expand
+        table, reach, text, longest = self.curve.table(), 1.0, root.text, len(_LENGTHS)
+        floor, expand = max(strategy.thresholds.verify, _MIN_REACH), strategy.thresholds.expand
         tokens: list[int] = []
         margins: list[float] = []
         likely: list[float] = []
@@ -236,7 +226,7 @@ class SuffixDrafter(Drafter):
         # A heap by reach and margin, both negated, with the data of the node.
         waiting: list[tuple[float, float, int, int, str, int, int]] = []
         expanded = [0] * depth
-        reach, text, longest, level = -1.0, root.text, len(self._lengths), 0
+        reach, text, longest, level = -1.0, root.text, len(_LENGTHS), 0
         while True:
             if level < depth and expanded[level] < beam and -reach >= expand:
                 expanded[level] += 1
@@ -270,10 +260,10 @@ class SuffixDrafter(Drafter):
             pool = self._pool(each.request_id, each.tokens, each.prompt_len)
             first, end = pool.running[each.request_id], each.start + each.num_tokens
             if end > first:
-                begin = max(first - self._lengths[-1], 0)
-                pool.count(_text(each.tokens[begin:end]), first - begin, self._lengths)
+                begin = max(first - _LENGTHS[-1], 0)
+                pool.count(_text(each.tokens[begin:end]), first - begin)
                 pool.running[each.request_id] = end
-                self._num_tokens += end - first
+                self.num_tokens += end - first
         self._make_room()
 
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
@@ -320,8 +310,8 @@ class HistoryDrafter(SuffixDrafter):
     progress are forgotten.
     """
 
-    def __init__(self, *, max_tokens: int = 1_000_000, max_context: int = 8) -> None:
-        super().__init__(max_tokens=max_tokens, max_context=max_context)
+    def __init__(self, max_tokens: int = 1_000_000) -> None:
+        super().__init__(max_tokens)
         self._pools: dict[tuple[int, ...], _Pool] = {}
         """Pools by prompt tokens, the most recently used last."""
 
@@ -330,16 +320,16 @@ class HistoryDrafter(SuffixDrafter):
         pool = self._pools.pop(prompt, None)
         if pool is None:
             pool = _Pool()
-            pool.count(_text(prompt), 0, self._lengths)
-            self._num_tokens += prompt_len
+            pool.count(_text(prompt), 0)
+            self.num_tokens += prompt_len
         self._pools[prompt] = pool
         return pool
 
     def _make_room(self) -> None:
-        if self._num_tokens > self._max_tokens:
+        if self.num_tokens > self._max_tokens:
             for prompt in [p for p, pool in self._pools.items() if not pool.running]:
-                self._num_tokens -= self._pools.pop(prompt).num_tokens
-                if self._num_tokens <= self._max_tokens:
+                self.num_tokens -= self._pools.pop(prompt).num_tokens
+                if self.num_tokens <= self._max_tokens:
                     return
 
 
@@ -347,8 +337,8 @@ class HistoryDrafter(SuffixDrafter):
 class PhraseDrafter(SuffixDrafter):
     """Continues as the newest completions of any prompt do, at most `max_tokens` tokens of them."""
 
-    def __init__(self, *, max_tokens: int = 200_000, max_context: int = 8) -> None:
-        super().__init__(max_tokens=max_tokens, max_context=max_context)
+    def __init__(self, max_tokens: int = 200_000) -> None:
+        super().__init__(max_tokens)
         self._all = _Pool()
 
     def _find(self, tokens: Sequence[int], prompt_len: int) -> _Pool:
@@ -356,7 +346,7 @@ class PhraseDrafter(SuffixDrafter):
 
     def _make_room(self) -> None:
         if self._all.num_tokens > self._max_tokens // 2:
-            self._num_tokens = self._all.num_tokens
+            self.num_tokens = self._all.num_tokens
             self._all.age()
 
 

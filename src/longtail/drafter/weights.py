@@ -1,4 +1,4 @@
-"""A drafter's trained tensors in transfer: versions, digests, averages, loading into a layer.
+"""A drafter's tensors: versions, digests, averages, loading into a layer; the head it drafts with.
 
 The target's embedding and head are never among them: every receiver has the target. With a reduced
 draft vocabulary its token ids are one more tensor, so that a vocabulary renewed for new texts
@@ -15,6 +15,8 @@ from jaxtyping import Int
 from torch import Tensor, nn
 
 from longtail.errors import CheckpointError
+from longtail.model.kernels.linear import Linear
+from longtail.model.transformer import Transformer
 
 DRAFT_IDS = "draft_ids"
 """Name of the target's token ids of a reduced draft vocabulary, among a drafter's tensors."""
@@ -23,10 +25,7 @@ DRAFT_IDS = "draft_ids"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterWeights:
-    """A published drafter. Tensors are never modified after publication.
-
-    Example: DrafterWeights(version=3, tensors=copy_parameters(layer))
-    """
+    """A published drafter. Tensors are never modified after publication."""
 
     version: int
     tensors: Mapping[str, Tensor]
@@ -36,19 +35,22 @@ class DrafterWeights:
 
     def is_shaped_as(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether all tensors but those of the draft vocabulary have the same shapes."""
-        mine, theirs = (
-            {name: tensor.shape for name, tensor in each.items() if name != DRAFT_IDS}
-            for each in (self.tensors, tensors)
-        )
-        return mine == theirs
+        return _shapes(self.tensors) == _shapes(tensors)
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
-        mine = {name: each for name, each in self.tensors.items() if name != DRAFT_IDS}
-        return all(
-            name in other.tensors and torch.equal(each, other.tensors[name])
-            for name, each in mine.items()
-        )
+        theirs = other.tensors
+        mine = without_ids(self.tensors)
+        return all(name in theirs and torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def without_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a drafter's parameters alone."""
+    return {name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in without_ids(tensors).items()}
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
@@ -74,8 +76,7 @@ def check_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     The ids of a draft vocabulary may be among them.
     """
-    expected = {name: p.shape for name, p in layer.named_parameters()}
-    shapes = {name: tensor.shape for name, tensor in tensors.items() if name != DRAFT_IDS}
+    expected, shapes = _shapes(dict(layer.named_parameters())), _shapes(tensors)
     if shapes != expected:
         odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
         raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
@@ -113,6 +114,19 @@ def weighted_mean(
             moved += (other[name].double() - start) * (weight / total)
         mean[name] = moved.to(tensor.dtype)
     return mean
+
+
+def drafting_head(
+    target: Transformer, draft_ids: Int[Tensor, "draft"] | None, own: Tensor | None = None
+) -> Linear:
+    """Return the packed head of a drafter: its own rows, those of the draft vocabulary, or all."""
+    if own is None and draft_ids is None:
+        return target.head
+    rows = target.head.weight[draft_ids] if own is None else own
+    head = Linear(rows.shape[1], len(rows))
+    head.weight.data = rows.to(target.device, target.dtype)
+    head.pack()
+    return head
 
 
 def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,23 +7,25 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.drafter.training.texts import read_texts, save_texts, write_texts
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.errors import ConfigError, DataError
+from longtail.errors import CheckpointError, ConfigError, DataError
 from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, make_examples
 from longtail.rl.data.prompts import Encoder, make_prompts
 from longtail.rl.data.sources import Row, load_rows
+from longtail.run.console import Console
+from longtail.sampling import noise_key
 from longtail.system.device import compute_threads, rollout_threads
-from longtail.types import SamplingParams
+from longtail.system.files import parse_json, write_atomically
+from longtail.system.interrupt import Interruption
+from longtail.types import Request, SamplingParams
 
 TEXTS_FILE = "texts.jsonl"
 """File of generated texts in a run directory."""
@@ -43,7 +45,10 @@ class Corpus:
 def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
     """Read complete texts from the source."""
     data = config.data
-    texts = [_cut(text, data.max_len) for text in _row_texts(config, tokenizer)]
+    texts = [
+        Example(tokens=text.tokens[: data.max_len], prompt_len=min(text.prompt_len, data.max_len))
+        for text in _row_texts(config, tokenizer)
+    ]
     return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
 
 
@@ -51,14 +56,19 @@ def generated_texts(
     config: DrafterTrainConfig,
     tokenizer: Tokenizer,
     load_target: Callable[[], Transformer],
-    kept: Path,
-    on_step: Callable[[StepReport], None],
-    on_start: Callable[[int], AbstractContextManager[None]],
+    run_dir: Path,
+    console: Console,
+    interruption: Interruption,
 ) -> Corpus:
-    """Generate completions with the target, or read those in the file `kept`."""
-    data = config.data
+    """Generate completions with the target, or read those of the run."""
+    data, kept = config.data, run_dir / TEXTS_FILE
+
+    def on_step(report: StepReport) -> None:
+        console.rollout_step(report)
+        interruption.check()
+
     prompts = make_prompts(
-        prompt_rows(config),
+        source_rows(config),
         source=data.source,
         encoder=Encoder.of(tokenizer),
         max_prompt_len=data.max_prompt_len,
@@ -71,7 +81,9 @@ def generated_texts(
     origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     texts = read_texts(kept, origin)
     if texts is None:
-        with on_start(len(tokens) * data.samples):
+        count = len(tokens) * data.samples
+        console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
+        with console.phase("texts", total=count):
             texts = _generate(config, tokenizer, load_target(), tokens, on_step)
         save_texts(kept, texts, origin)
     return _corpus(config, texts, num_heldout, prompts.num_dropped)
@@ -111,15 +123,9 @@ def _corpus(
     return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
 
 
-def _cut(text: Example, length: int) -> Example:
-    tokens = text.tokens[:length]
-    return Example(tokens=tokens, prompt_len=min(text.prompt_len, len(tokens)))
-
-
 def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
-    data, eos_ids = config.data, tokenizer.eos_ids
-    rows = load_rows(data.source, data.size, config.run.seed)[: data.size]
+    data, eos_ids, rows = config.data, tokenizer.eos_ids, source_rows(config)
     if not eos_ids:
         raise ConfigError(
             f"target.path = {config.target.path!r}: its tokenizer has no end-of-text token; set "
@@ -151,8 +157,8 @@ def _whole(row: Row, index: int, config: DrafterTrainConfig, tokenizer: Tokenize
     return Example(tokens=(*tokens, tokenizer.eos_ids[0]), prompt_len=1)
 
 
-def prompt_rows(config: DrafterTrainConfig) -> list[Row]:
-    """Return the rows of prompts, held-out ones last."""
+def source_rows(config: DrafterTrainConfig) -> list[Row]:
+    """Return the rows of the source, held-out ones last."""
     data = config.data
     return load_rows(data.source, data.size, config.run.seed)[: data.size]
 
@@ -183,11 +189,44 @@ def _generate(
         max_tokens=data.max_tokens,
         stop_token_ids=tokenizer.eos_ids,
     )
-    with compute_threads(rollout_threads(shape.hidden_size)):
-        return write_texts(
-            lambda requests: engine.generate(requests, on_step),
-            prompts,
-            sampling,
-            samples=data.samples,
-            seed=config.run.seed,
+    requests = [
+        Request(
+            request_id=f"drafter/{index}#{sample}",
+            prompt_tokens=tokens,
+            noise_key=noise_key(config.run.seed, "drafter", index, sample),
+            sampling=sampling,
+            group_id=f"drafter/{index}" if data.samples > 1 else "",
         )
+        for index, tokens in enumerate(prompts)
+        for sample in range(data.samples)
+    ]
+    with compute_threads(rollout_threads(shape.hidden_size)):
+        done = engine.generate(requests, on_step)
+    return [
+        Example(tokens=one.prompt_tokens + each.tokens, prompt_len=len(one.prompt_tokens))
+        for one, each in zip(requests, done, strict=True)
+    ]
+
+
+def save_texts(path: Path, texts: Sequence[Example], origin: str) -> None:
+    """Write texts as JSON lines of token ids, atomically; the first line is `origin`."""
+    rows = [{"origin": origin}, *({"prompt_len": t.prompt_len, "tokens": t.tokens} for t in texts)]
+    try:
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: {error.strerror}; free some space, then start again"
+        ) from error
+
+
+def read_texts(path: Path, origin: str) -> list[Example] | None:
+    """Read texts that `save_texts` wrote for the same origin; None if there are none."""
+    if not path.is_file():
+        return None
+    try:
+        first, *rows = map(parse_json, path.read_bytes().splitlines())
+        if first["origin"] != origin:
+            return None
+        return [Example(tokens=tuple(row["tokens"]), prompt_len=row["prompt_len"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is damaged ({error!r}); remove it and start again") from error

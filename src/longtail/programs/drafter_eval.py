@@ -31,7 +31,7 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.sources import smollm2
-from longtail.programs.drafter_data import prompt_rows, prompts_of
+from longtail.programs.drafter_data import prompts_of, source_rows
 from longtail.rl.data.sources import load_rows
 from longtail.run.checkpoint import CONFIG_FILE
 from longtail.run.drafter_store import run_drafters
@@ -178,7 +178,7 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
     config = configfile.resolve(DrafterTrainConfig, file, [])
     if config.data.completions == "given":
         return None
-    rows, num_heldout = prompt_rows(config), config.data.heldout_size
+    rows, num_heldout = source_rows(config), config.data.heldout_size
     return prompts_of(rows[-num_heldout:], config.data.source, tokenizer, config.data.prompt_column)
 
 

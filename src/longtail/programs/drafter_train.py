@@ -6,9 +6,7 @@ It builds the components from a configuration; the loop is `programs.steps`. The
 its checkpoints are those of `longtail train`; a checkpoint's `policy` is the drafter.
 """
 
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -17,16 +15,11 @@ import torch
 from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import costs, decided
+from longtail.assembly.precision import decided
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import (
-    ARCHITECTURES,
-    DraftConfig,
-    DraftLayer,
-    Trainer,
-    describe,
-)
-from longtail.drafter.eagle.fresh import commonest_tokens
+from longtail.drafter.architecture import DraftConfig, DraftLayer
+from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
+from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.loss import DepthReport
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -35,14 +28,15 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.training.eagle import TrainerSettings
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.trainer import RidgeTrainer, regress
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
-from longtail.generator import StepReport
 from longtail.model.hf.model import load_config, load_model
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
-from longtail.programs.drafter_data import TEXTS_FILE, Corpus, generated_texts, given_texts
+from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
@@ -62,7 +56,7 @@ class Components(steps.Components):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
-    trainer: Trainer
+    trainer: DrafterTrainer | RidgeTrainer
     batches: ExampleBatches
     corpus: Corpus
     target: TargetIdentity
@@ -83,7 +77,7 @@ class Components(steps.Components):
 
     @property
     def _is_sum(self) -> bool:
-        return ARCHITECTURES[self.trainer.layer.config.recipe].statistics is not None
+        return isinstance(self.trainer, RidgeTrainer)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore drafter, optimizer and data cursor."""
@@ -145,22 +139,19 @@ class Components(steps.Components):
         state = {"cursor": self.batches.state(), "tokens": self.num_tokens}
         directory.save(self.steps, save_policy, trainer.tensors(), state)
 
-    def log_start(self, console: Console) -> None:
-        """Print drafter, texts and run directory."""
-        layer, corpus, config = self.trainer.layer, self.corpus, self.config
+    def title(self) -> str:
+        """Return drafter and texts."""
+        layer, corpus = self.trainer.layer, self.corpus
         count = sum(parameter.numel() for parameter in layer.parameters())
-        console.log(
-            f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
-            f"{len(corpus.training)} texts, {len(corpus.heldout)} held out, run directory "
-            f"{config.run.dir}" + (f", resumed after step {self.steps}" if self.steps else "")
+        return (
+            f"{layer.config.recipe} drafter of {self.config.target.path}: {count:,} parameters, "
+            f"{len(corpus.training)} texts, {len(corpus.heldout)} held out"
         )
-        for line in costs(config):
-            console.log(line)
-        if corpus.num_dropped:
-            console.log(
-                f"{corpus.num_dropped} rows are left out: the prompt is too long, or the text is "
-                "too short"
-            )
+
+    def left_out(self) -> str:
+        """Return the number of rows that are too long or too short."""
+        why = "rows are left out: the prompt is too long, or the text is too short"
+        return f"{self.corpus.num_dropped} {why}" if self.corpus.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step, and that of its measurement."""
@@ -199,8 +190,7 @@ def run(config: DrafterTrainConfig) -> int:
     def build(
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
     ) -> Components:
-        interruption = Interruption()
-        with interruption:
+        with Interruption() as interruption:
             return assemble(config, directory.path, checkpoint, console, interruption)
 
     return steps.run(config, build)
@@ -219,43 +209,36 @@ def assemble(
     check_vocabulary(tokenizer, shape)
     drafter, device = _drafter(config, shape), run_device(config)
 
-    def load_target(device: torch.device) -> Transformer:
-        return load_model(path, DTYPES[config.target.dtype], device)
+    def load_target(device: torch.device) -> Target:
+        model = load_model(path, DTYPES[config.target.dtype], device)
+        return Target(model=model, tokenizer=tokenizer, directory=path, name=config.target.path)
 
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # checked before the target generates texts
-        name = config.target.path
-        source = Target(model=load_target(device), tokenizer=tokenizer, directory=path, name=name)
-        given = _given_drafter(init, source, console)
+        source = load_target(device)
+        dtype = _working(source.model)
+        given = read_drafter(init, source, console.log, dtype, field="drafter.init")
+        if given is None:
+            raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source
-
-    def on_step(report: StepReport) -> None:
-        console.rollout_step(report)
-        interruption.check()
-
-    def on_start(count: int) -> AbstractContextManager[None]:
-        console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
-        return console.phase("texts", total=count)
 
     if config.data.completions == "given":
         corpus = given_texts(config, tokenizer)
     else:
-        kept = run_dir / TEXTS_FILE
-        writer = partial(load_target, own_engine_device(config.run.device, "run.device"))
-        corpus = generated_texts(config, tokenizer, writer, kept, on_step, on_start)
+        home = own_engine_device(config.run.device, "run.device")
+        corpus = generated_texts(
+            config, tokenizer, lambda: load_target(home).model, run_dir, console, interruption
+        )
     target = load_target(device)
-    target.fuse()
+    target.model.fuse()
     if checkpoint is not None:
-        given = load_drafter(checkpoint.policy, target, tokenizer, strict_weights=True)
+        given = load_drafter(checkpoint.policy, target.model, tokenizer, strict_weights=True)
     if given is not None:
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
-        head, (layer, ids) = None, _fresh_layer(config, drafter, target, tokenizer, corpus)
-        _regress(config, layer, target, corpus, interruption, console)
-    if ARCHITECTURES[layer.config.recipe].statistics is not None:
-        ids = torch.tensor(tokenizer.eos_ids)  # the others follow from the texts
-    make_trainer, settings = ARCHITECTURES[layer.config.recipe].trainer, _settings(config, layer)
-    trainer = make_trainer(layer, target, settings, draft_ids=ids, head=head)
+        layer, ids = _fresh_layer(config, drafter, target, corpus, interruption, console)
+        head = None
+    trainer = _trainer(config, layer, target, ids, head)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
     return Components(
@@ -263,35 +246,29 @@ def assemble(
         trainer=trainer,
         batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),
         corpus=corpus,
-        target=identity(config.target.path, target, tokenizer),
+        target=identity(target.name, target.model, tokenizer),
     )
 
 
-def _regress(
+def _trainer(
     config: DrafterTrainConfig,
     layer: DraftLayer,
-    target: Transformer,
-    corpus: Corpus,
-    interruption: Interruption,
-    console: Console,
-) -> None:
-    """Start a fresh layer from a regression, if that is asked for and its architecture can."""
-    regress, num = ARCHITECTURES[layer.config.recipe].regress, config.train.fit_tokens
-    if num and regress is not None:
-        budget, check = config.train.tokens_per_micro_batch, interruption.check
-        count = regress(layer, target, corpus.training, num_tokens=num, budget=budget, check=check)
-        console.log(f"the drafter begins as a regression over {count:,} tokens")
-
-
-def _settings(config: DrafterTrainConfig, layer: DraftLayer) -> TrainerSettings:
+    target: Target,
+    ids: torch.Tensor | None,
+    head: torch.Tensor | None,
+) -> DrafterTrainer | RidgeTrainer:
+    if isinstance(layer, RidgeLayer):  # other ids follow from the texts
+        always = torch.tensor(target.tokenizer.eos_ids)
+        return RidgeTrainer(layer, target.model, draft_ids=always)
     own = config.train
-    return TrainerSettings(
+    settings = TrainerSettings(
         unroll_steps=_num_unrolled(config, layer),
         optimizer=own,
         total_steps=own.steps,
         matrix_rate=own.matrix_rate or None,
         autocast=own.autocast is True,
     )
+    return DrafterTrainer(layer, target.model, settings, draft_ids=ids, head=head)
 
 
 def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
@@ -306,30 +283,39 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
-    return describe(own.recipe, shape, **own.model_dump(exclude={"recipe"}))
-
-
-def _given_drafter(init: str, target: Target, console: Console) -> LoadedDrafter:
-    """Read the drafter from which training continues."""
-    given = read_drafter(init, target, console.log, _working(target.model), field="drafter.init")
-    if given is None:
-        raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
-    return given
+    if own.recipe == "ridge":
+        return RidgeConfig(target=shape, slots=own.slots)
+    return EagleConfig(
+        recipe=own.recipe,
+        target=shape,
+        layers=own.layers,
+        window=own.window,
+        draft_vocab_size=own.draft_vocab_size,
+    )
 
 
 def _fresh_layer(
     config: DrafterTrainConfig,
     drafter: DraftConfig,
-    target: Transformer,
-    tokenizer: Tokenizer,
+    target: Target,
     corpus: Corpus,
+    interruption: Interruption,
+    console: Console,
 ) -> tuple[DraftLayer, torch.Tensor | None]:
-    size = drafter.draft_vocab_size
-    ids = commonest_tokens(corpus.training, size, tokenizer.eos_ids) if size else None
-    sample = pack_texts(corpus.training[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
+    """Return a layer to train, drawn or from a regression, and the ids of its vocabulary."""
+    model, most, num = target.model, config.train.tokens_per_micro_batch, config.train.fit_tokens
+    if isinstance(drafter, RidgeConfig):
+        return RidgeLayer(drafter).to(model.device, _working(model)), None
+    texts, size = corpus.training, drafter.draft_vocab_size
+    ids = commonest_tokens(texts, size, target.tokenizer.eos_ids) if size else None
+    sample = pack_texts(texts[:_SAMPLE], most)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    layer = ARCHITECTURES[drafter.recipe].fresh(drafter, target, sample, generator)
-    return layer.to(_working(target)), ids
+    layer = fresh_drafter(drafter, model, sample, generator).to(_working(model))
+    if num:
+        check = interruption.check
+        count = regress(layer, model, texts, num_tokens=num, budget=most, check=check)
+        console.log(f"the drafter begins as a regression over {count:,} tokens")
+    return layer, ids
 
 
 def _working(target: Transformer) -> torch.dtype:

@@ -15,7 +15,7 @@ import torch
 
 from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import costs, decided
+from longtail.assembly.precision import decided
 from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
@@ -89,21 +89,15 @@ class Components(steps.Components):
         state = {"cursor": self.batches.state()}
         directory.save(self.steps, save_policy, self.learner.tensors(), state)
 
-    def log_start(self, console: Console) -> None:
-        """Print model, data and run directory."""
+    def title(self) -> str:
+        """Return model and data."""
         config, parameters = self.config, sum(p.numel() for p in self.model.parameters())
-        console.log(
-            f"{config.model.path}: {parameters:,} parameters, {config.data.source}, "
-            f"run directory {config.run.dir}"
-            + (f", resumed after step {self.steps}" if self.steps else "")
-        )
-        for line in costs(config):
-            console.log(line)
-        if self.num_dropped:
-            console.log(
-                f"{self.num_dropped} examples over {config.data.max_len} tokens are left out "
-                "(data.drop_long)"
-            )
+        return f"{config.model.path}: {parameters:,} parameters, {config.data.source}"
+
+    def left_out(self) -> str:
+        """Return the number of examples that are too long."""
+        over = f"examples over {self.config.data.max_len} tokens are left out (data.drop_long)"
+        return f"{self.num_dropped} {over}" if self.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step."""
@@ -130,7 +124,8 @@ def run(config: SftConfig) -> int:
 
 def assemble(config: SftConfig) -> Components:
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
-    model, tokenizer = _model(config)
+    device, path = run_device(config), model_directory(config.model.path)
+    model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
     check_vocabulary(tokenizer, model.config)
     if config.data.max_len > model.config.max_positions:
         raise ConfigError(
@@ -149,11 +144,6 @@ def assemble(config: SftConfig) -> Components:
         heldout=tuple(examples[cut:]),
         num_dropped=num_dropped,
     )
-
-
-def _model(config: SftConfig) -> tuple[PolicyTransformer, Tokenizer]:
-    device, path = run_device(config), model_directory(config.model.path)
-    return load_model(path, torch.float32, device), load_tokenizer(path)
 
 
 def _examples(config: SftConfig, tokenizer: Tokenizer) -> tuple[list[Example], int]:

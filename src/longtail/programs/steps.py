@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from longtail.assembly.precision import costs
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.sft import SftConfig
@@ -45,8 +46,12 @@ class Components(abc.ABC):
         """Write a checkpoint, with the measurement of this step if there is one."""
 
     @abc.abstractmethod
-    def log_start(self, console: Console) -> None:
-        """Print what is trained on what."""
+    def title(self) -> str:
+        """Return what is trained on what."""
+
+    @abc.abstractmethod
+    def left_out(self) -> str:
+        """Return which data are left out; empty if none."""
 
     @abc.abstractmethod
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
@@ -79,7 +84,10 @@ def run(
                 is_given = components.total_steps == config.train.steps
                 console.log(f"{checkpoint.policy}: its steps are done{more if is_given else ''}")
                 return 0
-        components.log_start(console)
+        first = f", resumed after step {components.steps}" if components.steps else ""
+        console.log(f"{components.title()}, run directory {config.run.dir}{first}")
+        for line in filter(None, (*costs(config), components.left_out())):
+            console.log(line)
         return _train(config, directory, components, console)
 
 

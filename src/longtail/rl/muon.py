@@ -2,10 +2,11 @@
 
 Momentum is orthogonalised before it is applied (Jordan et al. 2024), so all directions of a matrix
 are updated equally. From fresh weights Muon needs a fraction of AdamW's tokens; for a trained model
-AdamW alone, `rl.optim.Optimizer` with the same interface, is the usual choice.
+AdamW alone, `rl.optim.Optimizer` with the same interface, is the usual choice. `torch.optim.Muon`
+is the same in bfloat16; where a processor emulates that, it takes 30 times as long.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import final
 
@@ -18,7 +19,7 @@ from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.optim import Optimizer, Update, scheduled_rate
 from longtail.system.device import multiplies_bfloat16
 
-_MOMENTUM = "momentum"
+_MOMENTUM = "momentum/"
 _DECAY = 0.95
 """Decay of the momentum; the next gradient is looked ahead to (Nesterov)."""
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -46,7 +47,7 @@ def orthogonal(
 
 @final
 class MuonOptimizer:
-    """Updates a model's parameters from their accumulated gradients; all of them or none.
+    """Updates matrices and `others` from their accumulated gradients; all of them or none.
 
     `settings` are those of AdamW's part; the matrices have the learning rate `matrix_rate` and the
     same schedule and decay. Muon ignores the scale of gradients, so only AdamW's are clipped.
@@ -54,23 +55,16 @@ class MuonOptimizer:
 
     def __init__(
         self,
-        model: nn.Module,
+        matrices: Mapping[str, nn.Parameter],
+        others: Iterable[tuple[str, nn.Parameter]],
         settings: OptimizerSection,
         *,
-        matrix_rate: float = 0.02,
+        matrix_rate: float,
         total_steps: int = 0,
     ) -> None:
-        self._matrices = {
-            name: p for name, p in model.named_parameters() if p.dim() == 2 and "layers." in name
-        }
-        others = (
-            (name.replace(".", "/"), parameter)  # the names in checkpoints
-            for name, parameter in model.named_parameters()
-            if name not in self._matrices
-        )
+        self._matrices, self._total_steps = matrices, total_steps
         self._adamw = Optimizer(others, settings, total_steps=total_steps)
         self._schedule = settings.model_copy(update={"learning_rate": matrix_rate})
-        self._total_steps = total_steps
         self._momentum: dict[str, Tensor] = {}
 
     def update(self, step: int) -> Update:
@@ -95,8 +89,7 @@ class MuonOptimizer:
         assert matrix.grad is not None, "checked by `_norm`"
         momentum = self._momentum.setdefault(name, torch.zeros_like(matrix.grad))
         momentum.lerp_(matrix.grad, 1 - _DECAY)
-        is_half = multiplies_bfloat16(matrix.device)
-        dtype = torch.bfloat16 if is_half else torch.float32  # emulated it takes minutes
+        dtype = torch.bfloat16 if multiplies_bfloat16(matrix.device) else torch.float32
         direction = orthogonal(matrix.grad.lerp(momentum, _DECAY), dtype)
         matrix.mul_(1 - rate * self._schedule.weight_decay)
         rows, columns = matrix.shape
@@ -118,16 +111,15 @@ class MuonOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the moments of both parts; empty before the first update."""
-        momentum = {f"{_MOMENTUM}/{name}": t.clone() for name, t in self._momentum.items()}
+        momentum = {f"{_MOMENTUM}{name}": t.clone() for name, t in self._momentum.items()}
         return momentum | self._adamw.tensors()
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""
-        own = {name: t for name, t in tensors.items() if name.startswith(f"{_MOMENTUM}/")}
-        self._adamw.load({name: t for name, t in tensors.items() if name not in own})
+        self._adamw.load({n: t for n, t in tensors.items() if not n.startswith(_MOMENTUM)})
         self._momentum.clear()
         for name, parameter in self._matrices.items() if tensors else ():
-            momentum = own.get(f"{_MOMENTUM}/{name}")
+            momentum = tensors.get(f"{_MOMENTUM}{name}")
             if momentum is None or momentum.shape != parameter.shape:
                 raise CheckpointError(f"optimizer state of another model: {name} has no momentum")
             self._momentum[name] = momentum.to(parameter.device, copy=True)

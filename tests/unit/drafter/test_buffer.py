@@ -55,10 +55,9 @@ def _learned(count: int) -> list[int]:
     return [n for n in range(100) if n not in held][:count]
 
 
-def _draws_of_a_pass(buffer: DrafterBuffer) -> Counter[int]:
-    """Return the draws of a whole pass, and restore the buffer."""
-    copy = _copy(buffer)
-    return Counter(_numbers(copy.batch(10**6)))
+def _draws_of_a_pass(buffer: DrafterBuffer) -> set[int]:
+    """Return the draws of a whole pass of a copy."""
+    return set(_numbers(_copy(buffer).batch(10**6)))
 
 
 def _copy(buffer: DrafterBuffer) -> DrafterBuffer:
@@ -72,7 +71,7 @@ def test_a_longer_version_of_a_text_replaces_a_shorter_one() -> None:
     buffer = _buffer([_snapshot(number, 9, is_finished=False)])
     buffer.add([_snapshot(number, 14, is_finished=False)])
     buffer.add([_snapshot(number, 11, is_finished=False)])  # a late message
-    assert (buffer.num_texts, buffer.num_tokens) == (1, 14)
+    assert buffer.num_texts == 1
     assert buffer.batch(100)[0].tokens == _snapshot(number, 14).tokens
     buffer.add([_snapshot(number, 14, is_finished=True)])
     assert buffer.state()["texts"][0]["is_finished"]
@@ -82,13 +81,13 @@ def test_long_texts_of_the_previous_step_stay_for_one_step() -> None:
     numbers = _learned(9)
     buffer = _buffer([_snapshot(n, 10 + i) for i, n in enumerate(numbers[:5])])
     buffer.begin(1)
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:5])  # the median text is one of them
+    assert _draws_of_a_pass(buffer) == set(numbers[2:5])  # the median text is one of them
     buffer.add([_snapshot(n, 20 + i, step=1) for i, n in enumerate(numbers[5:])])
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:])
+    assert _draws_of_a_pass(buffer) == set(numbers[2:])
     buffer.begin(1)  # it has begun
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:])
+    assert _draws_of_a_pass(buffer) == set(numbers[2:])
     buffer.begin(2)
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[7:])
+    assert _draws_of_a_pass(buffer) == set(numbers[7:])
 
 
 def test_texts_of_a_later_step_begin_it_and_those_of_an_earlier_step_only_grow() -> None:
@@ -97,8 +96,8 @@ def test_texts_of_a_later_step_begin_it_and_those_of_an_earlier_step_only_grow()
     buffer.add([_snapshot(numbers[2], 10, step=1)])
     late = [_snapshot(numbers[0], 40), _snapshot(numbers[1], 40), _snapshot(numbers[3], 40)]
     buffer.add(late)
-    assert set(_draws_of_a_pass(buffer)) == {numbers[1], numbers[2]}
-    assert buffer.num_tokens == 40 + 10
+    assert _draws_of_a_pass(buffer) == {numbers[1], numbers[2]}
+    assert sorted(text["num_tokens"] for text in buffer.state()["texts"]) == [10, 40]
 
 
 def test_siblings_are_held_out_together_in_every_buffer() -> None:
@@ -157,28 +156,18 @@ def test_preferred_texts_come_first_in_each_pass_and_in_a_measurement() -> None:
     assert set(_numbers(buffer.heldout(18))) == {held[1], held[3]}
 
 
-def test_a_window_names_its_text_and_place() -> None:
-    number = _learned(1)[0]
-    buffer, whole = _buffer([_snapshot(number, 30)]), _snapshot(number, 30).tokens
-    for _ in range(20):
-        (window,) = buffer.batch(10)
-        assert window.text == Example(tokens=whole, prompt_len=PROMPT_LEN)
-        assert window.tokens == whole[window.start : window.start + 10]
-        assert window.start + window.prompt_len >= PROMPT_LEN, "no token of the prompt is trained"
-
-
 def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_texts_are_dropped_first() -> None:
     numbers = _learned(8)
     room = _buffer([_snapshot(n, 30) for n in numbers[:4]]).num_bytes
     buffer = _buffer([_snapshot(n, 20 + i) for i, n in enumerate(numbers[:3])], max_bytes=room)
     buffer.begin(1)
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[1:3])
+    assert _draws_of_a_pass(buffer) == set(numbers[1:3])
     buffer.add([_snapshot(n, 30, step=1) for n in numbers[3:6]])
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[2:6])
+    assert _draws_of_a_pass(buffer) == set(numbers[2:6])
     buffer.add([_snapshot(numbers[6], 34, step=1), _snapshot(numbers[7], 29, step=1)])
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[4:7])
+    assert _draws_of_a_pass(buffer) == set(numbers[4:7])
     buffer.add([_snapshot(numbers[0], room, step=1)])  # too long for the whole buffer
-    assert set(_draws_of_a_pass(buffer)) == set(numbers[4:7])
+    assert _draws_of_a_pass(buffer) == set(numbers[4:7])
 
 
 @settings(max_examples=60)
@@ -194,11 +183,12 @@ def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
     for number, length, step, is_finished in arrivals:
         buffer.add([_snapshot(number, length, step=step, is_finished=is_finished)])
         assert buffer.num_bytes <= max_bytes
-        kept = buffer.state()["texts"]
-        assert buffer.num_tokens == sum(text["num_tokens"] for text in kept)
-        assert buffer.num_bytes == 4 * buffer.num_tokens + 256 * buffer.num_texts
+        num_tokens = sum(text["num_tokens"] for text in buffer.state()["texts"])
+        assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_texts
         for text in (*buffer.batch(30), *buffer.heldout(30)):
             assert 1 <= text.prompt_len < len(text.tokens) <= 30
+            assert text.tokens == text.text.tokens[text.start : text.start + len(text.tokens)]
+            assert text.start + text.prompt_len >= PROMPT_LEN, "no token of the prompt is trained"
 
 
 def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:
@@ -208,16 +198,12 @@ def test_a_restored_buffer_draws_the_same_as_the_saved_one() -> None:
     copy = _copy(buffer)
     for each in (buffer, copy):
         each.add([_snapshot(n, 30, step=1) for n in range(50, 60)])
+        each.add([_snapshot(n, 31) for n in range(40)])  # those that are kept grow
     assert [buffer.batch(90) for _ in range(20)] == [copy.batch(90) for _ in range(20)]
     assert buffer.heldout(100) == copy.heldout(100)
-    assert (copy.num_bytes, copy.num_tokens) == (buffer.num_bytes, buffer.num_tokens)
+    assert copy.num_bytes == buffer.num_bytes
     assert copy.state() == buffer.state()
     assert torch.equal(copy.tensors()["tokens"], buffer.tensors()["tokens"])
-
-
-def test_a_restored_buffer_hands_out_its_texts_in_the_order_of_their_steps() -> None:
-    buffer = _buffer([_snapshot(1, 9), _snapshot(2, 9)])
-    buffer.add([_snapshot(3, 9, step=1), _snapshot(2, 12), _snapshot(1, 12)])
     again = _copy(buffer).snapshots()
-    assert [each.step for each in again] == [0, 0, 1]
+    assert [each.step for each in again] == sorted(each.step for each in again)
     assert _buffer(again).snapshots() == buffer.snapshots()

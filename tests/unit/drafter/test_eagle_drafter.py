@@ -137,7 +137,7 @@ def test_a_request_that_shares_the_beginning_of_a_prompt_shares_its_features():
     watch("one", one, 0, len(one) - 1)
     watch("other", other, beginning, len(other) - 1)
     assert ask(drafter, other, Strategy(depth=3), name="other") == expected
-    assert drafter.windows.of("other").base < beginning
+    assert drafter.windows.of["other"].base < beginning
 
 
 def test_a_request_first_observed_in_mid_text_copies_no_prompt():
@@ -146,7 +146,7 @@ def test_a_request_first_observed_in_mid_text_copies_no_prompt():
     drafter, features = drafter_of(tokens)
     observe(drafter, "a", tokens, features, 0, PROMPT_LEN)
     observe(drafter, "b", tokens, features, 30, 32)
-    window = drafter.windows.of("b")
+    window = drafter.windows.of["b"]
     assert (window.base, window.end) == (30, 2)
 
 

@@ -99,17 +99,15 @@ def figure() -> HistoryDrafter:
     return drafter_that_saw((A, B, C, D), (A, B, C, D), (X, B, C, E))
 
 
-def test_only_the_longest_known_context_is_used(figure):
-    tree = draft(figure, ask((Y, A, B, C)))
-    assert tree.tokens == (D,)  # d has no continuation
-    # A single continuation, seen twice after a context of three tokens.
-    assert tree.margins == pytest.approx((math.log(2 * 3**2),))
-
-
-def test_without_noise_the_most_frequent_continuation_is_drafted(figure):
-    tree = draft(figure, ask((Y, B, C)))
-    assert (tree.tokens, tree.parents) == ((D,), (0,))
-    assert tree.margins == pytest.approx((math.log(2 / 1),))
+@pytest.mark.parametrize(
+    ("text", "lead"),
+    [((Y, A, B, C), 2 * 3**2), ((Y, B, C), 2 / 1)],
+    ids=["one continuation, seen twice after three tokens", "the more frequent of two"],
+)
+def test_only_the_longest_known_context_is_used(figure, text, lead):
+    tree = draft(figure, ask(text))
+    assert (tree.tokens, tree.parents) == ((D,), (0,))  # d has no continuation
+    assert tree.margins == pytest.approx((math.log(lead),))
 
 
 @pytest.mark.parametrize(("for_d", "for_e", "first"), [(0.5, 0.1, D), (-1.0, 2.0, E)])
@@ -132,14 +130,10 @@ def test_each_request_reads_its_own_row_and_each_node_its_own_depth():
     assert [tree.tokens for tree in trees] == [(D, X), (E, A)]
 
 
-def test_a_request_repeats_itself():
+def test_a_request_repeats_itself_and_its_prompt():
     drafter = drafter_that_saw((A, B, C, X, A))
     assert draft(drafter, ask((A, B, C, X, A, B), name="seen0")).tokens == (C, X, A, B)
-
-
-def test_the_prompt_may_be_quoted():
-    tree = draft(HistoryDrafter(), ask((X, 1), prompt=(1, 2, 3)))
-    assert tree.tokens == (2, 3)
+    assert draft(HistoryDrafter(), ask((X, 1), prompt=(1, 2, 3))).tokens == (2, 3)
 
 
 def test_the_last_token_of_a_text_is_the_root_and_not_yet_known():
@@ -148,14 +142,10 @@ def test_the_last_token_of_a_text_is_the_root_and_not_yet_known():
     assert draft(drafter, ask((Y, A))).tokens == (B,)
 
 
-def test_the_texts_of_another_prompt_are_not_used():
-    drafter = drafter_that_saw((A, B, C, D), prompt=OTHER)
-    assert draft(drafter, ask((A,))) == EMPTY
-
-
 @pytest.mark.parametrize("strategy", [CHAIN, TREE])
-def test_the_draft_is_empty_if_no_context_is_known(strategy):
-    assert draft(HistoryDrafter(), ask((A,)), strategy=strategy) == EMPTY
+def test_the_texts_of_another_prompt_are_not_used(strategy):
+    drafter = drafter_that_saw((A, B, C, D), prompt=OTHER)
+    assert draft(drafter, ask((A,)), strategy=strategy) == EMPTY
 
 
 def counted(drafter: HistoryDrafter, before: int, token: int) -> int:
@@ -255,9 +245,9 @@ def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
     read = partial(noise.of, 0) if coupled else None
     drafter = drafter_that_saw(*texts)
     text = _text((*PROMPT, *texts[-1][:4])[-8:])
-    root = _Root(text, drafter._pools[PROMPT], drafter._lengths, read)
+    root = _Root(text, drafter._pools[PROMPT], read)
     strategy = Strategy(depth=depth, thresholds=worth)
-    assert drafter._chain(root, depth, worth) == drafter._tree(root, depth, strategy)
+    assert drafter._chain(root, depth, strategy) == drafter._tree(root, depth, strategy)
 
 
 def test_phrases_are_those_of_all_completions_and_of_no_prompt():

@@ -12,7 +12,7 @@ from torch import Tensor
 from longtail.assembly.drafters import Target, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import published
-from longtail.drafter.formats.layouts import engine_window, layers_of, to_config, to_tensors
+from longtail.drafter.formats.layouts import layers_of, to_config
 from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
@@ -29,9 +29,15 @@ from support.published import (
     published_eagle3,
     target_of_six,
 )
+from support.spot_training import same
 from support.tiny_models import tiny_tokenizer
 
-FORMS = [("eagle1", False), ("eagle3", False), ("eagle3", True)]
+FORMS: list[dict[str, Any]] = [
+    {"recipe": "eagle1"},
+    {"recipe": "eagle3"},
+    {"recipe": "eagle3", "reduced": True},
+    {"recipe": "eagle3", "norm_before_residual": True},
+]
 KEY = "eagle_aux_hidden_state_layer_ids"
 
 
@@ -61,7 +67,7 @@ def export(path, target: Target, loaded, dtype=torch.float32):
 def both_scores(path, loaded, target: Target):
     """Return scores and features of our layer and of the independent reader, of the same text."""
     model, layer, config = target.model, loaded.layer.double(), loaded.layer.config
-    layer.config = replace(config, window=engine_window(config))
+    layer.config = replace(config, window=config.window if config.recipe == "eagle3" else 0)
     drawn = torch.randint(128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
     text = lay_out([drawn], [1])
     with torch.no_grad():
@@ -79,49 +85,26 @@ def both_scores(path, loaded, target: Target):
     return (output.scored @ rows.T, output.feature), (theirs, feature)
 
 
-@pytest.mark.parametrize(("recipe", "reduced"), FORMS)
-def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, recipe, reduced):
-    loaded = our_drafter(target.model, target.tokenizer, recipe, reduced=reduced)
-    loaded = export(tmp_path / "d", target, loaded)
-    again = load(tmp_path / "d", target)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, form):
+    """And an independent reader finds the same scores and features."""
+    loaded = export(tmp_path / "d", target, our_drafter(target.model, target.tokenizer, **form))
+    again, reduced = load(tmp_path / "d", target), "reduced" in form
     assert again.head is None  # equal to the target's rows, so it is not kept
     assert (None if again.draft_ids is None else again.draft_ids.tolist()) == (
         list(DRAFT_IDS) if reduced else None
     )
     assert again.trained_on == loaded.trained_on
     assert replace(again.layer.config, feature_scale=1.0) == loaded.layer.config
-    mine, theirs = folded(loaded), folded(again)
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert same(folded(loaded), folded(again))
     assert [each.name for each in tmp_path.iterdir()] == ["d"]
-
-
-@pytest.mark.parametrize(("recipe", "reduced"), FORMS)
-def test_an_independent_reader_finds_the_same_scores_and_features(
-    tmp_path, target, recipe, reduced
-):
-    loaded = our_drafter(target.model, target.tokenizer, recipe, reduced=reduced)
-    loaded = export(tmp_path / "d", target, loaded)
     (mine, feature), (theirs, their_feature) = both_scores(tmp_path / "d", loaded, target)
-    drafted = torch.ones(128, dtype=torch.bool)
-    if reduced:
-        drafted[:] = False
-        drafted[list(DRAFT_IDS)] = True
-        assert theirs[:, ~drafted].isneginf().all()
+    drafted = torch.zeros(128, dtype=torch.bool)
+    drafted[list(DRAFT_IDS) if reduced else slice(None)] = True
+    assert theirs[:, ~drafted].isneginf().all()
     # Sums of some hundred terms of size 1 in float64, in another order.
     torch.testing.assert_close(theirs[:, drafted], mine, rtol=0, atol=1e-12)
     torch.testing.assert_close(their_feature, feature, rtol=0, atol=1e-12)
-
-
-def test_norm_before_residual_is_exported_and_imported(tmp_path, target):
-    loaded = our_drafter(target.model, target.tokenizer, norm_before_residual=True)
-    loaded = export(tmp_path / "d", target, loaded)
-    (mine, _), (theirs, _) = both_scores(tmp_path / "d", loaded, target)
-    torch.testing.assert_close(theirs, mine, rtol=0, atol=1e-12)
-    plain = export(tmp_path / "e", target, our_drafter(target.model, target.tokenizer))
-    (other, _), _ = both_scores(tmp_path / "e", plain, target)
-    assert (mine - other).abs().max() > 0.1
-    assert load(tmp_path / "d", target).layer.config.norm_before_residual
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "midlayer.self_attn.k_proj.weight", "d2t"])
@@ -153,24 +136,16 @@ def test_a_bfloat16_export_keeps_the_ids_whole(tmp_path, target):
     assert torch.equal(found["lm_head.weight"], rows)
 
 
-def test_an_export_has_the_tensors_and_fields_that_vllm_loads(target):
-    def tensors_and_config(recipe):
-        layer = our_drafter(target.model, target.tokenizer, recipe).layer
-        tensors = to_tensors(layer, target.model, None, None, torch.float32)
-        return tensors.keys(), to_config(layer.config, torch.float32)
+def test_an_export_has_the_fields_that_vllm_loads(target):
+    def config_of(recipe):
+        loaded = our_drafter(target.model, target.tokenizer, recipe)
+        return to_config(loaded.layer.config, torch.float32)
 
-    own = {f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo"} | {"fc.weight"}
-    own |= {f"layers.0.mlp.{x}_proj.weight" for x in ("gate", "up", "down")}
-    own |= {"layers.0.post_attention_layernorm.weight"}
-    names, config = tensors_and_config("eagle1")
-    assert names == own
+    config = config_of("eagle1")
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 1)
     assert "sliding_window" not in config  # vLLM ignores it for EAGLE-1
-    norms = {f"layers.0.{x}norm.weight" for x in ("input_layer", "hidden_")}
-    names, config = tensors_and_config("eagle3")
-    whole = own | norms | {"norm.weight", "lm_head.weight"}
-    assert names == {name.replace("layers.0.", "midlayer.") for name in whole}
+    config = config_of("eagle3")
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert (config["sliding_window"], config["layer_types"]) == (16, ["sliding_attention"])
     assert config["eagle_config"][KEY] == [1, 2, 4]
@@ -186,7 +161,7 @@ def test_layer_ids_are_read_in_either_convention():
 @pytest.fixture
 def three_taps(tmp_path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config, tensors = published_eagle3()
-    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+    config["eagle_config"] = {KEY: [1, 2, 4]}
     return config, tensors
 
 
@@ -194,19 +169,14 @@ def test_a_drafter_of_another_shape_and_vocabulary_is_imported_unchanged(
     tmp_path, target, three_taps
 ):
     config, tensors = three_taps
-    loaded = load(lay(tmp_path / "p", config, tensors), target)
-    own = loaded.layer.config
-    assert own.recipe == "eagle3"
-    assert own.layers == (1, 2, 4)
+    path = lay(tmp_path / "p", config, tensors)
+    loaded = load(path, target)
+    own, shape = loaded.layer.config, loaded.layer.config.shape
+    assert (own.recipe, own.layers, own.window) == ("eagle3", (1, 2, 4), 0)
     assert loaded.draft_ids.tolist() == list(DRAFT_IDS)
     assert torch.equal(loaded.head, tensors["lm_head.weight"])
-    shape = own.shape
     assert (shape.num_heads, shape.num_kv_heads, shape.head_dim) == (2, 1, 8)
     assert (shape.intermediate_size, shape.norm_eps, shape.rope.theta) == (40, 1e-5, 5e5)
-
-
-def test_an_imported_drafter_scores_like_an_independent_reader(tmp_path, target, three_taps):
-    path = lay(tmp_path / "p", *three_taps)
     loaded = load(path, target, dtype=torch.float64)
     (mine, _), (theirs, _) = both_scores(path, loaded, target)
     torch.testing.assert_close(theirs[:, list(DRAFT_IDS)], mine, rtol=0, atol=1e-12)
@@ -234,11 +204,14 @@ def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, t
     assert torch.equal(read_tensors(tmp_path / "out")["lm_head.weight"], before.float())
 
 
-def test_zero_biases_and_derived_tables_are_ignored(tmp_path, target, three_taps):
+def test_zero_biases_and_derived_tables_are_ignored_and_a_window_is_not(
+    tmp_path, target, three_taps
+):
     config, tensors = three_taps
     tensors = {**tensors, "fc.bias": torch.zeros(HIDDEN)}
     tensors["midlayer.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    assert load(lay(tmp_path / "p", config, tensors), target).draft_ids is not None
+    config |= {"layer_types": ["sliding_attention"], "sliding_window": 40}
+    assert load(lay(tmp_path / "p", config, tensors), target).layer.config.window == 40
 
 
 Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
@@ -265,11 +238,11 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
         (lambda c, t: t.update(t2d=~t["t2d"]), "t2d and d2t name other tokens"),
         (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "there is no d2t"),
         (
-            lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}),
+            lambda c, t: c.update(eagle_config={KEY: [1, 2, 9]}),
             r"layer_ids = \[1, 2, 9\]: they must be layers of the target, which has 6",
         ),
         (
-            lambda c, t: c.update(eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2]}),
+            lambda c, t: c.update(eagle_config={KEY: [1, 2]}),
             r"fc.weight has shape \[32, 96\], .*\[32, 64\]",
         ),
         (
@@ -287,26 +260,11 @@ def test_a_misfit_is_refused_by_name(tmp_path, target, three_taps, change: Chang
 
 
 def test_an_eagle1_drafter_must_have_the_targets_head(tmp_path, target):
-    config, tensors = published_eagle3()
-    del config["draft_vocab_size"]
-    width = HIDDEN
-    for letter in "qkv":
-        name = f"midlayer.self_attn.{letter}_proj.weight"
-        tensors[name] = tensors[name][:, :width]
-    tensors["fc.weight"] = tensors["fc.weight"][:, : 2 * width]
-    gone = ("norm.weight", "d2t", "t2d", "midlayer.hidden_norm.weight")
-    gone += ("midlayer.input_layernorm.weight", "lm_head.weight")
-    kept = {n.replace("midlayer.", "layers.0."): t for n, t in tensors.items() if n not in gone}
-    assert load(lay(tmp_path / "p", config, kept), target).layer.config.recipe == "eagle1"
+    made = our_drafter(target.model, target.tokenizer, "eagle1")
+    export(tmp_path / "d", target, made)
+    config, kept = read_fields(tmp_path / "d").everything(), read_tensors(tmp_path / "d")
     kept["lm_head.weight"] = target.model.head.weight.detach()
     assert load(lay(tmp_path / "p", config, kept), target).head is None
     kept["lm_head.weight"] = -kept["lm_head.weight"]
     with pytest.raises(ConfigError, match=r"lm_head.weight is not the target's"):
         load(lay(tmp_path / "p", config, kept), target)
-
-
-def test_the_window_of_the_files_is_used(tmp_path, target, three_taps):
-    config, tensors = three_taps
-    assert load(lay(tmp_path / "p", config, tensors), target).layer.config.window == 0
-    config |= {"layer_types": ["sliding_attention"], "sliding_window": 40}
-    assert load(lay(tmp_path / "q", config, tensors), target).layer.config.window == 40

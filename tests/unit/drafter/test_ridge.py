@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TrainingRecord,
@@ -21,9 +22,11 @@ from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
-from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.ridge.trainer import RidgeTrainer, regress
+from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.drafter.weights import copy_parameters
 from longtail.errors import CheckpointError, ConfigError, DataError
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
@@ -31,16 +34,17 @@ from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.types import PackedSequences, SamplingParams
-from support.eagle_requests import KEY, KeyedNoise, ridge_layer, text
+from support.eagle_requests import KEY, KeyedNoise, make_layer, ridge_layer, text
 from support.engine_requests import features_of
 from support.regression import ridge
+from support.spot_training import same
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 SLOTS = 4
 
 
-def _config(model: Transformer, draft_vocab_size: int = 0) -> RidgeConfig:
-    return RidgeConfig(target=model.config, slots=SLOTS, draft_vocab_size=draft_vocab_size)
+def _config(model: Transformer) -> RidgeConfig:
+    return RidgeConfig(target=model.config, slots=SLOTS)
 
 
 def _texts(model: Transformer, lengths: Sequence[int]) -> dict[str, tuple[list[int], Tensor]]:
@@ -159,15 +163,12 @@ def test_training_reads_the_states_of_completions_and_restores() -> None:
             seen = _seen(f"{number}/{start}", tokens, 0, len(tokens) - 1)
             expected.observe([seen], _states(model, tokens)[:-1])
     assert report.num_trained == 6 * 16
-    for name, tensor in expected.take().tensors().items():
-        assert trainer.tensors()[name].equal(tensor)
-
+    assert same(trainer.tensors(), expected.take().tensors())
     again = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
     again.restore(1, {name: each.clone() for name, each in trainer.tensors().items()})
     trainer.step(_batch(1))
     again.step(_batch(1))
-    pairs = zip(trainer.layer.parameters(), again.layer.parameters(), strict=True)
-    assert all(a.equal(b) for a, b in pairs)
+    assert same(copy_parameters(trainer.layer), copy_parameters(again.layer))
     with pytest.raises(CheckpointError, match="products is missing or misshapen"):
         again.restore(1, {**trainer.tensors(), "products": torch.zeros(2, 2)})
     short = pack_texts([Example(tokens=(1, 2, 3), prompt_len=3)], 50)
@@ -184,6 +185,29 @@ def test_learned_texts_are_predicted_better() -> None:
     after = trainer.evaluate(_batch(5), SLOTS + 3)
     assert len(after.overlap) == SLOTS
     assert all(b > a for a, b in zip(before.overlap, after.overlap, strict=True))
+
+
+def test_eagle1_begins_as_slot_1_and_predicts_better_than_random_weights() -> None:
+    """Over whole texts; what is added to the regression comes with gradients."""
+    target, asked = tiny_model(), list[bool]()
+    layer = make_layer(target, "eagle1", 8)
+    assert isinstance(layer, EagleLayer)
+    trainer = DrafterTrainer(layer, target, TrainerSettings(unroll_steps=2))
+    texts = [Example(tokens=tuple(text(20, seed=n)), prompt_len=3) for n in range(220)]
+    heldout = pack_texts(texts[200:], 50)
+    before = trainer.evaluate(heldout, 2)
+    count = regress(
+        layer, target, texts, num_tokens=16 * 200 - 3, budget=60, check=lambda: asked.append(True)
+    )
+    assert (count, len(asked)) == (16 * 200, 67), "before each pass of three texts"
+    first = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.config, slots=1)), target)
+    first.step(pack_texts(texts[:200], 500))
+    state, embedding = first.layer.get_parameter("streams.0.weight").split(32, 1)
+    assert torch.equal(layer.fc.weight, torch.cat((embedding, state), 1))
+    after = trainer.evaluate(heldout, 2)
+    assert all(b > a + 0.02 for a, b in zip(before.overlap, after.overlap, strict=True))
+    trainer.step(heldout)
+    assert not torch.equal(layer.output.weight, torch.zeros(32, 64)), "gradients reach it"
 
 
 @torch.no_grad()
@@ -273,36 +297,35 @@ def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy:
     assert drafter.propose([request], strategy, None) == fresh.propose([request], strategy, None)
 
 
-def test_a_saved_drafter_is_read_again(tmp_path: Path) -> None:
-    model, tokenizer = tiny_model(dtype=torch.float64), tiny_tokenizer()
-    layer, record = _layer(model), TrainingRecord(steps=1, tokens=9, unroll_steps=1)
-    sums = TextSums(model, SLOTS).take().tensors()
-    trained_on = identity("toy", model, tokenizer)
-    made = LoadedDrafter(
-        layer=layer, draft_ids=None, trained_on=trained_on, training=record, sums=sums
+@pytest.fixture
+def made() -> tuple[Transformer, Tokenizer, LoadedDrafter]:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    loaded = LoadedDrafter(
+        layer=_layer(model),
+        draft_ids=None,
+        trained_on=identity("toy", model, tokenizer),
+        training=TrainingRecord(steps=1, tokens=9, unroll_steps=1),
+        sums=TextSums(model, SLOTS).take().tensors(),
     )
-    made.save(tmp_path / "d")
+    return model, tokenizer, loaded
+
+
+def test_a_saved_drafter_is_read_again(tmp_path: Path, made) -> None:
+    model, tokenizer, saved = made
+    saved.save(tmp_path / "d")
     loaded = load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
-    assert loaded.layer.config == layer.config
-    assert all(
-        a.equal(b) for a, b in zip(loaded.layer.parameters(), layer.parameters(), strict=True)
-    )
-    assert loaded.sums.keys() == sums.keys()
+    assert loaded.layer.config == saved.layer.config
+    assert same(copy_parameters(loaded.layer), copy_parameters(saved.layer))
+    assert loaded.sums.keys() == saved.sums.keys()
     description = tmp_path / "d" / "drafter.json"
     description.write_text(description.read_text().replace('"slots": 4', '"slots": 99'))
     with pytest.raises(ConfigError, match="slots = 99"):
         load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
 
 
-def test_an_export_drafts_like_the_first_slot(tmp_path: Path) -> None:
-    model, tokenizer = tiny_model(), tiny_tokenizer()
-    made = LoadedDrafter(
-        layer=_layer(model),
-        draft_ids=None,
-        trained_on=identity("toy", model, tokenizer),
-        training=TrainingRecord(steps=1, tokens=9, unroll_steps=1),
-    )
-    export_drafter(tmp_path / "out", made, model, tokenizer, torch.float32)
+def test_an_export_drafts_like_the_first_slot(tmp_path: Path, made) -> None:
+    model, tokenizer, saved = made
+    export_drafter(tmp_path / "out", saved, model, tokenizer, torch.float32)
     eagle = load_published(tmp_path / "out", "toy", model, tokenizer).eagle
     drafters, tokens = (RidgeDrafter(_layer(model), model), EagleDrafter(eagle, model)), text(12)
     (request,) = _asked(["a"], tokens)

@@ -1,23 +1,23 @@
-"""Spot training: gains, the end of training, and merges."""
+"""Spot training: gains and their forecast, the end of training, and merges."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.replica import SpotEnd
+from longtail.drafter.training.gain import DrafterGain
+from longtail.drafter.training.replica import Replica, SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError
 from longtail.rl.packing import pack_texts
-from support.spot_training import (
-    SETTINGS,
-    SpotSetup,
-    counting,
-    make_buffer,
-    same,
-)
+from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, same
+
+ROLLOUT_S = 20.0
+amounts = st.floats(0.01, 100.0)
 
 
 @pytest.mark.slow
@@ -73,18 +73,23 @@ def test_the_same_version_continues_and_another_starts_from_its_weights() -> Non
     trained = room.tensors()
     room.spot.begin(room.published)
     assert same(room.tensors(), trained)
+    room.spot.begin(replace(room.published, version=2))  # another draft vocabulary
+    assert same(room.tensors(), trained)
     merged = DrafterWeights(
-        version=2, tensors={n: t + 0.5 for n, t in room.published.tensors.items()}
+        version=3, tensors={n: t + 0.5 for n, t in room.published.tensors.items()}
     )
     room.spot.begin(merged)
     now = room.tensors()
-    assert room.spot.base_version == 2
     for name, tensor in merged.tensors.items():
         moved = trained[f"layer/{name}"] - room.published.tensors[name]
         assert torch.equal(now[f"layer/{name}"], tensor + moved), "no measurement has seen them"
     moments = {name for name in trained if name.startswith("optimizer/")}
     assert moments
     assert all(torch.equal(now[name], trained[name]) for name in moments)
+    room.train(lambda: len(room.measured) == 1)
+    other = {name: 2 * tensor for name, tensor in merged.tensors.items()}
+    room.spot.begin(DrafterWeights(version=4, tensors=other))
+    assert same(room.spot._trainer.weights(), other), "what was measured was no gain"
 
 
 def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
@@ -93,7 +98,6 @@ def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays()
     wrong = {n: t[:1] for n, t in room.published.tensors.items()}
     with pytest.raises(CheckpointError, match="another drafter"):
         room.spot.begin(DrafterWeights(version=2, tensors=wrong))
-    assert room.spot.base_version == 1
     assert same(room.tensors(), before)
 
 
@@ -120,15 +124,61 @@ def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     assert room.spot._trainer.steps == 0
 
 
-@pytest.mark.slow
-def test_a_renewed_draft_vocabulary_keeps_the_updates_and_other_weights_drop_them() -> None:
-    room = SpotSetup()
-    room.train(lambda: len(room.measured) == 1)
-    trained = room.spot._trainer.weights()
-    renewed = DrafterWeights(version=2, tensors=dict(room.published.tensors))
-    room.spot.begin(renewed)
-    assert room.spot.base_version == 2
-    assert same(room.spot._trainer.weights(), trained)
-    other = {name: 2 * tensor for name, tensor in renewed.tensors.items()}
-    room.spot.begin(DrafterWeights(version=3, tensors=other))
-    assert same(room.spot._trainer.weights(), other)
+def replica(gain: float, seconds: float, *, base: int = 0) -> Replica:
+    return Replica(
+        base_version=base,
+        weights={},
+        num_tokens=1,
+        seconds=seconds,
+        accept_len=2.0 * (1.0 + gain),
+        base_accept_len=2.0,
+    )
+
+
+@given(st.lists(st.tuples(st.floats(-0.5, 2.0), amounts), max_size=6), amounts, amounts)
+def test_a_gain_is_positive_rises_with_the_time_and_never_exceeds_the_rollouts(
+    seen, seconds, rollout_s
+):
+    gain = DrafterGain()
+    for base, (rise, took_s) in enumerate(seen):
+        gain.record(0, replica(rise, took_s, base=base))
+    found = gain.gain_s(seconds, rollout_s)
+    assert 0.0 < found <= gain.gain_s(2 * seconds, rollout_s) * (1 + 1e-12)
+    assert found <= 3 * rollout_s
+    assert gain.gain_s(0.0, rollout_s) == 0.0
+    assert gain.gain_s(seconds, 2 * rollout_s) == pytest.approx(2 * found)
+
+
+def test_each_rise_and_each_second_is_counted_once():
+    """A candidate is read several times, and its successor has its rise and its seconds."""
+    often, once = DrafterGain(), DrafterGain()
+    for one in (replica(0.1, 2.0), replica(0.1, 2.0), replica(0.3, 5.0), replica(0.3, 5.0)):
+        often.record(1, one)
+    once.record(1, replica(0.3, 5.0))
+    assert often.gain_s(1.0, ROLLOUT_S) == pytest.approx(once.gain_s(1.0, ROLLOUT_S))
+    once.record(1, replica(0.3, 5.0, base=1))
+    assert often.gain_s(1.0, ROLLOUT_S) != pytest.approx(once.gain_s(1.0, ROLLOUT_S), rel=1e-3)
+
+
+@pytest.mark.parametrize("nothing", [-0.1, 0.0, math.nan])
+def test_a_drafter_that_rises_no_more_is_paused_and_tried_again(nothing):
+    gain, trained = DrafterGain(), list[bool]()
+    for rollout in range(40):
+        gain.begin_rollout()
+        share_s = gain.share_s(ROLLOUT_S)
+        trained.append(share_s > 0.0)
+        if share_s:
+            gain.record(0, replica(nothing, share_s, base=rollout))
+    assert trained[0]
+    assert 2 <= sum(trained) <= 8, "a fifth of a tenth of the time at most"
+    assert any(trained[20:])
+
+
+def test_a_drafter_that_rises_is_trained_on_and_pays_more_in_longer_rollouts():
+    gain = DrafterGain()
+    for rollout in range(10):
+        gain.begin_rollout()
+        share_s = gain.share_s(ROLLOUT_S)
+        assert share_s == pytest.approx(0.1 * ROLLOUT_S)
+        gain.record(0, replica(0.1, share_s, base=rollout))
+    assert gain.share_s(1.0) == 0.0, "a second of rollouts is not worth it"

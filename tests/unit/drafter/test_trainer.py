@@ -1,38 +1,44 @@
-"""The drafter trainer: updates, the read-only target, and exact resume."""
+"""The drafter trainer: updates, the read-only target, exact resume; draft vocabularies."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
+from longtail.drafter.eagle.fresh import (
+    MIN_RISE,
+    commonest_tokens,
+    coverage,
+    fresh_drafter,
+    renewed_ids,
+)
+from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
-from longtail.drafter.training.texts import read_texts, save_texts
 from longtail.errors import CheckpointError, DataError, NonFiniteError
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer
+from longtail.programs.drafter_data import read_texts, save_texts
 from longtail.rl import muon
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
 from longtail.types import PackedSequences
 from support.processors import HalfProducts
+from support.spot_training import same
 from support.tiny_models import tiny_model
 
 SETTINGS = TrainerSettings(unroll_steps=3, optimizer=OptimizerSection(learning_rate=1e-2))
 RECIPES: tuple[Recipe, ...] = ("eagle1", "eagle3")
 
 
-def _texts(count: int = 6, seed: int = 0) -> list[Example]:
+def _texts() -> list[Example]:
     """Make texts that count upwards by one of two steps."""
-    generator = torch.Generator().manual_seed(seed)
-    texts = []
-    for index in range(count):
-        start = int(torch.randint(5, 40, (), generator=generator))
-        step, length = 1 + index % 2, 8 + 5 * index
-        texts.append(Example(tokens=tuple(start + step * i for i in range(length)), prompt_len=3))
-    return texts
+    return [
+        Example(tokens=tuple(7 * n + 5 + (1 + n % 2) * i for i in range(8 + 5 * n)), prompt_len=3)
+        for n in range(6)
+    ]
 
 
 def _trainer(
@@ -40,52 +46,38 @@ def _trainer(
     *,
     target: Transformer | None = None,
     settings: TrainerSettings = SETTINGS,
-    draft_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-    window: int = 8,
 ) -> DrafterTrainer:
     target = target or tiny_model(dtype=dtype)
-    config = EagleConfig(
-        recipe=recipe,
-        target=target.config,
-        layers=(0, 1) if recipe == "eagle3" else (),
-        window=window,
-        draft_vocab_size=0 if draft_ids is None else len(draft_ids),
-    )
+    layers = (0, 1) if recipe == "eagle3" else ()
+    config = EagleConfig(recipe=recipe, target=target.config, layers=layers, window=8)
     generator = torch.Generator().manual_seed(3)
     layer = fresh_drafter(config, target, pack_texts(_texts(), 100)[0], generator).to(dtype)
-    return DrafterTrainer(layer, target, settings, draft_ids=draft_ids)
+    return DrafterTrainer(layer, target, settings)
 
 
 def _batch(budget: int = 1000) -> list[PackedSequences]:
     return pack_texts(_texts(), budget)
 
 
-def _weights(layer: EagleLayer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in layer.named_parameters()}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
 def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
     trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
-    before = trainer.evaluate(_batch())
+    before = trainer.evaluate(_batch(), 3)
     for _ in range(25):
         report = trainer.step(_batch())
-    after = trainer.evaluate(_batch())
+    after = trainer.evaluate(_batch(), 3)
     assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
     assert after.accept_len > before.accept_len
     assert (report.num_tokens, report.num_trained) == (123, 123 - 6 * 3)
     assert trainer.steps == 25
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_target_is_never_written(recipe: Recipe) -> None:
+def test_the_target_is_never_written() -> None:
     target = tiny_model().requires_grad_(True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
-    trainer = _trainer(recipe, target=target)
-    for _ in range(3):
-        trainer.step(_batch())
+    _trainer(target=target).step(_batch())
     for name, parameter in target.named_parameters():
         assert parameter.grad is None, name
         assert torch.equal(parameter, before[name]), name
@@ -96,9 +88,8 @@ def test_micro_batches_do_not_change_the_update(recipe: Recipe) -> None:
     trainers = [_trainer(recipe, dtype=torch.float64) for _ in range(2)]
     reports = [t.step(_batch(budget)) for t, budget in zip(trainers, (1000, 30), strict=True)]
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-12)
-    expected = _weights(trainers[0].layer)
-    for name, value in _weights(trainers[1].layer).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+    expected, found = (trainer.weights() for trainer in trainers)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -115,19 +106,15 @@ def test_a_restored_trainer_continues_bit_for_bit(
     second.restore(first.steps, first.tensors())
     for _ in range(2):
         second.step(_batch())
-    for name, value in _weights(whole.layer).items():
-        assert torch.equal(value, _weights(second.layer)[name]), name
-    assert {n: t.tolist() for n, t in whole.tensors().items()} == {
-        n: t.tolist() for n, t in second.tensors().items()
-    }
+    assert same(whole.tensors(), second.tensors())
 
 
 def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None:
     trainer, other = _trainer("eagle3"), _trainer("eagle1")
-    before = _weights(trainer.layer)
+    before = trainer.tensors()
     with pytest.raises(CheckpointError, match="another drafter"):
         trainer.restore(1, other.tensors())
-    assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
+    assert same(trainer.tensors(), before)
 
 
 def test_the_most_frequent_tokens_are_counted_in_completions() -> None:
@@ -143,12 +130,12 @@ def test_the_most_frequent_tokens_are_counted_in_completions() -> None:
 def test_a_target_that_is_not_finite_makes_no_update() -> None:
     target = tiny_model()
     trainer = _trainer(target=target)
-    before = _weights(trainer.layer)
+    before = trainer.tensors()
     with torch.no_grad():
         target.norm.weight[0] = float("nan")
     with pytest.raises(NonFiniteError, match="no update was made"):
         trainer.step(_batch())
-    assert all(torch.equal(v, before[n]) for n, v in _weights(trainer.layer).items())
+    assert same(trainer.tensors(), before)
     assert trainer.steps == 0
 
 
@@ -159,10 +146,10 @@ def test_too_short_texts_are_refused_with_a_remedy() -> None:
 
 def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() -> None:
     trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
-    assert len(trainer.evaluate(pack_texts(texts, 100)).overlap) == 3
+    assert len(trainer.evaluate(pack_texts(texts, 100), 3).overlap) == 3
     deep = trainer.evaluate(pack_texts(texts, 100), 9)
     assert len(deep.overlap) == 5  # seven tokens, two of them in the first pair
-    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100)).overlap
+    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100), 3).overlap
 
 
 @pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
@@ -192,3 +179,34 @@ def test_texts_are_read_back_for_the_same_origin_only(tmp_path) -> None:
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match="damaged"):
         read_texts(file, "a")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of a draft vocabulary, and counts of the tokens of some texts."""
+    ids = draw(st.sets(st.integers(0, 40), min_size=1, max_size=12))
+    counts = draw(st.lists(st.integers(0, 30), max_size=30))
+    return torch.tensor(sorted(ids)), torch.tensor(counts, dtype=torch.int64)
+
+
+@given(cases())
+def test_a_renewed_vocabulary_covers_most_and_keeps_what_is_as_common(case):
+    ids, counts = case
+    best = counts.sort(descending=True).values[: len(ids)].sum().item()
+    total = max(int(counts.sum()), 1)
+    found = renewed_ids(ids, counts)
+    if found is None:
+        covered = coverage(ids, counts) * total if counts.sum() else 0
+        assert best - covered <= MIN_RISE * total + 1e-9
+        return
+    assert found.tolist() == sorted(set(found.tolist()))
+    assert len(found) == len(ids)
+    assert coverage(found, counts) == best / total
+    seen = [int(counts[token]) if token < len(counts) else 0 for token in found.tolist()]
+    dropped = [
+        int(counts[token]) if token < len(counts) else 0
+        for token in set(ids.tolist()) - set(found.tolist())
+    ]
+    new = [int(counts[token]) for token in set(found.tolist()) - set(ids.tolist())]
+    assert not dropped or not new or max(dropped) < min(new)
+    assert not dropped or max(dropped) <= min(seen)

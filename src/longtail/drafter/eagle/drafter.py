@@ -8,24 +8,25 @@
 The embedding and the LM head are the target's own modules, so they follow every policy update.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.walker import DraftModules, EagleWalker
 from longtail.drafter.eagle.windows import Windows
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
 from longtail.model.kernels.draft import EagleChains, EagleWeights
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.ops import NATIVE_HEAD_DIMS
+from longtail.model.kernels.ops import NATIVE_HEAD_DIMS, Places, text_places
+from longtail.model.rope import Rotation
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
-from longtail.speculation.grow import GrowingDrafter
+from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 
@@ -35,8 +36,7 @@ class EagleDrafter(GrowingDrafter):
     """Drafts with an EAGLE layer for one target; the layer is packed and belongs to the drafter.
 
     `draft_ids` lists the target's tokens of a reduced draft vocabulary. `head` replaces the
-    target's head, for published drafters that have one. `window` replaces the layer's window (0:
-    unbounded).
+    target's head, for published drafters that have one.
     """
 
     def __init__(
@@ -46,43 +46,33 @@ class EagleDrafter(GrowingDrafter):
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
         head: Float[Tensor, "draft_vocab hidden"] | None = None,
-        window: int | None = None,
     ) -> None:
         super().__init__(draft_ids)
-        self._config = config = layer.config
-        self._target, self._own_head = target, head
-        self._window = config.window if window is None else window
-        self.windows = Windows(config, self._window, target.dtype)
+        self._config, self._target, self._own_head = layer.config, target, head
+        self.windows = Windows(layer.config, target.dtype)
         self._layer = self._packed(layer)
-        self._head = target.head
-        self.refresh()
+        self._gather_head()
 
     @property
     def taps(self) -> Taps:
         """Features of the recipe."""
-        return self._layer.config.taps
+        return self._config.taps
 
     @property
     def lookback(self) -> int:
         """Window in tokens."""
-        return self._window
+        return self._config.window
 
-    @torch.inference_mode()
     def refresh(self) -> None:
         """Drop the features of the old policy, and copy the draft vocabulary's head rows."""
         self.windows.clear()
         self._gather_head()
 
+    @torch.inference_mode()
     def _gather_head(self) -> None:
-        rows = self._own_head
-        if rows is None and self._draft_ids is not None:
-            rows = self._target.head.weight[self._draft_ids]
-        if rows is not None:
-            head = Linear(rows.shape[1], len(rows))
-            head.weight.data = rows.to(self._target.device, self._target.dtype)
-            head.pack()
-            self._head = head
-        self._drop_kernel()
+        self._head = drafting_head(self._target, self._draft_ids, self._own_head)
+        # Made at the first draft: only then is the target certain to be packed.
+        self.__dict__.pop("_kernel", None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the layer by one with these trained weights; CheckpointError if misshapen.
@@ -95,14 +85,9 @@ class EagleDrafter(GrowingDrafter):
         load_parameters(layer, weights)
         self._layer = self._packed(layer)
         self.windows.restart()
-        ids = weights.get(DRAFT_IDS)
-        if ids is None or (
-            self._draft_ids is not None and ids.equal(self._draft_ids.to(ids.device))
-        ):
-            self._drop_kernel()
-        else:
-            self._draft_ids = ids.to(self._target.device)
-            self._gather_head()
+        if DRAFT_IDS in weights:
+            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
+        self._gather_head()
 
     def _packed(self, layer: EagleLayer) -> EagleLayer:
         """Prepare a trained layer for drafting, in the target's dtype."""
@@ -111,15 +96,11 @@ class EagleDrafter(GrowingDrafter):
         layer.pack()
         return layer
 
-    def _drop_kernel(self) -> None:
-        # Made at the first draft: only then is the target certain to be packed.
-        self.__dict__.pop("_kernel", None)
-
     @cached_property
     def _kernel(self) -> EagleChains | None:
         """The native draft round for the present weights, if this machine supports one."""
-        own, eagle3 = self._layer, self._layer.config.recipe == "eagle3"
-        mlp, shape = own.feed_forward, self._layer.config.shape
+        own, eagle3 = self._layer, self._config.recipe == "eagle3"
+        mlp, shape = own.feed_forward, self._config.shape
         packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
         packed.append(self._head.native)
         fc, qkv, output, gate_up, down, head = packed
@@ -129,7 +110,7 @@ class EagleDrafter(GrowingDrafter):
             return None
         weights = EagleWeights(
             eagle3=eagle3, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim, feature_size=own.config.feature_size, window=self._window,
+            head_dim=shape.head_dim, feature_size=own.config.feature_size, window=own.config.window,
             eps=shape.norm_eps, embedding=self._target.embedding.weight.detach(), fc=fc, qkv=qkv,
             output=output, gate_up=gate_up, down=down, inner_size=shape.intermediate_size,
             embedding_norm=own.embedding_norm.weight.detach() if eagle3 else None,
@@ -152,14 +133,8 @@ class EagleDrafter(GrowingDrafter):
         """Free the request's window."""
         self.windows.forget(request_id)
 
-    def _walker(self, requests: Sequence[Draftable]) -> EagleWalker:
-        modules = DraftModules(
-            layer=self._layer,
-            embedding=self._target.embedding,
-            head=self._head,
-            window=self._window,
-        )
-        return EagleWalker(modules, self.windows, requests)
+    def _walker(self, requests: Sequence[Draftable]) -> Walker:
+        return _EagleWalker(self._layer, self._target, self._head, self.windows, requests)
 
     def _chains(
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
@@ -171,5 +146,105 @@ class EagleDrafter(GrowingDrafter):
         return self._kernel.run(requests, strategy, noise, self._curve, pending, kept)
 
     def _is_observed(self, request: Draftable) -> bool:
-        window = self.windows.get(request.request_id)
+        window = self.windows.of.get(request.request_id)
         return window is not None and window.next_token == len(request.tokens) - 1
+
+
+class _LayerQueries(NamedTuple):
+    """Input of attention for pairs or nodes whose keys and values are stored."""
+
+    stream: Float[Tensor, "pairs hidden"]
+    """The residual stream."""
+    queries: Float[Tensor, "pairs heads head_dim"]
+
+
+@final
+class _EagleWalker(Walker):
+    """One draft round for requests whose windows reach up to their roots.
+
+    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
+    each request, its root. A level of nodes does both in one pass. Keys and values of nodes follow
+    the window's slots in the order of expansion; the next round overwrites them.
+    """
+
+    def __init__(
+        self,
+        layer: EagleLayer,
+        target: Transformer,
+        head: Linear,
+        windows: Windows,
+        requests: Sequence[Draftable],
+    ) -> None:
+        self._layer, self._target, self._head = layer, target, head
+        self._windows, self._requests = windows, requests
+        states = [windows.of[each.request_id] for each in requests]
+        self._rows = torch.tensor([state.row for state in states])
+        self._ends = torch.tensor([state.end for state in states])
+        self._visible, self._num_placed = torch.zeros(len(states), 1, dtype=torch.int64), 0
+        self._positions = torch.tensor([state.next_token - 1 for state in states])
+        self._feature = windows.features[:0, 0]
+
+    def root(self) -> Float[Tensor, "requests vocab"]:
+        """Prefill the pairs that lack keys and values, and score the successors of the roots."""
+        started = time.perf_counter()
+        pending = self._windows.catch_up(self._requests)
+        rows, slots, tokens, positions = pending.pairs
+        layer = self._layer
+        features = layer.fuse_features(self._windows.features[rows, slots])
+        stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
+        roots = _LayerQueries(*(each[pending.lasts] for each in stored))
+        none = torch.zeros_like(self._rows)
+        logits = self._score(roots, text_places(self._rows, self._ends - 1))
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
+        """Score the successors of the next level's nodes: pair each with its parent's feature."""
+        started = time.perf_counter()
+        features, many = self._feature, frontier.per_request
+        positions = (self._positions + frontier.depth).repeat_interleave(many)
+        if many > 1:
+            first = torch.arange(len(self._requests)).repeat_interleave(many)
+            features = features[first * (len(features) // len(self._requests)) + frontier.parents]
+        places = self._place(frontier)
+        rotation = self._layer.rotation(positions)
+        stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
+        logits = self._score(stored, places)
+        self.seconds += time.perf_counter() - started
+        return logits
+
+    def _place(self, frontier: Frontier) -> Places:
+        """Place the next level after each text; a node sees the text, its ancestors and itself."""
+        num, many, first = len(self._rows), frontier.per_request, self._num_placed
+        self._num_placed += many
+        own = torch.arange(first, first + many)
+        above = self._visible.gather(1, frontier.parents.view(num, many))
+        self._visible = above | (1 << own)
+        ends = self._ends.repeat_interleave(many)
+        return Places(
+            rows=self._rows.repeat_interleave(many),
+            slots=ends + own.repeat(num),
+            contexts=ends,
+            depths=torch.full_like(ends, frontier.depth),
+            visible=self._visible.flatten(),
+        )
+
+    def _store(
+        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
+    ) -> _LayerQueries:
+        """Store keys and values of pairs, and return their queries."""
+        layer, kept = self._layer, self._windows
+        stream, attended = layer.make_input(features, self._target.embedding(tokens))
+        heads = layer.heads(attended, rotation)
+        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
+        return _LayerQueries(stream, heads.queries)
+
+    def _score(self, stored: _LayerQueries, places: Places) -> Float[Tensor, "pairs vocab"]:
+        """Attend, finish the layer, keep its features and score the successors."""
+        layer, kept = self._layer, self._windows
+        attended = layer.kernels.attend_rows(
+            stored.queries, kept.keys, kept.values, places, layer.config.window
+        )
+        output = layer.finish(stored.stream, attended)
+        self._feature = output.feature
+        return self._head(output.scored)

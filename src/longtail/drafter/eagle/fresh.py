@@ -26,11 +26,9 @@ def fresh_drafter(
     """
     if config.recipe == "eagle3":
         config = replace(config, feature_scale=1 / feature_size(config, target, sample))
-    with torch.device(target.device):
-        layer = EagleLayer(config)
-    drawn = EagleLayer(config)  # on the CPU: the same weights on every device
-    drawn.initialize(generator)
-    layer.load_state_dict(drawn.state_dict())
+    layer = EagleLayer(config)
+    layer.initialize(generator)  # on the CPU: the same weights on every device
+    layer.to(target.device)
     if config.recipe == "eagle3":
         with torch.no_grad():
             layer.norm.weight.copy_(target.norm.weight)

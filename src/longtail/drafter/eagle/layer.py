@@ -104,16 +104,6 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerInput:
-    """Input of the decoder layer."""
-
-    stream: Float[Tensor, "pairs hidden"]
-    """The residual stream."""
-    attended: Float[Tensor, "pairs inputs"]
-    """Input of the query, key and value projection."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerOutput:
     """Output of the decoder layer."""
 
@@ -131,33 +121,23 @@ class EagleLayer(nn.Module):
         shape = config.shape
         hidden, heads, kv_heads = shape.hidden_size, shape.num_heads, shape.num_kv_heads
         self.config = config
-        fused = 2 * hidden if config.recipe == "eagle1" else len(config.layers) * hidden
-        inputs = hidden if config.recipe == "eagle1" else 2 * hidden
+        eagle1 = config.recipe == "eagle1"
+        fused, inputs = (2 * hidden, hidden) if eagle1 else (config.feature_size, 2 * hidden)
         self.fc = Linear(fused, hidden)
         self.qkv = Linear(inputs, (heads + 2 * kv_heads) * shape.head_dim)
         self.output = Linear(heads * shape.head_dim, hidden)
         self.feed_forward_norm = Norm(hidden)
-        self.feed_forward = FeedForward(_bare(shape))
-        if config.recipe == "eagle3":
+        self.feed_forward = FeedForward(replace(shape, mlp_bias=False))
+        if not eagle1:
             self.embedding_norm, self.feature_norm = Norm(hidden), Norm(hidden)
             self.norm = Norm(hidden)
-        self._rope = Rope(shape.head_dim, shape.rope)
-        self._kernels = Kernels()
+        self.rope = Rope(shape.head_dim, shape.rope)
+        self.kernels = Kernels()
 
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return self.fc.weight.dtype
-
-    @property
-    def kernels(self) -> Kernels:
-        """Kernels in use."""
-        return self._kernels
-
-    @property
-    def rope(self) -> Rope:
-        """Its rotary embedding."""
-        return self._rope
 
     @property
     def device(self) -> torch.device:
@@ -177,11 +157,11 @@ class EagleLayer(nn.Module):
 
     def fuse(self) -> None:
         """Select the training kernels."""
-        self._kernels = select_training_kernels(self.dtype, self.fc.weight.device)
+        self.kernels = select_training_kernels(self.dtype, self.fc.weight.device)
 
     def pack(self) -> None:
         """Pack the weights for drafting; call again after the weights change."""
-        self._kernels = select_kernels(self.dtype, self.config.shape.head_dim)
+        self.kernels = select_kernels(self.dtype, self.config.shape.head_dim)
         pack_layers(self)
 
     def fold(self) -> None:
@@ -202,26 +182,29 @@ class EagleLayer(nn.Module):
         self,
         features: Float[Tensor, "pairs hidden"],
         embeddings: Float[Tensor, "pairs hidden"],
-    ) -> LayerInput:
-        """Join the feature of a token with the embedding of the next."""
+    ) -> tuple[Float[Tensor, "pairs hidden"], Float[Tensor, "pairs inputs"]]:
+        """Join the feature of a token with the embedding of the next.
+
+        Returns the residual stream, and the input of the query, key and value projection.
+        """
         if self.config.recipe == "eagle1":
             stream = self.fc(torch.cat((embeddings, features), -1)).to(features.dtype)
-            return LayerInput(stream=stream, attended=stream)
-        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
+            return stream, stream
+        add_norm, eps = self.kernels.add_norm, self.config.shape.norm_eps
         embedded = add_norm(embeddings, None, self.embedding_norm.weight, eps).normed
         stream, normed = add_norm(features, None, self.feature_norm.weight, eps)
         stream = normed if self.config.norm_before_residual else stream
-        return LayerInput(stream=stream, attended=torch.cat((embedded, normed), -1))
+        return stream, torch.cat((embedded, normed), -1)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """Return the rotary angles of pairs by the position of their feature's token."""
-        return self._rope.rotation(positions, self._kernels.rotation_dtype(self.dtype))
+        return self.rope.rotation(positions, self.kernels.rotation_dtype(self.dtype))
 
     def heads(self, attended: Float[Tensor, "pairs inputs"], rotation: Rotation) -> QueryKeyValue:
         """Project to queries, keys and values, and rotate queries and keys."""
         shape = self.config.shape
         qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
-        return self._kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
+        return self.kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
 
     def finish(
         self,
@@ -229,17 +212,12 @@ class EagleLayer(nn.Module):
         attended: Float[Tensor, "pairs heads head_dim"],
     ) -> LayerOutput:
         """Compute the layer from the attention's output on: projection, residual, feed-forward."""
-        add_norm, eps = self._kernels.add_norm, self.config.shape.norm_eps
+        add_norm, eps = self.kernels.add_norm, self.config.shape.norm_eps
         projected = self.output(attended.reshape(stream.shape[0], -1))
         stream, normed = add_norm(stream, projected, self.feed_forward_norm.weight, eps)
-        delta = self.feed_forward(normed, self._kernels)
+        delta = self.feed_forward(normed, self.kernels)
         if self.config.recipe == "eagle1":
             feature = stream + delta
             return LayerOutput(feature=feature, scored=feature)
         feature, scored = add_norm(stream, delta, self.norm.weight, eps)
         return LayerOutput(feature=feature, scored=scored)
-
-
-def _bare(shape: ModelConfig) -> ModelConfig:
-    """Return the shape without biases, which the drafter's layer never has."""
-    return replace(shape, qkv_bias=False, output_bias=False, mlp_bias=False)

@@ -9,12 +9,11 @@ the drafter's q come from the same frozen head, so the gradient of the soft cros
     depth s of an unrolled drafter has the weight decay ** s   (Li et al. 2025, arXiv 2503.01840)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -29,8 +28,7 @@ MAX_LOGITS = 2**22
 """Logits of one chunk: 16 MiB of float32 for each of the few tensors of that size."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowScores:
+class RowScores(NamedTuple):
     """Scores of the drafter's predictions, by depth and row."""
 
     cross_entropy: Float[Tensor, "depths rows"]
@@ -60,38 +58,9 @@ class Teacher:
         return self.head if self.draft_ids is None else self.head[self.draft_ids]
 
 
-def depth_weights(num_depths: int, decay: float = DECAY) -> tuple[float, ...]:
-    """Return the weight of each depth.
-
-    Example: depth_weights(3, 0.8) == (1.0, 0.8, 0.64...)
-    """
-    return tuple(decay**depth for depth in range(num_depths))
-
-
-def expected_accept_len(overlaps: Sequence[float]) -> float:
-    """Return the tokens per verify step of a chain whose depth d + 1 is accepted with overlap d.
-
-    Example: expected_accept_len([0.8, 0.5]) == 1 + 0.8 + 0.4
-    """
-    total, reached = 1.0, 1.0
-    for overlap in overlaps:
-        reached *= overlap
-        total += reached
-    return total
-
-
-def feature_loss(
-    predicted: Float[Tensor, "rows hidden"], wanted: Float[Tensor, "rows hidden"]
-) -> Float[Tensor, "rows"]:
-    """Smooth L1 with beta 1, mean over the width (EAGLE, Li et al. 2024, section 4.2)."""
-    return F.smooth_l1_loss(predicted, wanted, reduction="none").mean(-1)
-
-
 def score_rows(
     scored: Float[Tensor, "depths rows hidden"],
     teacher: Teacher,
-    *,
-    max_logits: int = MAX_LOGITS,
     before_chunk: Callable[[], None] = lambda: None,
 ) -> RowScores:
     """Compare the drafter with the target, row by row; only `scored` gets a gradient.
@@ -101,42 +70,37 @@ def score_rows(
     With a reduced vocabulary the cross-entropy uses p restricted to it and renormalised; agreement
     and overlap count the tokens outside as rejected.
     """
-    both = _SoftCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        scored, teacher, max_logits, before_chunk
-    )
-    return RowScores(cross_entropy=both[0], agreement=both[1], overlap=both[2])
+    found = _SoftCrossEntropy.apply(scored, teacher, before_chunk)  # type: ignore[no-untyped-call]
+    return RowScores(*found)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        scored: Tensor,
-        teacher: Teacher,
-        max_logits: int,
-        before_chunk: Callable[[], None],
+        ctx: Any, scored: Tensor, teacher: Teacher, before_chunk: Callable[[], None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         working = torch.float64 if scored.dtype == torch.float64 else torch.float32
         depths, rows, _ = scored.shape
         found = torch.empty(3, depths, rows, dtype=working, device=scored.device)
         gradient = torch.empty_like(scored) if scored.requires_grad else None
         head, ids = teacher.head, teacher.draft_ids
-        drafted = teacher.drafted
-        for part in _chunks(rows, max_logits // head.shape[0]):
+        drafted, size = teacher.drafted, max(MAX_LOGITS // head.shape[0], 1)
+        for start in range(0, rows, size):
+            part = slice(start, start + size)
             before_chunk()
             logits = _product(teacher.hidden[part].to(head.dtype), head).to(working)
-            target = _target(logits, ids)
+            p, restricted, most_likely = _target(logits, ids)
             for depth in range(depths):
                 logits = _product(scored[depth, part].to(head.dtype), drafted).to(working)
                 q = logits.softmax(-1)
                 best = q.argmax(-1)
                 # log sum exp, from the entry that cannot underflow
                 total = _at(logits, best) - _at(q, best).log()
-                found[0, depth, part] = total - _dot(target.restricted, logits)
-                found[1, depth, part] = (best == target.best).to(working)
-                found[2, depth, part] = torch.minimum(target.p, q, out=logits).sum(-1)
+                found[0, depth, part] = total - _dot(restricted, logits)
+                found[1, depth, part] = (best == most_likely).to(working)
+                found[2, depth, part] = torch.minimum(p, q, out=logits).sum(-1)
                 if gradient is not None:
-                    error = q.sub_(target.restricted).to(head.dtype)  # d CE / d logits
+                    error = q.sub_(restricted).to(head.dtype)  # d CE / d logits
                     gradient[depth, part] = (error @ drafted).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -148,26 +112,22 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad[..., None].to(gradient.dtype), None, None, None
+        return gradient * grad[..., None].to(gradient.dtype), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    p: Float[Tensor, "rows draft"]
-    """Probabilities of the drafter's tokens."""
-    restricted: Float[Tensor, "rows draft"]
-    """`p`, renormalised."""
-    best: Int[Tensor, "rows"]
-    """Draft id of the most likely token; -1 if it is outside the draft vocabulary."""
+def _target(
+    logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None
+) -> tuple[Float[Tensor, "rows draft"], Float[Tensor, "rows draft"], Int[Tensor, "rows"]]:
+    """Return p of the drafter's tokens, the same renormalised, and the draft id of its maximum.
 
-
-def _target(logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None) -> _Target:
+    The id is -1 if the most likely token is outside the draft vocabulary.
+    """
     p, best = logits.softmax(-1), logits.argmax(-1)
     if draft_ids is None:
-        return _Target(p, p, best)
+        return p, p, best
     places = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
     places[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
-    return _Target(p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best])
+    return p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best]
 
 
 def _product(
@@ -186,33 +146,29 @@ def _dot(x: Float[Tensor, "rows vocab"], y: Float[Tensor, "rows vocab"]) -> Floa
     return torch.bmm(x[:, None], y[:, :, None])[:, 0, 0]
 
 
-def _chunks(rows: int, size: int) -> Iterator[slice]:
-    size = max(size, 1)
-    return (slice(start, start + size) for start in range(0, rows, size))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthReport:
     """Agreement of drafter and target on given text, at depth 1, 2, ...
 
-    Example: DepthReport(agreement=(0.81, 0.74), overlap=(0.80, 0.71), cross_entropy=(0.9, 1.1))
+    Example: DepthReport(agreement=(0.8, 0.7), overlap=(0.8, 0.5)).accept_len == 1 + 0.8 + 0.4
     """
 
-    agreement: tuple[float, ...]
+    agreement: tuple[float, ...] = ()
     """Share of tokens with the same most likely token."""
-    overlap: tuple[float, ...]
+    overlap: tuple[float, ...] = ()
     """Mean of sum_v min(p, q)."""
-    cross_entropy: tuple[float, ...]
 
     @property
     def accept_len(self) -> float:
-        """Expected accept length of a chain of these depths under an ideal coupling."""
-        return expected_accept_len(self.overlap)
+        """Expected tokens per verify step of a chain of these depths under an ideal coupling."""
+        total, reached = 1.0, 1.0
+        for overlap in self.overlap:
+            reached *= overlap
+            total += reached
+        return total
 
     @staticmethod
-    def of(scores: Float[Tensor, "3 depths"], counts: Sequence[int]) -> "DepthReport":
-        """Return the means of sums over `counts` rows: agreement, overlap and cross-entropy."""
-        agreement, overlap, cross_entropy = (scores / torch.tensor(counts)).tolist()
-        return DepthReport(
-            agreement=tuple(agreement), overlap=tuple(overlap), cross_entropy=tuple(cross_entropy)
-        )
+    def of(scores: Float[Tensor, "2 depths"], counts: Sequence[int]) -> "DepthReport":
+        """Return the means of sums over `counts` rows: agreement and overlap."""
+        agreement, overlap = (scores / torch.tensor(counts)).tolist()
+        return DepthReport(agreement=tuple(agreement), overlap=tuple(overlap))

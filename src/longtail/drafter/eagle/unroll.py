@@ -19,7 +19,7 @@ A row i < s has no root pair; no row with a root pair reads it (`Pairs.exist`).
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -56,8 +56,8 @@ class Pairs:
     """Number of pairs before each sequence, and in all."""
     trained: Bool[Tensor, "pairs"]
     """Whether the token after the pair exists and carries the loss."""
-    chosen: Int[Tensor, "rows"] | None = None
-    """Rows whose outputs are computed, in rising order; None: all."""
+    chosen: Int[Tensor, "rows"]
+    """Rows whose outputs are computed, in rising order; all, but after `for_loss`."""
 
     @staticmethod
     def of(packed: PackedSequences) -> "Pairs":
@@ -72,6 +72,7 @@ class Pairs:
             positions=packed.positions[rows],
             cu_pairs=(0, *itertools.accumulate(lengths)),
             trained=inside & (packed.loss_mask[after] > 0),
+            chosen=torch.arange(len(rows), device=rows.device),
         )
 
     def for_loss(self, num_steps: int) -> "Pairs":
@@ -97,8 +98,6 @@ def unroll(
     embeddings: Float[Tensor, "pairs hidden"],
     pairs: Pairs,
     num_steps: int,
-    *,
-    max_scores: int = MAX_SCORES,
 ) -> tuple[LayerOutput, ...]:
     """Run the layer `num_steps` times over all pairs; the output of step s at row i predicts i + 2.
 
@@ -107,40 +106,28 @@ def unroll(
     """
     rotation = layer.rotation(pairs.positions)
     fused = layer.fuse_features(features).to(features.dtype)  # not autocast's dtype
-    inputs = layer.make_input(fused, embeddings)
-    heads = layer.heads(inputs.attended, rotation)
-    context = _Context(heads.keys, heads.values, pairs, layer.config.window, max_scores)
-    chosen = _Rows(pairs.chosen, len(features))
-    embeddings, stream = chosen.take(embeddings), chosen.take(inputs.stream)
-    rotation = Rotation(cos=chosen.take(rotation.cos), sin=chosen.take(rotation.sin))
-    outputs = [layer.finish(stream, chosen.take(context.attend(heads.queries, _Path())))]
-    path = _Path()
+    stream, attended = layer.make_input(fused, embeddings)
+    heads = layer.heads(attended, rotation)
+    context = _Context(heads.keys, heads.values, pairs, layer.config.window)
+
+    def take(x: Tensor) -> Tensor:
+        return x.index_select(0, pairs.chosen)
+
+    def put(x: Tensor) -> Tensor:
+        """Return a tensor of all rows, with zeros in those that are not chosen."""
+        return x.new_zeros(len(features), *x.shape[1:]).index_copy(0, pairs.chosen, x)
+
+    embeddings = take(embeddings)
+    rotation = Rotation(cos=take(rotation.cos), sin=take(rotation.sin))
+    outputs = [layer.finish(take(stream), take(context.attend(heads.queries, [])))]
+    path: list[tuple[Tensor, Tensor]] = []
     for _ in range(num_steps - 1):
         # Before the first of adjacent chosen rows lies another row: no loss depends on its output.
-        inputs = layer.make_input(_down(outputs[-1].feature, 1), embeddings)
-        queries, keys, values = layer.heads(inputs.attended, rotation)
-        path = _Path((*path.keys, chosen.put(keys)), (*path.values, chosen.put(values)))
-        attended = chosen.take(context.attend(chosen.put(queries), path))
-        outputs.append(layer.finish(inputs.stream, attended))
+        stream, attended = layer.make_input(_down(outputs[-1].feature, 1), embeddings)
+        queries, keys, values = layer.heads(attended, rotation)
+        path.append((put(keys), put(values)))
+        outputs.append(layer.finish(stream, take(context.attend(put(queries), path))))
     return tuple(outputs)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Some rows of all, in rising order; None: all."""
-
-    rows: Int[Tensor, "rows"] | None
-    num_rows: int
-
-    def take(self, x: Tensor) -> Tensor:
-        """Select the rows."""
-        return x if self.rows is None else x.index_select(0, self.rows)
-
-    def put(self, x: Tensor) -> Tensor:
-        """Return a tensor of all rows, with zeros in the others."""
-        if self.rows is None:
-            return x
-        return x.new_zeros(self.num_rows, *x.shape[1:]).index_copy(0, self.rows, x)
 
 
 def _down(x: Tensor, by: int) -> Tensor:
@@ -149,31 +136,12 @@ def _down(x: Tensor, by: int) -> Tensor:
     return torch.cat((x.new_zeros(by, *x.shape[1:]), x[: x.shape[0] - by])) if by else x
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """Keys and values of the steps after 0, in order of the steps, each at its own rows."""
-
-    keys: tuple[Tensor, ...] = ()
-    values: tuple[Tensor, ...] = ()
-
-    def visible(self, window: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Shift the keys and values that a row of the last step attends to into that row."""
-        steps = len(self.keys)
-        shifts = [(m, steps - 1 - m) for m in range(steps) if not window or steps - 1 - m < window]
-        return (
-            [_down(self.keys[m], by) for m, by in shifts],
-            [_down(self.values[m], by) for m, by in shifts],
-        )
-
-
 @final
 class _Context:
     """Keys and values of step 0, in the layout that queries of every step read."""
 
-    def __init__(
-        self, keys: Tensor, values: Tensor, pairs: Pairs, window: int, max_scores: int
-    ) -> None:
-        self._window, self._positions, self._max_scores = window, pairs.positions, max_scores
+    def __init__(self, keys: Tensor, values: Tensor, pairs: Pairs, window: int) -> None:
+        self._window, self._positions = window, pairs.positions
         self._chunk = max(window, _MIN_CHUNK)
         self._cuts = list(itertools.pairwise(pairs.cu_pairs))
         if window:
@@ -181,13 +149,19 @@ class _Context:
         self._keys, self._values = keys, values
 
     def attend(
-        self, queries: Float[Tensor, "pairs heads head_dim"], path: _Path
+        self, queries: Float[Tensor, "pairs heads head_dim"], path: Sequence[tuple[Tensor, Tensor]]
     ) -> Float[Tensor, "pairs heads head_dim"]:
-        """Attend from step len(path) to this context and to the path, in one softmax."""
+        """Attend from step len(path) to this context and to the path, in one softmax.
+
+        The path has keys and values of the steps after 0, each at its own rows.
+        """
         rows, heads, dim = queries.shape
         grouped = queries.view(rows, self._keys.shape[-2], -1, dim)  # [pairs, kv_heads, group, dim]
-        keys, values = path.visible(self._window)
-        step = len(path.keys)
+        step = len(path)
+        shifts = [(kept, step - 1 - m) for m, kept in enumerate(path)]
+        shifts = [(kept, by) for kept, by in shifts if not self._window or by < self._window]
+        keys = [_down(kept[0], by) for kept, by in shifts]
+        values = [_down(kept[1], by) for kept, by in shifts]
         if self._window:
             band = self._band(step)
             out = self._attention(band.numel() * heads)(
@@ -207,7 +181,7 @@ class _Context:
 
     def _attention(self, num_scores: int) -> Callable[..., Tensor]:
         """Return `_attend`, or a variant that recomputes many scores in the backward pass."""
-        if num_scores > self._max_scores and torch.is_grad_enabled():
+        if num_scores > MAX_SCORES and torch.is_grad_enabled():
             return partial(checkpoint, _attend, use_reentrant=False)
         return _attend
 

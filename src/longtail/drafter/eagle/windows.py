@@ -54,12 +54,12 @@ class Window:
 class Windows:
     """Rows of all requests. A request whose tokens are observed out of order starts over."""
 
-    def __init__(self, config: EagleConfig, window: int, dtype: torch.dtype) -> None:
-        self._window, self._config = window, config
-        longest = config.target.max_positions
+    def __init__(self, config: EagleConfig, dtype: torch.dtype) -> None:
+        self._window, self._config, self._dtype = config.window, config, dtype
+        window, longest = config.window, config.target.max_positions
         self._room = 2 * window + MAX_NODES if window else longest
-        self._dtype = dtype
-        self._of: dict[str, Window] = {}
+        self.of: dict[str, Window] = {}
+        """By request id, of requests whose tokens were observed."""
         self._free: list[int] = []
         self._prompts: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
         prompt_bytes = (window or longest) * config.feature_size * dtype.itemsize
@@ -68,29 +68,21 @@ class Windows:
         self.keys = self.values = torch.empty(0, dtype=dtype)
         self._grow_rows(8)
 
-    def get(self, request_id: str) -> Window | None:
-        """Return the request's window, or None if none of its tokens was observed."""
-        return self._of.get(request_id)
-
-    def of(self, request_id: str) -> Window:
-        """Return the window of an observed request."""
-        return self._of[request_id]
-
     def forget(self, request_id: str) -> None:
         """Free the request's row, if it has one."""
-        window = self._of.pop(request_id, None)
+        window = self.of.pop(request_id, None)
         if window is not None:
             self._free.append(window.row)
 
     def clear(self) -> None:
         """Drop everything, since features of another policy are useless."""
-        for request_id in list(self._of):
+        for request_id in list(self.of):
             self.forget(request_id)
         self._prompts.clear()
 
     def restart(self) -> None:
         """Drop keys and values, which depend on the drafter's weights; keep the features."""
-        for window in self._of.values():
+        for window in self.of.values():
             window.done = 0
 
     def observe(self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"]) -> None:
@@ -129,7 +121,7 @@ class Windows:
         positions: list[int] = []
         lasts: list[int] = []
         for request in requests:
-            window = self._of[request.request_id]
+            window = self.of[request.request_id]
             start = max(window.done, window.end - (self._window or window.end))
             start = min(start, window.end - 1)  # the round begins at the root pair
             rows += [window.row] * (window.end - start)
@@ -147,12 +139,12 @@ class Windows:
 
     def _window_at(self, seen: Observed) -> Window:
         """Return the request's window with `seen.start` as its next token."""
-        window = self._of.get(seen.request_id)
+        window = self.of.get(seen.request_id)
         if window is None:
             if not self._free:
                 self._grow_rows(max(8, self.features.shape[0]))
             window = Window(row=self._free.pop(), base=seen.start)
-            self._of[seen.request_id] = window
+            self.of[seen.request_id] = window
             self._copy_prompt(window, seen)
         if window.next_token != seen.start:  # recomputed, or some tokens were not observed
             window.base, window.end, window.done = seen.start, 0, 0

@@ -14,7 +14,7 @@ whether they must match.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,9 +26,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longtail.drafter.architecture import ARCHITECTURES, DraftConfig, DraftLayer, make_layer
+from longtail.drafter.architecture import CONFIGS, DraftConfig, DraftLayer, make_layer
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.weights import with_prefix, without_prefix
+from longtail.drafter.ridge.trainer import as_eagle
+from longtail.drafter.weights import DRAFT_IDS, with_prefix, without_prefix
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -37,12 +38,9 @@ from longtail.system.machine import MAX_INT32
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
-_DRAFT_IDS, _HEAD, _SUMS = "draft_ids", "head", "sums/"
+_HEAD, _SUMS = "head", "sums/"
 _SAMPLE = 4096
 """Number of values of a tensor, or tokens of a vocabulary, that its digest reads, evenly spread."""
-_MAY_DIFFER = ("max_positions",)
-UNWRITABLE = (OSError, SafetensorError)
-"""Errors of a failed write of tensors."""
 _MALFORMED = (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError)
 """Errors that malformed descriptions raise."""
 _T = TypeVar("_T")
@@ -51,10 +49,7 @@ _REMEDY = "give the drafter of this target, or train one: longtail drafter train
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetIdentity:
-    """Identity of the model that a drafter was trained on.
-
-    Example: TargetIdentity(name="smollm2", tokenizer="1f0c...", weights="77ab...")
-    """
+    """Identity of the model that a drafter was trained on."""
 
     name: str
     """Name or path of the target, for messages."""
@@ -66,11 +61,7 @@ class TargetIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
-    """Training of a drafter, and its measurements on held-out text by depth.
-
-    Example: TrainingRecord(steps=400, tokens=800_000, unroll_steps=4, agreement=(0.8, 0.7),
-                            overlap=(0.8, 0.7), accept_len=2.36)
-    """
+    """Training of a drafter, and its measurements on held-out text by depth."""
 
     steps: int
     tokens: int
@@ -103,8 +94,9 @@ class LoadedDrafter:
 
     def as_eagle(self) -> "LoadedDrafter":
         """Return the drafter in the nearest shape that other engines read."""
-        convert = ARCHITECTURES[self.layer.config.recipe].as_eagle
-        return replace(self, layer=convert(self.layer))
+        if isinstance(self.layer, EagleLayer):
+            return self
+        return replace(self, layer=as_eagle(self.layer))
 
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""
@@ -130,7 +122,7 @@ class LoadedDrafter:
             n: p.detach().cpu().contiguous().clone() for n, p in self.layer.named_parameters()
         }
         if self.draft_ids is not None:
-            tensors[_DRAFT_IDS] = self.draft_ids.cpu().clone()
+            tensors[DRAFT_IDS] = self.draft_ids.cpu().clone()
         if self.head is not None:
             tensors[_HEAD] = self.head.detach().cpu().contiguous().clone()
         tensors |= with_prefix(_SUMS, {name: each.cpu() for name, each in self.sums.items()})
@@ -140,13 +132,19 @@ class LoadedDrafter:
             save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
             (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
-        try:
-            replace_folder(path, write)
-        except UNWRITABLE as error:
-            raise CheckpointError(
-                f"the drafter cannot be written to {path}: {error}; free space or choose another "
-                "path"
-            ) from error
+        write_folder(path, write)
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Write a drafter's directory by `write`, whole or not at all; CheckpointError if it fails."""
+    try:
+        replace_folder(path, write)
+    except CheckpointError:  # also an OSError, and has its own message
+        raise
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the drafter cannot be written to {path}: {error}; free space or choose another path"
+        ) from error
 
 
 _Described = tuple[DraftConfig, TargetIdentity, TrainingRecord]
@@ -217,9 +215,12 @@ def _describe(path: Path) -> _Described:
     described = _read(path)
     try:
         target = described["target"]
-        kind = ARCHITECTURES[described["recipe"]].config
+        kind = CONFIGS[described["recipe"]]
         config = parse_as(kind, {**described, "target": target["shape"]})
-        _require_ranges(config)
+        own = {"draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32}
+        for name, is_good in (config.ranges() | own).items():
+            if not is_good:
+                raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
         record = parse_as(TrainingRecord, described["training"])
         return config, parse_as(TargetIdentity, target), record
     except _MALFORMED as error:
@@ -229,13 +230,6 @@ def _describe(path: Path) -> _Described:
 def parse_as(kind: type[_T], value: Any) -> _T:
     """Return a dataclass from JSON, unknown fields left out; ValueError if types do not match."""
     return TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
-
-
-def _require_ranges(config: DraftConfig) -> None:
-    own = {"draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32}
-    for name, is_good in (config.ranges() | own).items():
-        if not is_good:
-            raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
 
 
 def _load(
@@ -248,7 +242,7 @@ def _load(
         raise ConfigError(
             f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
         ) from error
-    draft_ids, head = tensors.pop(_DRAFT_IDS, None), tensors.pop(_HEAD, None)
+    draft_ids, head = tensors.pop(DRAFT_IDS, None), tensors.pop(_HEAD, None)
     sums = without_prefix(_SUMS, tensors)
     tensors = {name: each for name, each in tensors.items() if not name.startswith(_SUMS)}
     _require_draft_ids(path, config, draft_ids)
@@ -308,7 +302,7 @@ def _require_target(
     config, found, _ = described
     theirs = asdict(config.target)
     for name, value in asdict(target.config).items():
-        if name not in _MAY_DIFFER and theirs[name] != value:
+        if name != "max_positions" and theirs[name] != value:
             raise ConfigError(
                 f"drafter {path}: it was trained on {found.name}, with {name} = "
                 f"{theirs[name]!r}; this target has {name} = {value!r}: {_REMEDY}"

@@ -65,11 +65,6 @@ def parts(config: EagleConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
     return table
 
 
-def engine_window(config: EagleConfig) -> int:
-    """Return the attention window that vLLM applies; 0: unbounded."""
-    return config.window if config.recipe == "eagle3" else 0
-
-
 def layer_tensors(layer: EagleLayer, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the layer's own tensors, with `feature_scale` folded into `fc`."""
     config = layer.config
@@ -126,9 +121,9 @@ def to_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     del content["eos_token_id"], content["bos_token_id"]
     content["architectures"] = [_ARCHITECTURES[config.recipe]]
     content["bias"] = False
-    if window := engine_window(config):
-        content |= {"sliding_window": window, "layer_types": ["sliding_attention"]}
     if config.recipe == "eagle3":
+        if config.window:
+            content |= {"sliding_window": config.window, "layer_types": ["sliding_attention"]}
         content["draft_vocab_size"] = config.draft_vocab_size or target.vocab_size
         content["norm_before_residual"] = config.norm_before_residual
         content["target_hidden_size"] = target.hidden_size

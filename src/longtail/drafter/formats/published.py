@@ -22,13 +22,13 @@ from torch import Tensor
 from longtail.drafter.eagle.fresh import feature_size
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import (
-    UNWRITABLE,
     LoadedDrafter,
     TargetIdentity,
     TrainingRecord,
     identity,
     parse_as,
     tokenizer_digest,
+    write_folder,
 )
 from longtail.drafter.formats.layouts import (
     LAYER_IDS,
@@ -46,7 +46,6 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
-from longtail.system.files import replace_folder
 
 LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
@@ -92,14 +91,7 @@ def export_drafter(
                 "This is a defect of longtail: please report it"
             )
 
-    try:
-        replace_folder(out, write)
-    except CheckpointError:  # also an OSError, and has its own message
-        raise
-    except UNWRITABLE as error:
-        raise CheckpointError(
-            f"the drafter cannot be written to {out}: {error}; free space or choose another path"
-        ) from error
+    write_folder(out, write)
     return loaded
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
 from longtail.model.kernels.draft import RidgeChains
-from longtail.model.kernels.linear import Linear
+from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
 from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
@@ -42,11 +42,10 @@ class RidgeDrafter(GrowingDrafter):
         super().__init__(draft_ids)
         self._target = target
         self._layer = layer.to(target.dtype).eval()
-        self._layer.pack()
+        pack_layers(self._layer)
         self._states: dict[str, tuple[int, Tensor]] = {}
         """Index and state of each request's last computed token."""
-        self._head = target.head
-        self.refresh()
+        self._gather_head()
 
     @property
     def taps(self) -> Taps:
@@ -68,7 +67,7 @@ class RidgeDrafter(GrowingDrafter):
         Raises CheckpointError, with nothing changed, if they are misshapen.
         """
         load_parameters(self._layer, weights)
-        self._layer.pack()
+        pack_layers(self._layer)
         ids = weights.get(DRAFT_IDS)
         if ids is not None:
             self._draft_ids = ids.to(self._target.device)
@@ -83,11 +82,7 @@ class RidgeDrafter(GrowingDrafter):
     def _gather_head(self) -> None:
         # Made at the first draft: only then is the target certain to be packed.
         self.__dict__.pop("_kernel", None)
-        if self._draft_ids is not None:
-            rows = self._target.head.weight[self._draft_ids]
-            self._head = Linear(rows.shape[1], len(rows))
-            self._head.weight.data = rows
-            self._head.pack()
+        self._head = drafting_head(self._target, self._draft_ids)
 
     def observe(
         self, seen: Sequence[Observed], features: Float[Tensor, "tokens features"] | None

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longtail.model.kernels.linear import Linear, pack_layers
+from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import Taps
 
@@ -69,10 +69,6 @@ class RidgeLayer(nn.Module):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.parameters()).device
-
-    def pack(self) -> None:
-        """Pack all weights for inference."""
-        pack_layers(self)
 
     def stream(
         self, slot: int, inputs: Float[Tensor, "pairs joined"]

@@ -1,6 +1,6 @@
-"""Training of a ridge drafter on packed sequences: a step adds the sums of a batch."""
+"""Training of a ridge drafter on packed sequences, and EAGLE-1 from its regression."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import final
 
@@ -8,16 +8,18 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.eagle import TrainerReport
 from longtail.drafter.training.reader import TargetReader
 from longtail.drafter.weights import load_parameters
 from longtail.errors import DataError
-from longtail.model.transformer import Transformer
-from longtail.rl.packing import moved
+from longtail.model.transformer import DecoderLayer, Transformer
+from longtail.rl.data.examples import Example
+from longtail.rl.packing import moved, pack_texts
 from longtail.speculation.drafter import Observed
 from longtail.types import PackedSequences
 
@@ -41,7 +43,7 @@ class RidgeTrainer:
     ) -> None:
         self._layer, self._target = layer, target
         self._always = [] if draft_ids is None else draft_ids.tolist()
-        self._reader = TargetReader(target, layer.dtype, layer.config.taps, None)
+        self._reader = TargetReader(target, layer.dtype, layer.config.taps)
         self._texts = TextSums(target, layer.config.slots)
         self._sums, self._is_solved = self._texts.take(), True
         self.steps = 0
@@ -64,7 +66,7 @@ class RidgeTrainer:
         """Add the sums of a batch; DataError if it has no token to learn."""
         for number, packed in enumerate(batch):
             here = moved(packed, self._target.device)
-            states, tokens = self._reader.states(here), packed.tokens.tolist()
+            states, tokens = self._reader.states(here)[0], packed.tokens.tolist()
             for start, end in pairwise(packed.cu_seqlens):
                 seen = Observed(
                     request_id=f"{number}/{start}",
@@ -81,10 +83,6 @@ class RidgeTrainer:
         self._sums.add(sums)
         self.steps, self._is_solved = self.steps + 1, False
         return TrainerReport(
-            loss=0.0,
-            depths=DepthReport(agreement=(), overlap=(), cross_entropy=()),
-            grad_norm=0.0,
-            learning_rate=0.0,
             num_tokens=sum(packed.num_tokens for packed in batch),
             num_trained=int(sums.num_tokens),
         )
@@ -94,7 +92,7 @@ class RidgeTrainer:
         """Measure on texts: each slot, given the tokens before it in the text."""
         layer, num_depths = self.layer, min(num_depths, self._layer.config.slots)
         draft_ids = self.draft_ids
-        counts, scores = [0] * num_depths, torch.zeros(3, num_depths, dtype=torch.float64)
+        counts, scores = [0] * num_depths, torch.zeros(2, num_depths, dtype=torch.float64)
         for packed in batch:
             here = moved(packed, self._target.device)
             pairs = Pairs.of(here)
@@ -118,7 +116,7 @@ class RidgeTrainer:
             )
             exist = torch.stack([pairs.exist(k)[rows] for k in range(num_depths)])
             found = score_rows(scored, teacher)
-            own = torch.stack((found.agreement, found.overlap, found.cross_entropy))
+            own = torch.stack((found.agreement, found.overlap))
             scores += (own * exist).sum(-1, dtype=torch.float64).cpu()
             counts = [a + int(b) for a, b in zip(counts, exist.sum(1), strict=True)]
         reached = counts.index(0) if 0 in counts else num_depths
@@ -137,3 +135,66 @@ class RidgeTrainer:
         """Restore the sums after `steps` steps; CheckpointError if of another drafter."""
         self._sums = self._sums.restored(tensors)
         self.steps, self._is_solved = steps, False
+
+
+def as_eagle(ridge: RidgeLayer) -> EagleLayer:
+    """Return an EAGLE-1 layer that repeats slot 1 at every depth; nothing attends."""
+    config = ridge.config
+    layer = EagleLayer(
+        EagleConfig(
+            recipe="eagle1",
+            target=config.target,
+            window=0,
+            draft_vocab_size=config.draft_vocab_size,
+        )
+    )
+    layer.initialize(torch.Generator().manual_seed(0))
+    layer.to(ridge.device, ridge.dtype)
+    _repeat(layer, ridge)
+    return layer
+
+
+def regress(
+    layer: EagleLayer,
+    target: Transformer,
+    texts: Iterable[Example],
+    *,
+    num_tokens: int,
+    budget: int,
+    check: Callable[[], None] = lambda: None,
+) -> int:
+    """Set a layer to the regression over the first `num_tokens` trained tokens of the texts.
+
+    Attention and feed-forward add nothing yet; the inner weights of the latter are those of the
+    target's last layer. The target reads `budget` tokens at a time, after a call of `check`.
+    Returns the number of trained tokens, of whole texts.
+    """
+    assert layer.config.recipe == "eagle1", "only eagle1 predicts the next state"
+    chosen, count = [], 0
+    for text in texts:
+        if count >= num_tokens:
+            break
+        if (trained := len(text.tokens) - text.prompt_len - 1) > 0:
+            chosen.append(text)
+            count += trained
+    trainer = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.config, slots=1)), target)
+    for packed in pack_texts(chosen, budget):
+        check()
+        trainer.step([packed])
+    last = target.layers[-1]
+    assert isinstance(last, DecoderLayer)
+    with torch.no_grad():
+        layer.feed_forward_norm.weight.copy_(last.feed_forward_norm.weight)
+        layer.feed_forward.gate_up.weight.copy_(last.feed_forward.gate_up.weight)
+    _repeat(layer, trainer.layer)
+    return count
+
+
+@torch.no_grad()
+def _repeat(layer: EagleLayer, ridge: RidgeLayer) -> None:
+    """Set `fc` to slot 1, and what is added to it to zero."""
+    first = dict(ridge.named_parameters())["streams.0.weight"]
+    state, embedding = torch.split(first, ridge.config.target.hidden_size, 1)
+    layer.fc.weight.copy_(torch.cat((embedding, state), 1))
+    for residual in (layer.output, layer.feed_forward.down):
+        residual.weight.zero_()

@@ -37,11 +37,7 @@ Key = tuple[int, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSnapshot:
-    """A text as far as it is generated.
-
-    Example: TextSnapshot(request_id="train/17@0#3", tokens=(3, 9, 4, 7), prompt_len=2, step=5,
-                     is_finished=False)
-    """
+    """A text as far as it is generated."""
 
     request_id: str
     """Request id, group#sample if it has siblings."""
@@ -113,25 +109,16 @@ class DrafterBuffer:
         self._max_bytes, self._seed = max_bytes, seed
         self._texts: dict[Key, _Kept] = {}
         """In the order of their last additions."""
-        self._num_bytes = self._step = 0
-        self._pass = 1
+        self._step, self._pass = 0, 1
+        self.num_bytes = 0
+        """Accounted bytes of all texts."""
         self.num_added = 0
         """Number of additions; each version of a text is one."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Accounted bytes of all texts."""
-        return self._num_bytes
 
     @property
     def num_texts(self) -> int:
         """Number of texts, held-out ones included."""
         return len(self._texts)
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all texts, prompts included."""
-        return sum(len(kept.tokens) for kept in self._texts.values())
 
     def token_counts(self) -> Int[Tensor, "vocab"]:
         """Count each generated token; the last entry is the largest token that occurs."""
@@ -255,7 +242,7 @@ class DrafterBuffer:
             raise CheckpointError(
                 f"the drafter's texts have {sum(lengths)} tokens, {len(tokens)} are there"
             )
-        self._texts, self._num_bytes = {}, 0
+        self._texts, self.num_bytes = {}, 0
         self._step, self._pass = state["step"], state["pass"]
         for text, end in zip(state["texts"], accumulate(lengths), strict=True):
             key = (text["step"], text["request_id"])
@@ -286,19 +273,19 @@ class DrafterBuffer:
             drawn=drawn,
             number=self.num_added,
         )
-        self._num_bytes += _bytes_of(len(tokens))
+        self.num_bytes += _bytes_of(len(tokens))
 
     def _drop(self, key: Key) -> _Kept | None:
         kept = self._texts.pop(key, None)
-        self._num_bytes -= 0 if kept is None else _bytes_of(len(kept.tokens))
+        self.num_bytes -= 0 if kept is None else _bytes_of(len(kept.tokens))
         return kept
 
     def _evict(self) -> None:
-        if self._num_bytes <= self._max_bytes:
+        if self.num_bytes <= self._max_bytes:
             return
         for key in sorted(self._texts, key=lambda k: (k[0], self._texts[k].num_generated)):
             self._drop(key)
-            if self._num_bytes <= self._max_bytes:
+            if self.num_bytes <= self._max_bytes:
                 return
 
     def _undrawn(self, batch: Mapping[Key, TextWindow]) -> list[Key]:

@@ -9,10 +9,11 @@ mean over the whole batch, so the gradient does not depend on the micro-batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import final
+from dataclasses import dataclass, field
+from typing import ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -24,13 +25,10 @@ from longtail.drafter.eagle.loss import (
     TOKEN_WEIGHT,
     DepthReport,
     Teacher,
-    depth_weights,
-    feature_loss,
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.training.reader import Interrupted, StateLookup, TargetReader
-from longtail.drafter.training.replica import make_optimizer
+from longtail.drafter.training.reader import Interrupted, TargetReader, never
 from longtail.drafter.weights import (
     DRAFT_IDS,
     check_parameters,
@@ -41,6 +39,8 @@ from longtail.drafter.weights import (
 )
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
+from longtail.rl.muon import MuonOptimizer
+from longtail.rl.optim import Optimizer
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
 
@@ -49,15 +49,10 @@ _LAYER, _OPTIMIZER = "layer/", "optimizer/"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSettings:
-    """Settings of drafter training.
-
-    Example: TrainerSettings(unroll_steps=4, optimizer=OptimizerSection(learning_rate=1e-3))
-    """
+    """Settings of drafter training."""
 
     unroll_steps: int = 4
     """Depths that are trained, each on the outputs of the one before (training-time test)."""
-    decay: float = DECAY
-    """Weight of a depth relative to the one before."""
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     total_steps: int = 0
     """Step at which linear and cosine schedules reach 0."""
@@ -72,33 +67,27 @@ class TrainerSettings:
 class TrainerReport:
     """Result of one step."""
 
-    loss: float
-    """0 for a ridge drafter, which computes none."""
-    depths: DepthReport
-    """Empty for a ridge drafter."""
-    grad_norm: float
-    learning_rate: float
     num_tokens: int
     num_trained: int
     """Tokens whose prediction at depth 1 was in the loss."""
     num_reused: int = 0
     """Number of these whose target states were looked up, not computed."""
+    loss: float = 0.0
+    """This and the others are those of gradients; a ridge drafter has none."""
+    depths: DepthReport = field(default_factory=DepthReport)
+    grad_norm: float = 0.0
+    learning_rate: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """Sums over rows: the loss, each score by depth, and the number of reused rows."""
-
-    loss: Float[Tensor, ""]
-    scores: Float[Tensor, "3 depths"]
-    num_reused: int = 0
+_Sums = tuple[Float[Tensor, ""], Float[Tensor, "2 depths"], int]
+"""Sums over rows: the loss, agreement and overlap by depth, and the number of reused rows."""
 
 
 @dataclass(slots=True)
 class _Begun:
     """The finished micro-batches of an update; the parameters hold their gradients."""
 
-    scores: Float[Tensor, "3 depths"]
+    scores: Float[Tensor, "2 depths"]
     num_done: int = 0
     loss: float = 0.0
     num_reused: int = 0
@@ -113,6 +102,9 @@ class DrafterTrainer:
     NonFiniteError.
     """
 
+    sums: ClassVar[Mapping[str, Tensor]] = {}
+    """The weights follow from gradients."""
+
     def __init__(
         self,
         layer: EagleLayer,
@@ -121,60 +113,28 @@ class DrafterTrainer:
         *,
         draft_ids: Int[Tensor, "draft"] | None = None,
         head: Float[Tensor, "draft hidden"] | None = None,
-        lookup: StateLookup | None = None,
     ) -> None:
         assert layer.config.target == target.config, "a drafter is of one target's shape"
         size = layer.config.draft_vocab_size
         assert size == (0 if draft_ids is None else len(draft_ids)), "one id for each draft token"
-        self._layer, self._target, self._settings = layer, target, settings
-        self._reader = TargetReader(target, layer.dtype, layer.config.taps, lookup)
-        self.reading_once = self._reader.reading_once
-        self._draft_ids = None if draft_ids is None else draft_ids.to(target.device)
-        self._head = None if head is None else head.to(target.device)
+        self.layer, self._target, self._settings = layer, target, settings
+        self.reader = TargetReader(target, layer.dtype, layer.config.taps)
+        self.draft_ids = None if draft_ids is None else draft_ids.to(target.device)
+        """Target tokens that the drafter can propose; None: all."""
+        self.head = None if head is None else head.to(target.device)
+        """Head of the drafter if it is not the target's; never trained."""
         layer.requires_grad_(True)
         layer.fuse()
-        self._optimizer = make_optimizer(
-            layer, settings.optimizer, settings.matrix_rate, settings.total_steps
-        )
-        self._steps = 0
+        self._optimizer = _optimizer(layer, settings)
+        self.steps = 0
+        """Number of updates."""
         self._begun: _Begun | None = None
         """Part of an update that was stopped."""
 
-    @property
-    def steps(self) -> int:
-        """Number of updates."""
-        return self._steps
-
-    @property
-    def layer(self) -> EagleLayer:
-        """The drafter."""
-        return self._layer
-
-    @property
-    def draft_ids(self) -> Int[Tensor, "draft"] | None:
-        """Target tokens that the drafter can propose; None: all."""
-        return self._draft_ids
-
-    @property
-    def head(self) -> Float[Tensor, "draft hidden"] | None:
-        """Head of the drafter if it is not the target's; never trained."""
-        return self._head
-
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """Empty: the weights follow from gradients."""
-        return {}
-
-    def step(self, batch: Sequence[PackedSequences]) -> TrainerReport:
-        """Make one update on a batch of micro-batches."""
-        report = self.try_step(batch, lambda: False)
-        assert report is not None, "it is never stopped"
-        return report
-
-    def try_step(
-        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool]
-    ) -> TrainerReport | None:
-        """Make one update; None if `stopped` returned True before it was made.
+    def step(
+        self, batch: Sequence[PackedSequences], stopped: Callable[[], bool] = never
+    ) -> TrainerReport:
+        """Make one update on a batch of micro-batches; Interrupted if `stopped` returns True.
 
         `stopped` is called before every micro-batch, between its parts and the target's layers, and
         before the update. Micro-batches that are finished stay so: the next call is given the same
@@ -186,24 +146,23 @@ class DrafterTrainer:
                 f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
+        if self._begun is None:
+            self._begun = _Begun(torch.zeros(2, len(counts), dtype=torch.float64))
         begun = self._begun
-        if begun is None:
-            begun = _Begun(torch.zeros(3, len(counts), dtype=torch.float64))
-            self._begun = begun
         try:
-            with self._reader.interrupted_by(stopped):
+            with self.reader.interrupted_by(stopped):
                 for packed in batch[begun.num_done :]:
-                    self._reader.check()
+                    self.reader.check()
                     self._learn(packed, counts, begun)
-                self._reader.check()
-            update = self._optimizer.update(self._steps)
+                self.reader.check()
+            update = self._optimizer.update(self.steps)
         except Interrupted:
-            return None
+            raise
         except BaseException:
             self._discard()
             raise
         self._begun = None
-        self._steps += 1
+        self.steps += 1
         return TrainerReport(
             loss=begun.loss,
             depths=DepthReport.of(begun.scores, counts),
@@ -218,14 +177,15 @@ class DrafterTrainer:
         """Add the gradients of a micro-batch; interrupted, it adds nothing."""
         sums = self._forward(packed, counts)
         if sums is not None:
-            if not sums.loss.isfinite():
+            loss, scores, num_reused = sums
+            if not loss.isfinite():
                 raise NonFiniteError(
-                    f"step {self._steps}: the loss is not finite; no update was made"
+                    f"step {self.steps}: the loss is not finite; no update was made"
                 )
-            torch.autograd.backward(sums.loss)
-            begun.loss += float(sums.loss.detach())
-            begun.scores += sums.scores
-            begun.num_reused += sums.num_reused
+            torch.autograd.backward(loss)
+            begun.loss += float(loss.detach())
+            begun.scores += scores
+            begun.num_reused += num_reused
         begun.num_done += 1
 
     def _discard(self) -> None:
@@ -233,35 +193,24 @@ class DrafterTrainer:
         self._begun = None
 
     def evaluate(
-        self, batch: Sequence[PackedSequences], num_depths: int | None = None
+        self,
+        batch: Sequence[PackedSequences],
+        num_depths: int,
+        stopped: Callable[[], bool] = never,
     ) -> DepthReport:
-        """Measure on texts without training: `num_depths` depths, by default those trained.
+        """Measure on texts without training; Interrupted if stopped, as `step` is.
 
         Depths that no text reaches are left out.
         """
-        depths = self.try_evaluate(batch, lambda: False, num_depths)
-        assert depths is not None, "it is never stopped"
-        return depths
-
-    def try_evaluate(
-        self,
-        batch: Sequence[PackedSequences],
-        stopped: Callable[[], bool],
-        num_depths: int | None = None,
-    ) -> DepthReport | None:
-        """Measure as `evaluate` does; None if stopped, as `try_step` is."""
-        counts = self._counts(batch, num_depths or self._settings.unroll_steps)
+        counts = self._counts(batch, num_depths)
         counts = counts[: counts.index(0)] if 0 in counts else counts
-        scores = torch.zeros(3, len(counts), dtype=torch.float64)
-        try:
-            with torch.no_grad(), self._reader.interrupted_by(stopped):
-                for packed in batch:
-                    self._reader.check()
-                    sums = self._forward(packed, counts, is_measured=True)
-                    if sums is not None:
-                        scores += sums.scores
-        except Interrupted:
-            return None
+        scores = torch.zeros(2, len(counts), dtype=torch.float64)
+        with torch.no_grad(), self.reader.interrupted_by(stopped):
+            for packed in batch:
+                self.reader.check()
+                sums = self._forward(packed, counts, is_measured=True)
+                if sums is not None:
+                    scores += sums[1]
         return DepthReport.of(scores, counts)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -272,21 +221,21 @@ class DrafterTrainer:
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
         own = without_prefix(_LAYER, tensors)
-        check_parameters(self._layer, own)
+        check_parameters(self.layer, own)
         self._optimizer.load(without_prefix(_OPTIMIZER, tensors))
         self._discard()
         self.load_weights(own)
-        self._steps = steps
+        self.steps = steps
 
     def weights(self) -> dict[str, Tensor]:
         """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
-        return copy_parameters(self._layer, self._draft_ids if self._head is None else None)
+        return copy_parameters(self.layer, self.draft_ids if self.head is None else None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the parameters and keep the moments; CheckpointError if misshapen."""
-        load_parameters(self._layer, weights)
+        load_parameters(self.layer, weights)
         if DRAFT_IDS in weights:
-            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
+            self.draft_ids = weights[DRAFT_IDS].to(self._target.device)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
@@ -307,18 +256,16 @@ class DrafterTrainer:
         """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
         pairs = Pairs.of(here).for_loss(len(counts))
-        rows = pairs.chosen
-        assert rows is not None, "chosen for the loss"
-        chosen = pairs.trained[rows].nonzero()[:, 0]
+        chosen = pairs.trained[pairs.chosen].nonzero()[:, 0]
         if not len(chosen):
             return None
-        in_loss = rows[chosen]
+        in_loss = pairs.chosen[chosen]
         dtype = self._target.dtype
         with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
-            states = self._reader.read(here, pairs, is_measured=is_measured)
-        self._reader.check()
+            states = self.reader.read(here, pairs, is_measured=is_measured)
+        self.reader.check()
         with self._autocast():
-            outputs = unroll(self._layer, states.features, states.embeddings, pairs, len(counts))
+            outputs = unroll(self.layer, states.features, states.embeddings, pairs, len(counts))
             scored = torch.stack([output.scored.index_select(0, chosen) for output in outputs])
         head = self._target.head.weight.detach()
         if dtype != torch.float64:
@@ -326,34 +273,45 @@ class DrafterTrainer:
         teacher = Teacher(
             hidden=states.after.index_select(0, in_loss),
             head=head,
-            draft_ids=self._draft_ids,
-            drafter_head=self._head,
+            draft_ids=self.draft_ids,
+            drafter_head=self.head,
         )
         exist = torch.stack([pairs.exist(depth)[in_loss] for depth in range(len(counts))])
-        sums = self._sums(scored, teacher, exist, counts)
-        return replace(sums, num_reused=int(states.reused[in_loss].sum()))
+        loss, scores = self._loss(scored, teacher, exist, counts)
+        return loss, scores, int(states.reused[in_loss].sum())
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         device = self._target.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self._settings.autocast and enabled)
 
-    def _sums(
+    def _loss(
         self,
         scored: Float[Tensor, "depths rows hidden"],
         teacher: Teacher,
         exist: Bool[Tensor, "depths rows"],
         counts: Sequence[int],
-    ) -> _Sums:
-        rows = score_rows(scored, teacher, before_chunk=self._reader.check)
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "2 depths"]]:
+        """Return the loss, and the sums of agreement and overlap over rows."""
+        rows = score_rows(scored, teacher, self.reader.check)
         per_row = rows.cross_entropy
-        if self._layer.config.recipe == "eagle1":
-            expected = teacher.hidden.to(scored.dtype)
-            regression = torch.stack([feature_loss(feature, expected) for feature in scored])
+        if self.layer.config.recipe == "eagle1":
+            wanted = teacher.hidden.to(scored.dtype).expand_as(scored)
+            regression = F.smooth_l1_loss(scored, wanted, reduction="none").mean(-1)
             per_row = FEATURE_WEIGHT * regression + TOKEN_WEIGHT * per_row
-        decayed = depth_weights(len(counts), self._settings.decay)
-        weights = [weight / count for weight, count in zip(decayed, counts, strict=True)]
+        weights = [DECAY**depth / count for depth, count in enumerate(counts)]
         loss = ((per_row * exist).sum(-1) * per_row.new_tensor(weights)).sum()
         with torch.no_grad():
-            scores = torch.stack((rows.agreement, rows.overlap, rows.cross_entropy))
-            sums = (scores * exist).sum(-1, dtype=torch.float64).cpu()
-        return _Sums(loss, sums)
+            scores = torch.stack((rows.agreement, rows.overlap))
+            return loss, (scores * exist).sum(-1, dtype=torch.float64).cpu()
+
+
+def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
+    """Return Muon for the matrices, if it has a rate; AdamW for all other parameters."""
+    named, total = dict(layer.named_parameters()), settings.total_steps
+    if settings.matrix_rate is None:
+        return Optimizer(named.items(), settings.optimizer, total_steps=total)
+    matrices = {name: p for name, p in named.items() if p.dim() == 2}
+    others = [(name, p) for name, p in named.items() if p.dim() < 2]
+    return MuonOptimizer(
+        matrices, others, settings.optimizer, matrix_rate=settings.matrix_rate, total_steps=total
+    )

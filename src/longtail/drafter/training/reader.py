@@ -1,13 +1,13 @@
 """The target's states for packed texts: looked up where an engine kept them, else computed.
 
-    packed --sequence by sequence--> lookup --rows---------------------------> states --> features
-                                        `--None--> one packed pass over those ---^  `--> final
+    packed --sequence by sequence--> found --rows----------------------------> states --> features
+                                       `--None--> one packed pass over those ---^  `--> final
 
 A state follows from the weights and the tokens before it, so both ways give the same states; a
 window's are looked up with the text before it, and computed without.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -23,9 +23,6 @@ from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
 from longtail.types import PackedSequences
 
-StateLookup = Callable[[Sequence[int], int], Tensor | None]
-"""Maps the tokens of a text and its prompt length to the states of `training_taps` at each token,
-under the target's present weights, or None. The last row is never read."""
 _FINAL = Taps(final=True)
 
 
@@ -34,7 +31,8 @@ def training_taps(recipe: Taps) -> Taps:
     return recipe.union(_FINAL)
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Return False: nothing stops."""
     return False
 
 
@@ -60,14 +58,14 @@ class Reading:
 class TargetReader:
     """Reads a target for a drafter of its shape, and never writes it."""
 
-    def __init__(
-        self, target: Transformer, dtype: torch.dtype, taps: Taps, lookup: StateLookup | None
-    ) -> None:
-        self._target, self._dtype, self._lookup = target, dtype, lookup
+    def __init__(self, target: Transformer, dtype: torch.dtype, taps: Taps) -> None:
+        self._target, self._dtype = target, dtype
         self._recipe, self._taps = taps, training_taps(taps)
+        self.found: Mapping[tuple[int, ...], Tensor] = {}
+        """States of texts that an engine kept, by their tokens; the last row is never read."""
         self._kept: dict[tuple[int, ...], Tensor] | None = None
         """States of measured texts by their tokens, in `reading_once`."""
-        self._stopped: Callable[[], bool] = _never
+        self._stopped: Callable[[], bool] = never
 
     @contextmanager
     def reading_once(self) -> Iterator[None]:
@@ -88,7 +86,7 @@ class TargetReader:
                     hooks.callback(layer.register_forward_pre_hook(self.check).remove)
                 yield
         finally:
-            self._stopped = _never
+            self._stopped = never
 
     def check(self, *_: object) -> None:
         """Raise Interrupted if a stop was asked for; outside of `interrupted_by` it never was."""
@@ -98,8 +96,7 @@ class TargetReader:
     @torch.no_grad()
     def read(self, packed: PackedSequences, pairs: Pairs, *, is_measured: bool = False) -> Reading:
         """Return the states of all pairs; `packed` is on the target's device."""
-        found = self._looked_up(packed)
-        states = self._states(packed, found)
+        states, found = self.states(packed)
         if is_measured and self._kept is not None:
             tokens = packed.tokens.tolist()
             for start, end in pairwise(packed.cu_seqlens):
@@ -107,47 +104,32 @@ class TargetReader:
         features, final = (self._taps.pick(taps, states) for taps in (self._recipe, _FINAL))
         assert features is not None, "every recipe taps something"
         assert final is not None, "the final state is tapped"
-        reused = torch.tensor([each is not None for each in found], device=states.device)
         return Reading(
             features=features.index_select(0, pairs.rows).to(self._dtype),
             embeddings=self._target.embedding(packed.tokens[pairs.rows + 1]).to(self._dtype),
             after=final.index_select(0, pairs.rows + 1),
-            reused=reused[packed.sequence[pairs.rows]],
+            reused=found[packed.sequence[pairs.rows]],
         )
 
     @torch.no_grad()
-    def states(self, packed: PackedSequences) -> Float[Tensor, "tokens states"]:
-        """Return the states of all tokens; `packed` is on the target's device."""
-        return self._states(packed, self._looked_up(packed))
-
-    def _looked_up(self, packed: PackedSequences) -> list[Tensor | None]:
-        tokens, in_loss = packed.tokens.tolist(), packed.loss_mask.tolist()
-        found: list[Tensor | None] = []
-        for start, end in pairwise(packed.cu_seqlens):
-            own, states = tokens[start:end], None
-            if self._kept:
-                states = self._kept.get(tuple(own))
-            if states is None and self._lookup is not None:
-                states = self._lookup(own, in_loss[start:end].count(0.0))
-            found.append(states)
-        return found
-
-    def _states(
-        self, packed: PackedSequences, found: Sequence[Tensor | None]
-    ) -> Float[Tensor, "tokens states"]:
-        """Compute the states that were not found and join all in packed order."""
-        spans = list(pairwise(packed.cu_seqlens))
-        lengths = [b - a for (a, b), rows in zip(spans, found, strict=True) if rows is None]
+    def states(
+        self, packed: PackedSequences
+    ) -> tuple[Float[Tensor, "tokens states"], Bool[Tensor, "texts"]]:
+        """Return the states of all tokens, and whether those of a text were looked up."""
+        tokens, kept = packed.tokens.tolist(), self._kept or {}
+        texts = [tuple(tokens[start:end]) for start, end in pairwise(packed.cu_seqlens)]
+        rows = [kept.get(text, self.found.get(text)) for text in texts]
+        found = torch.tensor([each is not None for each in rows], device=packed.tokens.device)
+        lengths = [len(text) for text, each in zip(texts, rows, strict=True) if each is None]
         if not lengths:
-            return torch.cat([rows for rows in found if rows is not None])
-        missing = torch.tensor([rows is None for rows in found], device=packed.tokens.device)
-        chosen = missing[packed.sequence]
+            return torch.cat([each for each in rows if each is not None]), found
+        chosen = ~found[packed.sequence]
         attention = PackedAttention((0, *accumulate(lengths)))
         _, computed = self._target.forward_with_features(
             packed.tokens[chosen], packed.positions[chosen], attention, self._taps
         )
         assert computed is not None, "the final state is tapped"
-        if len(lengths) == len(found):
-            return computed
+        if len(lengths) == len(texts):
+            return computed, found
         parts = iter(torch.split(computed, lengths))
-        return torch.cat([next(parts) if rows is None else rows for rows in found])
+        return torch.cat([next(parts) if each is None else each for each in rows]), found

@@ -4,12 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from torch import Tensor, nn
-
-from longtail.config.sections import OptimizerSection
-from longtail.drafter.eagle.layer import EagleLayer
-from longtail.rl.muon import MuonOptimizer
-from longtail.rl.optim import Optimizer
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +44,7 @@ class SpotEnd(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotReport:
-    """Work and result of an interval of spot training.
-
-    Example: SpotReport(num_steps=41, num_tokens=80_000, num_reused=60_000, seconds=9.7,
-                        reason=SpotEnd.STOPPED, replica=replica)
-    """
+    """Work and result of an interval of spot training."""
 
     num_steps: int
     num_tokens: int
@@ -64,16 +55,3 @@ class SpotReport:
     reason: SpotEnd
     replica: Replica | None
     """Best replica measured in this interval."""
-
-
-def make_optimizer(
-    layer: EagleLayer,
-    settings: OptimizerSection,
-    matrix_rate: float | None,
-    total_steps: int = 0,
-) -> Optimizer | MuonOptimizer:
-    """Return Muon for the matrices at `matrix_rate`; AdamW for all parameters if it is None."""
-    if matrix_rate is None:
-        return Optimizer(layer.named_parameters(), settings, total_steps=total_steps)
-    module = nn.ModuleDict({"layers": nn.ModuleList([layer])})  # Muon applies inside `layers`
-    return MuonOptimizer(module, settings, matrix_rate=matrix_rate, total_steps=total_steps)

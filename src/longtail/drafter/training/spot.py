@@ -14,8 +14,7 @@ idle, what is published, and how texts and weights are transferred.
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, final, runtime_checkable
 
@@ -25,22 +24,19 @@ from torch import Tensor
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
+from longtail.drafter.training.reader import Interrupted
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, are_finite
+from longtail.drafter.weights import DrafterWeights, are_finite, without_ids
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import pack_texts
-from longtail.types import PackedSequences
 
 _log = logging.getLogger("longtail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotSettings:
-    """Settings of spot training.
-
-    Example: SpotSettings(trainer=TrainerSettings(), batch_tokens=768, tokens_per_micro_batch=384)
-    """
+    """Settings of spot training."""
 
     trainer: TrainerSettings
     batch_tokens: int
@@ -103,7 +99,10 @@ class StateStore(Protocol):
         """Return whether the states of a text are there."""
 
     def find(self, tokens: Sequence[int], prompt_len: int) -> Tensor | None:
-        """Return the states of a text, as `training.reader.StateLookup` does."""
+        """Return the states of a text at each token, under the target's present weights, or None.
+
+        They are those of `training.reader.training_taps`. The last row is never read.
+        """
 
 
 @final
@@ -125,18 +124,10 @@ class SpotTrainer:
         head: Float[Tensor, "draft hidden"] | None = None,
         store: StateStore | None = None,
     ) -> None:
-        self._store = store
-        self._states: dict[tuple[int, ...], Tensor] = {}
-        """States of the windows at hand that the store has, by their tokens."""
         self._trainer = DrafterTrainer(
-            layer,
-            target,
-            settings.trainer,
-            draft_ids=draft_ids,
-            head=head,
-            lookup=lambda tokens, _: self._states.get(tuple(tokens)),
+            layer, target, settings.trainer, draft_ids=draft_ids, head=head
         )
-        self._settings = settings
+        self._store, self._settings = store, settings
         self._min_len = settings.trainer.unroll_steps + 2
         """Tokens of the shortest text that is trained at every depth."""
         assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
@@ -144,11 +135,6 @@ class SpotTrainer:
         self._batch: tuple[TextWindow, ...] = ()
         """Texts of an update that was stopped."""
         self._since = _SinceBase()
-
-    @property
-    def base_version(self) -> int | None:
-        """Version of the drafter that the replica started from; None before the first."""
-        return None if self._base is None else self._base.version
 
     def begin(self, published: DrafterWeights) -> None:
         """Start a replica from a published drafter; a replica of that version continues.
@@ -161,8 +147,7 @@ class SpotTrainer:
         if base is not None and published.version == base.version:
             return
         if base is not None and base.has_parameters_of(published):
-            own = self._trainer.weights()
-            own.pop(DRAFT_IDS, None)
+            own = without_ids(self._trainer.weights())
             self._trainer.load_weights({**published.tensors, **own})
         else:
             moved = self._unmeasured_moves()
@@ -190,8 +175,10 @@ class SpotTrainer:
             buffer.prefer(self._store.has)
         interval, base = _Interval(), self._require_base()
         try:
-            with self._trainer.reading_once():
+            with self._trainer.reader.reading_once():
                 reason = self._train(buffer, stopped, interval, on_measured)
+        except Interrupted:
+            reason = SpotEnd.STOPPED
         except NonFiniteError as error:
             _log.warning("spot training: %s; the replica is discarded", error)
             reason, interval.best = SpotEnd.NOT_FINITE, None
@@ -219,18 +206,17 @@ class SpotTrainer:
         while not stopped():
             if self._since.num_unmeasured >= settings.measure_every:
                 replica = self._measure(buffer, stopped, interval)
-                if replica is None:
-                    break
                 self._since.num_unmeasured, self._since.measured = 0, replica.weights
                 on_measured(interval.record(replica))
             texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
             texts, self._batch = self._looked_up(texts), ()
             if not texts:
                 return SpotEnd.NO_TEXTS
-            report = self._trainer.try_step(pack_texts(texts, max_len), stopped)
-            if report is None:
+            try:
+                report = self._trainer.step(pack_texts(texts, max_len), stopped)
+            except Interrupted:
                 self._batch = texts
-                break
+                raise
             self._since.num_tokens += report.num_trained
             self._since.num_unmeasured += 1
             interval.num_steps += 1
@@ -240,23 +226,28 @@ class SpotTrainer:
 
     def _measure(
         self, buffer: DrafterBuffer, stopped: Callable[[], bool], interval: _Interval
-    ) -> Replica | None:
-        """Compare the replica with its base; None if stopped."""
+    ) -> Replica:
+        """Compare the replica with its base; NaN without text."""
         base, weights = self._require_base(), self._trainer.weights()
         if not are_finite(weights):
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
         max_len = self._settings.tokens_per_micro_batch
         texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
-        packed = pack_texts(texts, max_len)
+        packed, num_depths = pack_texts(texts, max_len), self._settings.num_depths
+
+        def accept_len() -> float:
+            if not packed:
+                return math.nan
+            return self._trainer.evaluate(packed, num_depths, stopped).accept_len
+
         if texts != interval.base_texts:
-            with self._using(base.tensors):
-                known = self._accept_len(packed, stopped)
-            if known is None:
-                return None
-            interval.base_texts, interval.base_accept_len = texts, known
-        own = self._accept_len(packed, stopped)
-        if own is None:
-            return None
+            self._trainer.load_weights(base.tensors)
+            try:
+                interval.base_accept_len = accept_len()
+            finally:
+                self._trainer.load_weights(weights)
+            interval.base_texts = texts
+        own = accept_len()
         return Replica(
             base_version=base.version,
             weights=weights,
@@ -266,35 +257,15 @@ class SpotTrainer:
             base_accept_len=interval.base_accept_len,
         )
 
-    def _accept_len(
-        self, packed: Sequence[PackedSequences], stopped: Callable[[], bool]
-    ) -> float | None:
-        """Return the expected accept length; NaN without text, None if stopped."""
-        if not packed:
-            return math.nan
-        depths = self._trainer.try_evaluate(packed, stopped, self._settings.num_depths)
-        return None if depths is None else depths.accept_len
-
-    @contextmanager
-    def _using(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Load other weights for the duration of the context."""
-        own = self._trainer.weights()
-        self._trainer.load_weights(weights)
-        try:
-            yield
-        finally:
-            self._trainer.load_weights(own)
-
     def _looked_up(self, windows: Sequence[TextWindow]) -> tuple[TextWindow, ...]:
         """Return the windows that are long enough, and take their states from the store."""
         chosen = tuple(window for window in windows if len(window.tokens) >= self._min_len)
-        self._states = {}
-        if self._store is None:
-            return chosen
-        for each in chosen:
-            states = self._store.find(each.text.tokens, each.text.prompt_len)
-            if states is not None:
-                self._states[each.tokens] = states[each.start : each.start + len(each.tokens)]
+        self._trainer.reader.found = found = dict[tuple[int, ...], Tensor]()
+        if self._store is not None:
+            for each in chosen:
+                states = self._store.find(each.text.tokens, each.text.prompt_len)
+                if states is not None:
+                    found[each.tokens] = states[each.start : each.start + len(each.tokens)]
         return chosen
 
     def _unmeasured_moves(self) -> dict[str, Tensor]:
@@ -302,8 +273,7 @@ class SpotTrainer:
         if self._base is None or not self._since.num_unmeasured:
             return {}
         before = self._since.measured or self._base.tensors
-        own = self._trainer.weights()
-        own.pop(DRAFT_IDS, None)
+        own = without_ids(self._trainer.weights())
         return {name: each - before[name].to(each.device) for name, each in own.items()}
 
     def _require_base(self) -> DrafterWeights:
