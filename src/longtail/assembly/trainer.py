@@ -15,7 +15,7 @@ from longtail.assembly.policy import check_policy, shape_of
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.vllm import uses_vllm
 from longtail.assembly.worker import build_worker
-from longtail.cluster.group import GroupSettings, WorkerGroup
+from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import LocalWorkerPool, Place, WorkerPool
 from longtail.cluster.workers.worker import Worker
@@ -26,7 +26,7 @@ from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 from longtail.model.transformer import ModelConfig
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
-from longtail.rl.streaming import streams, why_not
+from longtail.rl.streaming import why_not
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
@@ -134,26 +134,13 @@ def _started(
     folders = [directory, *(home for _, home in found if home is not None)]
     make = partial(build_worker, config, directory, [name for name, _ in found], limits)
     pool = _worker_pool(config, folders, make, log, on_progress)
-    workers = WorkerGroup(pool, group_settings(config), on_progress=on_progress, log=log)
+    workers = WorkerGroup(pool, config, on_progress=on_progress, log=log)
     try:
         workers.begin()
     except BaseException:
         workers.close()
         raise
     return workers
-
-
-def group_settings(config: RunConfig) -> GroupSettings:
-    """Return the settings of the workers as a group."""
-    return GroupSettings(
-        cluster=config.cluster,
-        max_running=config.rollout.max_running,
-        shares=config.rollout.sharing,
-        learns_ahead=streams(config),
-        is_sharded=config.is_sharded,
-        buffer_bytes=config.spot.buffer_mb * 2**20,
-        seed=config.run.seed,
-    )
 
 
 def _check(config: RunConfig, directory: Path) -> None:

@@ -30,6 +30,4 @@ def test_wait_runs_the_task_and_returns_its_exception(tmp_path):
     assert not ended.is_lost
     with pytest.raises(ClusterError, match="no drafter that can be trained"):
         ended.value()
-    assert pool.ask(0, Worker.progress) == Progress()
-    with pytest.raises(ClusterError, match="cannot be replaced"):
-        pool.replace(0)
+    assert pool.answers(Worker.progress, {0: ()}) == {0: Progress()}

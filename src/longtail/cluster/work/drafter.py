@@ -14,7 +14,6 @@ from longtail.cluster.records import Forecast
 from longtail.cluster.timeline import Mark
 from longtail.cluster.work.publisher import Publisher
 from longtail.cluster.work.work import IdleWork
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
@@ -30,8 +29,6 @@ POLL_S = 1.0
 @final
 class DrafterWork(IdleWork):
     """The texts of one rollout, and the replicas trained on them."""
-
-    is_endless = True
 
     def __init__(
         self,
@@ -103,7 +100,7 @@ class DrafterWork(IdleWork):
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start training on an idle worker."""
         self.send_texts(worker)
-        self._supervisor.start(worker, tasks.TRAIN_DRAFTER, self._publisher.published)
+        self._supervisor.start(worker, Worker.train_drafter, self._publisher.published)
 
     def end(self, worker: int) -> None:
         """Ask a worker that trains to stop."""

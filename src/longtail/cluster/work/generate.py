@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Stopped, Worker
@@ -75,7 +74,7 @@ class Generation:
         shard = self._waiting.pop(0)
         self._held[worker] = {each.request_id: each for each in shard}
         self._num_known[worker] = 0
-        self._supervisor.start(worker, tasks.GENERATE, shard, self._learns, self._begun_of(shard))
+        self._supervisor.start(worker, Worker.generate, shard, self._learns, self._begun_of(shard))
 
     def on_ended(self, ended: TaskResult[Any]) -> tuple[ShardResult, list[Request]] | None:
         """Record the end of a worker's task; return the result of a shard, with its requests.

@@ -12,9 +12,9 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.work.work import IdleWork
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.worker import Worker
 from longtail.types import Completion, MicroBatch, SamplingParams
 
 _FADE = 0.8
@@ -88,7 +88,7 @@ class LearningWork(IdleWork):
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
         self._running[worker] = unit, self._supervisor.now()
-        self._supervisor.start(worker, tasks.ACCUMULATE, unit, self._sampling)
+        self._supervisor.start(worker, Worker.accumulate, unit, self._sampling)
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record that a micro-batch is in a worker's sums, or not."""

@@ -6,12 +6,10 @@ The borrower computes its steps on more threads, which changes no bit of a text 
 the threads of its learner alone. A lender has no task, so any other work may begin at once.
 """
 
-from collections.abc import Collection
-from typing import Any, final
+from typing import final
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.work.work import IdleWork
-from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
@@ -20,8 +18,6 @@ from longtail.cluster.workers.worker import Worker
 @final
 class LendingWork(IdleWork):
     """The cores that are lent in one rollout; `lends` has the borrower of each lender."""
-
-    is_endless = True
 
     def __init__(self, supervisor: WorkerSupervisor, lends: dict[int, int]) -> None:
         self._supervisor, self._lends = supervisor, lends
@@ -35,25 +31,19 @@ class LendingWork(IdleWork):
     def start(self, worker: int, forecast: Forecast) -> None:
         """Lend the cores of an idle worker."""
         borrower = forecast.loans[worker].borrower
-        self._supervisor.begin_lending(worker)
+        self._supervisor.states.move(worker, State.LENDING)
         self._lends[worker] = borrower
         self._tell(borrower)
 
     def end(self, worker: int) -> None:
         """Take the cores back; the worker is idle."""
-        self._supervisor.end_lending(worker)
+        self._supervisor.states.move(worker, State.IDLE)
         self._tell(self._lends.pop(worker))
-
-    def on_ended(self, ended: TaskResult[Any]) -> None:
-        """Do nothing: a lender has no task; `on_lost` is called, too."""
 
     def on_lost(self, worker: int) -> None:
         """Forget a lost lender."""
         if (borrower := self._lends.pop(worker, None)) is not None:
             self._tell(borrower)
-
-    def poll(self, answering: Collection[int]) -> None:
-        """Do nothing: loans are weighed anew after each poll."""
 
     def _is_generating(self, worker: int) -> bool:
         return worker in self._supervisor.workers(State.GENERATING)

@@ -7,7 +7,6 @@ drafter, `lending` lends cores to a worker that writes. Each kind predicts its g
 `Forecast`, whose numbers are measured.
 """
 
-import abc
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
@@ -17,36 +16,32 @@ from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 
 
-class IdleWork(abc.ABC):
+class IdleWork:
     """One kind of work for idle workers in one rollout."""
 
-    is_endless: bool
+    is_endless = True
     """Whether it goes on until it is ended."""
 
-    @abc.abstractmethod
     def rate(self, worker: int, forecast: Forecast) -> float:
         """Return the seconds that steps gain for each second of a worker's work from now on.
 
         `Forecast.slowdown` is subtracted. 0 if there is nothing to do.
         """
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start the work on an idle worker."""
+        raise NotImplementedError
 
     def end(self, worker: int) -> None:
         """End endless work of a worker, now or soon."""
-        raise NotImplementedError
 
-    @abc.abstractmethod
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a worker's task, or the loss of a worker that did it."""
 
-    @abc.abstractmethod
     def on_lost(self, worker: int) -> None:
         """Forget what a lost worker had, whatever it did."""
 
-    @abc.abstractmethod
     def poll(self, answering: Collection[int]) -> None:
         """Exchange what is new with the workers, of which only those in `answering` are asked."""
 

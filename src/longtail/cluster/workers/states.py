@@ -16,7 +16,6 @@ the timeline of a step is made (`timeline`). It starts and stops nothing: the su
 """
 
 import enum
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -47,25 +46,19 @@ class State(enum.Enum):
     """Its process is gone."""
 
 
+_WORK = (State.GENERATING, State.SPOT, State.AHEAD, State.LENDING, State.LEARNING)
 _FOLLOWERS = {
+    **dict.fromkeys(_WORK, (State.IDLE, State.DEAD)),
     State.STARTING: (State.IDLE, State.ABSENT, State.DEAD),
     State.ABSENT: (State.STARTING, State.DEAD),
-    State.IDLE: tuple(state for state in State if state.name not in ("STARTING", "ABSENT", "IDLE")),
-    State.GENERATING: (State.IDLE, State.DEAD),
-    State.SPOT: (State.IDLE, State.DEAD),
-    State.AHEAD: (State.IDLE, State.DEAD),
-    State.LENDING: (State.IDLE, State.DEAD),
-    State.LEARNING: (State.IDLE, State.DEAD),
+    State.IDLE: (*_WORK, State.DEAD),
     State.DEAD: (State.STARTING,),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An interval in which a worker was in one state.
-
-    Example: Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=2.5)
-    """
+    """An interval in which a worker was in one state."""
 
     worker: int
     state: State
@@ -85,7 +78,7 @@ class WorkerStates:
     A change that the diagram above does not show is refused and changes nothing.
     """
 
-    def __init__(self, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, num_workers: int, clock: Callable[[], float]) -> None:
         self._clock, self._begin_s = clock, clock()
         self._states = dict.fromkeys(range(num_workers), (State.STARTING, self._begin_s))
         """Present state of each worker, and when its span began."""
@@ -99,7 +92,7 @@ class WorkerStates:
         """Return the workers that are in one of these states, in ascending order."""
         return [worker for worker, (state, _) in self._states.items() if state in states]
 
-    def move(self, worker: int, state: State, reason: str = "") -> None:
+    def move(self, worker: int, state: State) -> None:
         """Record that a worker entered a state now.
 
         Raises ClusterError if its present state does not lead there.
@@ -108,9 +101,8 @@ class WorkerStates:
         if state not in _FOLLOWERS[present]:
             allowed = ", ".join(follower.name for follower in _FOLLOWERS[present])
             raise ClusterError(
-                f"worker {worker} cannot go from {present.name} to {state.name}"
-                + (f" ({reason})" if reason else "")
-                + f"; {present.name} leads to {allowed}"
+                f"worker {worker} cannot go from {present.name} to {state.name}; "
+                f"{present.name} leads to {allowed}"
             )
         self._enter(worker, state, self._clock())
 

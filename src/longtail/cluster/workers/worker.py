@@ -10,16 +10,17 @@ for a task.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.components import Drafting, WorkerComponents
-from longtail.cluster.workers.mailbox import Mailbox
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.weights import DrafterWeights
@@ -35,6 +36,8 @@ from longtail.speculation.drafter import Statistics, Sums
 from longtail.system import memory
 from longtail.system.device import compute_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
+
+T = TypeVar("T")
 
 _MOST_TEXT = 1000
 """Most characters of a text that progress carries."""
@@ -59,11 +62,11 @@ class Worker:
         self._components = components
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
-        self._offers = Mailbox[DrafterWeights]()
-        self._new_texts = Mailbox[TextSnapshot]()
-        self._added = Mailbox[tuple[Sequence[Request], Sequence[Completion]]]()
-        self._asked_back = Mailbox[str]()
-        self._released = Mailbox[Completion]()
+        self._offers = deque[DrafterWeights]()
+        self._new_texts = deque[TextSnapshot]()
+        self._added = deque[tuple[Sequence[Request], Sequence[Completion]]]()
+        self._asked_back = deque[str]()
+        self._released = deque[Completion]()
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
@@ -92,8 +95,8 @@ class Worker:
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
         `begun`: what other workers released of some of them.
         """
-        for mailbox in (self._added, self._asked_back, self._released):
-            mailbox.take()  # about an earlier shard, which had ended when they came
+        for messages in (self._added, self._asked_back, self._released):
+            messages.clear()  # about an earlier shard, which had ended when they came
         self._lenders = 0
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
@@ -182,6 +185,11 @@ class Worker:
     def restore(self, state: PolicyState) -> None:
         """Continue from a policy; the weights at construction stay the KL reference."""
         self._components.learner.restore(state.learner, state.weights)
+
+    def continue_run(self, state: PolicyState) -> None:
+        """Restore a policy, and publish it, in a new process in the middle of a run."""
+        self.restore(state)
+        self.publish()
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
@@ -309,15 +317,15 @@ class Worker:
 
         They are ignored if it has ended by then; its result shows it.
         """
-        self._added.put([(requests, begun)])
+        self._added.append((requests, begun))
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Give up requests between two engine steps, as far as they are unfinished then."""
-        self._asked_back.put(request_ids)
+        self._asked_back.extend(request_ids)
 
     def drain_released(self) -> list[Completion]:
         """Return what was written of the requests released since the last call."""
-        return self._released.take()
+        return _taken(self._released)
 
     def borrow_cores(self, num_workers: int) -> None:
         """Generate on the cores of `num_workers` others, too, from the next engine step on."""
@@ -325,11 +333,11 @@ class Worker:
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add texts to train the drafter on."""
-        self._new_texts.put(texts)
+        self._new_texts.extend(texts)
 
     def offer(self, offer: DrafterWeights) -> None:
         """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
-        self._offers.put([offer])
+        self._offers.append(offer)
 
     def candidate(self) -> Replica | None:
         """Return the best drafter of the present training; None unless measured since."""
@@ -361,12 +369,12 @@ class Worker:
 
     def _release(self) -> None:
         generator = self._components.generator
-        asked = dict.fromkeys(self._asked_back.take())
+        asked = dict.fromkeys(_taken(self._asked_back))
         names = [name for name in asked if generator.is_unfinished(name)]
-        self._released.put([generator.abort(name) for name in names])
+        self._released.extend([generator.abort(name) for name in names])
 
     def _submit_added(self) -> None:
-        for requests, begun in self._added.take():
+        for requests, begun in _taken(self._added):
             before = {each.request_id: each for each in begun}
             shard = self._shard.requests | {each.request_id: each for each in requests}
             self._shard = _Shard(shard, self._shard.finished)
@@ -374,14 +382,14 @@ class Worker:
                 self._components.generator.submit(request, before.get(request.request_id))
 
     def _take_offers(self) -> None:
-        if offers := self._offers.take():
+        if offers := _taken(self._offers):
             newest = max(offers, key=lambda offer: offer.version)
             # An offer that came as a rollout ended may be older than the weights adopted since.
             if self._served is None or newest.version > self._served.version:
                 self.adopt(newest)
 
     def _take_new_texts(self) -> None:
-        if texts := self._new_texts.take():
+        if texts := _taken(self._new_texts):
             self._drafting().buffer.add(texts)
 
     def _texts_of(self, learns: bool) -> Statistics | None:
@@ -396,3 +404,12 @@ class Worker:
         if self._components.drafting is None:
             raise ClusterError("this worker has no drafter that can be trained")
         return self._components.drafting
+
+
+def _taken(items: deque[T]) -> list[T]:
+    """Remove and return what is there; other threads may add meanwhile."""
+    found = list[T]()
+    with suppress(IndexError):
+        while True:
+            found.append(items.popleft())
+    return found

@@ -14,7 +14,7 @@ from typing import Any, final
 import ray
 
 from longtail.cluster.workers.ray.hosts import Kit
-from longtail.errors import ClusterError
+from longtail.errors import AGAIN, ClusterError
 
 CONNECT_S = 2.0
 """Seconds for a connection to an existing cluster, and again for its answer."""
@@ -25,7 +25,6 @@ _HEAD_S = 45.0
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
 _SETTINGS = b"\x04"
-_AGAIN = "start again: the run resumes from its newest checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +98,7 @@ class Places:
             if now - self._answered_s > _HEAD_S:
                 raise ClusterError(
                     f"Ray's head at {self._head} has not answered for {_HEAD_S:.0f} s; start it "
-                    f"and the other hosts, then {_AGAIN}"
+                    f"and the other hosts, then {AGAIN}"
                 ) from error
             return False
         self._answered_s = now

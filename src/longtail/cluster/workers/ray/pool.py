@@ -76,7 +76,7 @@ class RayWorkerPool(WorkerPool):
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
-        self._make, self._size, self._gpus = make, size, gpus
+        self._make, self.size, self._gpus = make, size, gpus
         self._users.add(id(self))
         self._start_ray("" if cluster is None else cluster.address)
         send_tensors_as_arrays()
@@ -94,11 +94,6 @@ class RayWorkerPool(WorkerPool):
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return self._size
 
     def absent(self) -> frozenset[int]:
         """Return the workers whose processes wait for room on a host."""
@@ -129,13 +124,6 @@ class RayWorkerPool(WorkerPool):
             return []
         done, _ = ray.wait(calls, num_returns=1, timeout=timeout_s)
         return [ended for ref in done if (ended := self._ended(ref)) is not None]
-
-    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
-        """Call the message, and wait some seconds for the answer."""
-        answer = self.answers(message, {worker: args})[worker]
-        if isinstance(answer, ClusterError):
-            raise answer
-        return answer
 
     def answers(
         self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
@@ -236,7 +224,7 @@ class RayWorkerPool(WorkerPool):
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
                 RayWorkerPool._has_connected = True
             else:
-                RayWorkerPool._own_ray = OwnRay(self._size)
+                RayWorkerPool._own_ray = OwnRay(self.size)
         except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
@@ -263,7 +251,7 @@ class RayWorkerPool(WorkerPool):
     ) -> None:
         """Start the first task of a worker. `files` of directories are in Ray."""
         places = self._places
-        sharing = self._size if places is None else places.sharing(places.hosts[worker])
+        sharing = self.size if places is None else places.sharing(places.hosts[worker])
         place = Place(worker=worker, sharing=sharing)
         reference = actor.make.remote(self._make, place, self._kit, files)
         self._running[reference] = _Call(worker, "make")

@@ -17,7 +17,7 @@ _KINDS = {
         *("completed", "lengths", "drain_released", "add"),
     ),
     "drafter": ("adopt", "offer", "solve_drafter", "train_drafter", "candidate", "drafter"),
-    "policy": ("restore", "restore_saved", "policy_state", "learner_state"),
+    "policy": ("restore", "restore_saved", "continue_run", "policy_state", "learner_state"),
     "model": ("make",),
 }
 _KIND = {name: kind for kind, names in _KINDS.items() for name in names}
