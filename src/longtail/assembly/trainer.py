@@ -168,7 +168,6 @@ def _worker_pool(
     if own.workers == 1 and not own.address:
         return LocalWorkerPool(make, on_progress)
     try:
-        from longtail.cluster.workers.ray.cluster import Cluster
         from longtail.cluster.workers.ray.hosts import own_kit
         from longtail.cluster.workers.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -177,11 +176,10 @@ def _worker_pool(
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
     gpus = worker_gpus(config)
-    if not own.address:
-        return RayWorkerPool(make, own.workers, gpus=gpus, log=log)
-    on_vllm = uses_vllm(config, folders[0])
-    cluster = Cluster(address=own.address, kit=own_kit(folders, on_cpu=not gpus, on_vllm=on_vllm))
-    return RayWorkerPool(make, own.workers, cluster=cluster, gpus=gpus, log=log)
+    kit = None
+    if own.address:
+        kit = own_kit(folders, on_cpu=not gpus, on_vllm=uses_vllm(config, folders[0]))
+    return RayWorkerPool(make, own.workers, address=own.address, kit=kit, gpus=gpus, log=log)
 
 
 def _limits(config: RunConfig, longest_prompt: int, shape: ModelConfig) -> EngineLimits:

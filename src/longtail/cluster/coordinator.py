@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, Progress
+from longtail.cluster.records import Progress
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.schedule.forecast import RolloutForecast, Text
 from longtail.cluster.schedule.placement import PromptGroup, part_sizes, place
@@ -81,9 +81,10 @@ class RolloutCoordinator:
             takes_early=self.on_texts is not None,
             learns=self.learns,
         )
-        while generation.num_waiting or generation.workers:
+        while generation.waiting or generation.held:
             self._start_shards()
-            self.idle.assign(self._now(is_over=not generation.workers))
+            now, is_over = self.supervisor.now(), not generation.held
+            self.idle.assign(self.forecast.now(now, is_over=is_over))
             for ended in self.supervisor.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
@@ -99,12 +100,9 @@ class RolloutCoordinator:
             slowest=min(speeds),
         )
 
-    def _now(self, *, is_over: bool = False) -> Forecast:
-        return self.forecast.now(self.supervisor.now(), is_over=is_over)
-
     def _start_shards(self) -> None:
         """Start waiting shards on idle workers; others that lend or train end that for them."""
-        num_waiting = self._generation.num_waiting
+        num_waiting = len(self._generation.waiting)
         missing = max(num_waiting - len(self.supervisor.workers(State.IDLE)), 0)
         for worker in self._fastest(State.LENDING, State.SPOT)[:missing]:
             self.idle.end(worker)
@@ -148,7 +146,7 @@ class RolloutCoordinator:
     def _poll(self) -> None:
         """Report the progress of the rollout; exchange texts, offers and requests."""
         progress = self.supervisor.check_progress()
-        if not (held := self._generation.workers):
+        if not (held := self._generation.held):
             return
         running = {worker: each for worker, each in progress.items() if worker in held}
         beside = len(self.supervisor.workers(State.SPOT, State.AHEAD))
@@ -166,7 +164,7 @@ class RolloutCoordinator:
         lengths = self.supervisor.ask_each(Worker.lengths, dict.fromkeys(running, ()))
         loads = {each: self._texts_of(each, lengths.get(each, ())) for each in running}
         self.forecast.load(loads, now, self.hosts())
-        if not self.shares or self._generation.is_moving:
+        if not self.shares or self._generation.moves:
             return
         takers = self._fastest(State.IDLE, State.LENDING, State.SPOT, State.AHEAD)
         move = best_move(loads, takers, self._early_s(loads), self.forecast)
@@ -192,7 +190,7 @@ class RolloutCoordinator:
         """Return the unfinished texts of a worker."""
         found = []
         for name, written in lengths:
-            if (request := self._generation.request(worker, name)) is not None:
+            if (request := self._generation.held[worker].get(name)) is not None:
                 known = self.expected.get(request.group_id)
                 left = self.forecast.lengths.left(request, written, known)
                 found.append(Text(request=request, written=written, left=left))

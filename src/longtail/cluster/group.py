@@ -27,7 +27,6 @@ from longtail.cluster.work.lending import LendingWork
 from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
 from longtail.cluster.work.work import IdleCoordinator
 from longtail.cluster.workers.pool import WorkerPool
-from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.team import LearnerTeam
 from longtail.cluster.workers.worker import Worker
@@ -60,6 +59,16 @@ class WorkerGroup:
         self._on_progress, self._log = on_progress, log
         self._supervisor = WorkerSupervisor(pool, config, log, self._on_replaced)
         self._team = LearnerTeam(pool, self._supervisor, config, log)
+        self.workers = self._supervisor.workers
+        """Returns the workers that are in one of some states, in ascending order."""
+        self.abandon = self._supervisor.abandon
+        """Stops the tasks of an interrupted rollout, and drops their results."""
+        self.learner_state = self._team.state
+        """Copies the state of the learner beside the weights; of shards, all rows."""
+        self.drain_traffic = pool.drain_traffic
+        """Returns metrics of what passed between hosts since the last call; none on one host."""
+        self.close = pool.close
+        """Ends all workers."""
         self._shares = pool.size > 1 and config.rollout.sharing
         """Whether running requests move, and cores are lent."""
         self.num_parameters = 0
@@ -153,10 +162,6 @@ class WorkerGroup:
             task = {0: (self._publisher.published, limit_s)}
             self._spot.on_ended(self._supervisor.run(Worker.train_drafter, task)[0])
 
-    def abandon(self) -> None:
-        """Stop the tasks of an interrupted rollout, and drop their results."""
-        self._supervisor.abandon()
-
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if a worker is lost in it."""
         self._learn_rest()
@@ -208,7 +213,7 @@ class WorkerGroup:
             return None
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
-        return publisher.offer(spot.replicas, is_last=True)
+        return publisher.offer(list(spot.replicas.values()), is_last=True)
 
     def _solve(self, sums: Sums) -> dict[str, Tensor]:
         """Return the drafter that follows from sums, solved by some workers together."""
@@ -233,10 +238,6 @@ class WorkerGroup:
             return {}
         return self._publisher.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
 
-    def workers(self, *states: State) -> list[int]:
-        """Return the workers that are in one of these states, in ascending order."""
-        return self._supervisor.workers(*states)
-
     def drain_decisions(self) -> list[Decision]:
         """Return the decisions about the drafter since the last call."""
         return [] if self._publisher is None else self._publisher.drain_decisions()
@@ -247,10 +248,6 @@ class WorkerGroup:
         begin_s, end_s, spans = self._supervisor.states.drain()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
-    def drain_traffic(self) -> dict[str, float]:
-        """Return metrics of what passed between hosts since the last call; none on one host."""
-        return self._pool.drain_traffic()
-
     # ---- state
 
     def save_policy(self, path: Path) -> None:
@@ -260,10 +257,6 @@ class WorkerGroup:
     def policy_digest(self) -> str:
         """Return the SHA-256 of the policy's weights."""
         return self._supervisor.run_on((0,), Worker.policy_digest)[0]
-
-    def learner_state(self) -> LearnerState:
-        """Copy the state of the learner beside the weights; of shards, all rows."""
-        return self._team.state()
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Restore every learner from a checkpoint.
@@ -308,10 +301,6 @@ class WorkerGroup:
         """Continue as if `park` had not been called."""
         self._supervisor.run_on_all(Worker.unpark, path)
 
-    def close(self) -> None:
-        """End all workers."""
-        self._pool.close()
-
     # ---- helpers
 
     def _on_replaced(self, worker: int) -> None:
@@ -324,9 +313,8 @@ class WorkerGroup:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
         if groups is None or self._pool.size == 1 or not streams(self._config):
             return None
-        return LearningWork(
-            self._supervisor, groups, self._learning_times, requests[0].sampling, self._log
-        )
+        sampling, times = requests[0].sampling, self._learning_times
+        return LearningWork(self._supervisor, groups, times, sampling, self._log)
 
     def _hosts(self) -> dict[int, str]:
         """Return the hosts of the workers that are present; none if no cores can be lent."""

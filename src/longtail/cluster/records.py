@@ -14,10 +14,7 @@ from longtail.types import Completion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Progress of a worker's task; counts are of the present rollout.
-
-    Example: Progress(beats=812, num_finished=30, num_generated=9120, num_running=34, drafts=True)
-    """
+    """Progress of a worker's task; counts are of the present rollout."""
 
     beats: int = 0
     """Number of engine steps and micro-batches since the worker began: it rises during a task."""
@@ -57,10 +54,7 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The expected rest of the present rollout.
-
-    Example: Forecast(num_workers=4, rest_s=3.5, slowdown=0.05)
-    """
+    """The expected rest of the present rollout."""
 
     num_workers: int
     rest_s: float
@@ -74,10 +68,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loan:
-    """Cores that a worker lends to another one of its host.
-
-    Example: Loan(borrower=0, rate=0.37)
-    """
+    """Cores that a worker lends to another one of its host."""
 
     borrower: int
     rate: float

@@ -85,14 +85,6 @@ def test_idle_workers_learn_from_finished_groups_while_the_last_text_is_written(
     assert held(pool) == groups(TAIL)
 
 
-def test_learning_that_takes_longer_than_the_tail_goes_on_by_all_workers_after_it():
-    pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
-    group, result = rolled(pool, TAIL)
-    assert result.seconds == pytest.approx(9.9, rel=0.05)
-    group.learn([batch(2)])
-    assert held(pool) == groups(TAIL)
-
-
 def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once():
     pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
     group, _ = rolled(pool, TAIL)
@@ -104,13 +96,8 @@ def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once
 
 
 def test_a_lost_worker_takes_nothing_with_it():
-    pool = ScriptedPool(
-        3,
-        has_drafter=False,
-        token_s=token_s,
-        accumulate_s=0.02,
-        deaths=[Death(worker=1, at_s=12.0)],
-    )
+    deaths = [Death(worker=1, at_s=12.0)]
+    pool = ScriptedPool(3, has_drafter=False, token_s=token_s, accumulate_s=0.02, deaths=deaths)
     group, _ = rolled(pool, TAIL)
     group.learn([batch(2)])
     assert pool.births == [0, 1, 0]

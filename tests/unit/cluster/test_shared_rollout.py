@@ -99,12 +99,6 @@ def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
     assert pool.births == [1, 0]
 
 
-def test_a_slow_worker_that_makes_steps_is_not_replaced():
-    pool = ScriptedPool(2)
-    begun(pool).rollout(1, requests(999, 998))
-    assert pool.log_lines == []
-
-
 def test_progress_counts_finished_and_running_shards_once():
     received: list[Progress] = []
     faults = [Fault(worker=1, task="generate", after_s=4.0)]

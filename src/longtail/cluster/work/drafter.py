@@ -42,7 +42,8 @@ class DrafterWork(IdleWork):
         self._step, self._log = step, log
         self._sent: dict[int, int] = {}
         """Number of additions to the buffer that each worker has."""
-        self._replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, Replica] = {}
+        """Newest replica of each worker that trained."""
         self._num_finished: dict[int, int] = {}
         """Number of finished texts collected from each generating worker's shard."""
         self._failed: set[int] = set()
@@ -52,11 +53,6 @@ class DrafterWork(IdleWork):
         self.marks: list[Mark] = []
         publisher.begin_rollout()
         publisher.buffer.begin(step)
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """Newest replica of each worker that trained."""
-        return list(self._replicas.values())
 
     # ---- texts
 
@@ -154,7 +150,7 @@ class DrafterWork(IdleWork):
         self._offer(generating)
 
     def _take(self, worker: int, replica: Replica) -> None:
-        self._replicas[worker] = replica
+        self.replicas[worker] = replica
         self._publisher.gain.record(worker, replica)
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
@@ -163,7 +159,7 @@ class DrafterWork(IdleWork):
         self._failed.add(worker)
 
     def _offer(self, generating: Sequence[int]) -> None:
-        offer = self._publisher.offer(self.replicas)
+        offer = self._publisher.offer(list(self.replicas.values()))
         if offer is None:
             return
         name, now = f"drafter v{offer.version} offered", self._supervisor.now()

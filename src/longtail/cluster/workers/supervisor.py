@@ -89,6 +89,7 @@ class WorkerSupervisor:
         self._min_workers = config.cluster.min_workers or pool.size
         self.now = pool.now
         self.states = WorkerStates(pool.size, pool.now)
+        self.workers = self.states.workers
         self._processes = {worker: _Process(pool.now()) for worker in range(pool.size)}
         self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
@@ -104,10 +105,6 @@ class WorkerSupervisor:
     def present(self) -> list[int]:
         """Workers that are ready, in ascending order."""
         return [each for each in self._processes if self.states.state(each) not in _UNREADY]
-
-    def workers(self, *states: State) -> list[int]:
-        """Return the workers that are in one of these states, in ascending order."""
-        return self.states.workers(*states)
 
     # ---- tasks
 
@@ -125,7 +122,10 @@ class WorkerSupervisor:
         self._follow_room()
         self._copy_policy()
         found = []
-        for ended in self._drain_lost() or self._pool.wait(timeout_s):
+        errors = {worker: ClusterError(reason) for worker, reason in self._lost.items()}
+        self._lost.clear()
+        lost = [TaskResult(worker=w, error=error, is_lost=True) for w, error in errors.items()]
+        for ended in lost or self._pool.wait(timeout_s):
             state = self.states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
@@ -138,7 +138,9 @@ class WorkerSupervisor:
                     self._losses = 0
             if state not in _UNREADY:
                 found.append(ended)
-        self._mark_late_starters()
+        for worker in set(self.workers(State.STARTING)) - set(self._without_policy):
+            if self.now() - self._processes[worker].seen_s > READY_S:
+                self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")
         return found
 
     def run(
@@ -288,13 +290,6 @@ class WorkerSupervisor:
         """Count a worker as lost from now on; `wait` replaces it."""
         self._lost.setdefault(worker, reason)
 
-    def _drain_lost(self) -> list[TaskResult[Any]]:
-        lost, self._lost = self._lost, {}
-        return [
-            TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
-            for worker, reason in lost.items()
-        ]
-
     def _replace(self, worker: int, reason: str) -> None:
         self._losses += 1
         self._log(f"{reason}; it is replaced, and what it was doing is done again")
@@ -385,14 +380,8 @@ class WorkerSupervisor:
                 process.withholds_since_s = None
                 return policy
             if self.now() - process.withholds_since_s > self._timeout_s:
+                silence = f"{self._timeout_s:.0f} s"
                 self.mark_lost(
-                    worker,
-                    f"worker {worker} has not handed on the policy for {self._timeout_s:.0f} s",
+                    worker, f"worker {worker} has not handed on the policy for {silence}"
                 )
         return None
-
-    def _mark_late_starters(self) -> None:
-        for worker in self.workers(State.STARTING):
-            waits = worker in self._without_policy
-            if not waits and self.now() - self._processes[worker].seen_s > READY_S:
-                self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")

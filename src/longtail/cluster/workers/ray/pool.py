@@ -1,9 +1,9 @@
 """Workers as Ray actors (extra `cluster`).
 
 Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
-the end. With a `Cluster` its workers are on the hosts of that. What several workers are sent is
-stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a
-cluster that you trust, as Ray itself requires (SECURITY.md).
+the end. Else its workers are on the hosts of a cluster. What several workers are sent is stored in
+Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster that
+you trust, as Ray itself requires (SECURITY.md).
 """
 
 import logging
@@ -20,9 +20,8 @@ from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
-from longtail.cluster.workers.ray.cluster import Cluster, Places, check_answers
+from longtail.cluster.workers.ray.cluster import Places, check_answers
 from longtail.cluster.workers.ray.instance import OwnRay, disconnect, quietly
-from longtail.cluster.workers.ray.traffic import Traffic
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 from longtail.rl.learner_metrics import LearnerReport
@@ -56,8 +55,8 @@ class _Stored(NamedTuple):
 class RayWorkerPool(WorkerPool):
     """Starts `size` workers, each made by `make(place)` in a process of its own.
 
-    They are on this machine, or on the hosts of `cluster`. `log` receives the lines that workers of
-    this machine print, if its Ray is the run's own.
+    They are on this machine, or on the hosts of the cluster at `address`, which must have `kit`.
+    `log` receives the lines that workers of this machine print, if its Ray is the run's own.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
@@ -71,18 +70,18 @@ class RayWorkerPool(WorkerPool):
         make: Callable[[Place], Worker],
         size: int,
         *,
-        cluster: Cluster | None = None,
+        address: str = "",
+        kit: hosts.Kit | None = None,
         gpus: float = 0.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
         self._make, self.size, self._gpus = make, size, gpus
         self._users.add(id(self))
-        self._start_ray("" if cluster is None else cluster.address)
+        self._start_ray(address)
         send_tensors_as_arrays()
-        self._kit = None if cluster is None else cluster.kit
-        self._places = None if cluster is None else Places(cluster, size, gpus)
-        self._traffic = None if self._places is None else Traffic(self._places)
+        self._kit = kit
+        self._places = Places(address, size, gpus) if address else None
         self._files: dict[Path, dict[str, _Stored]] = {}
         """Files of directories, while workers are made that lack them."""
         self._stored: dict[int, _Stored] = {}
@@ -90,7 +89,7 @@ class RayWorkerPool(WorkerPool):
         self._num_teams = 0
         self._running: dict[Any, _Call] = {}
         self._absent: dict[int, Any] = {}
-        """First calls of the workers on `cluster` whose processes wait for room."""
+        """First calls of the workers on a cluster whose processes wait for room."""
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
@@ -176,7 +175,7 @@ class RayWorkerPool(WorkerPool):
 
     def drain_traffic(self) -> dict[str, float]:
         """Return the bytes that have passed between hosts since the last call, by kind."""
-        return {} if self._traffic is None else self._traffic.drain()
+        return {} if self._places is None else self._places.drain_traffic()
 
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
@@ -289,8 +288,8 @@ class RayWorkerPool(WorkerPool):
             if task == "make" and result:
                 self._send_files(worker, result)
                 return None
-            if self._traffic is not None and isinstance(result, LearnerReport):
-                self._traffic.add_gradients(result.sent_bytes)
+            if self._places is not None and isinstance(result, LearnerReport):
+                self._places.count_gradients(result.sent_bytes)
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
@@ -346,8 +345,8 @@ class RayWorkerPool(WorkerPool):
         return before.get(id(sent)) or _Stored(sent, ray.put(sent), set())
 
     def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
-        if self._traffic is not None:
-            self._traffic.add(worker, task, reference, have)
+        if self._places is not None:
+            self._places.count(worker, task, reference, have)
 
     def _answer(self, worker: int, reference: Any, timeout_s: float = _ANSWER_S) -> Any:
         try:
