@@ -89,7 +89,10 @@ class RolloutCoordinator:
                 self._on_ended(ended)
             self._poll()
         done = self.supervisor.now()
-        self._end_idle_work()
+        self.idle.end_all()
+        while self.supervisor.workers(State.SPOT):  # each has seconds to stop
+            for ended in self.supervisor.watch(POLL_S):
+                self._on_ended(ended)
         return RolloutResult(
             completions=tuple(generation.completions[each.request_id] for each in self.requests),
             shards=tuple(generation.done),
@@ -195,16 +198,6 @@ class RolloutCoordinator:
                 left = self.forecast.lengths.left(request, written, known)
                 found.append(Text(request=request, written=written, left=left))
         return found
-
-    def _end_idle_work(self) -> None:
-        """End endless work, and wait for the results of spot training for a bounded time."""
-        self.idle.end_all()
-        while self.supervisor.workers(State.SPOT):
-            ends = self.supervisor.wait(POLL_S)
-            for ended in ends:
-                self._on_ended(ended)
-            if not ends:
-                self.supervisor.check_progress()
 
 
 def _shards(

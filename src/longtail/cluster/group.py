@@ -1,10 +1,6 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
-    rollout(step, requests) -> RolloutResult   shards, work for idle workers, offers
-    train_drafter()                            by the only worker, which is never idle
-    learn(batches) -> LearnerReport            one update by all learners together
-    publish()                                  learner -> engine on every worker
-    offer_drafter()                            the newly trained drafter -> every worker
+    rollout(step, requests), train_drafter(), learn(batches), publish(), offer_drafter()
 
 The loss of a worker costs time, but no text, gradient or update: its task is done again.
 """
@@ -22,10 +18,9 @@ from longtail.cluster.schedule.forecast import RolloutForecast
 from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.work.drafter import DrafterWork
-from longtail.cluster.work.learning import Groups, LearningTimes, LearningWork
-from longtail.cluster.work.lending import LendingWork
+from longtail.cluster.work.learning import Groups, LearningWork
 from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
-from longtail.cluster.work.work import IdleCoordinator
+from longtail.cluster.work.work import IdleCoordinator, LendingWork
 from longtail.cluster.workers.pool import WorkerPool
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.team import LearnerTeam
@@ -76,7 +71,8 @@ class WorkerGroup:
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._forecast = RolloutForecast(config.rollout.max_running)
-        self._learning_times = LearningTimes()
+        self._learn_token_s = 0.0
+        """Seconds of learning from a token; 0 as long as they are unknown."""
         self._learning: tuple[IdleCoordinator, LearningWork] | None = None
         """Learning from the groups of the last rollout, until `learn`."""
         self._publisher: Publisher | None = None
@@ -176,11 +172,9 @@ class WorkerGroup:
         learning.poll(())
         while learning.is_unfinished:
             idle.assign(forecast)
-            ends = self._supervisor.wait(POLL_S)
-            for ended in ends:
+            for ended in self._supervisor.watch(POLL_S):
                 idle.on_ended(ended)
-            if not ends:
-                self._supervisor.check_progress()
+        self._learn_token_s = learning.token_s
 
     def publish(self) -> None:
         """Hand the learners' weights to the engines: all have the newest ones then."""
@@ -313,8 +307,8 @@ class WorkerGroup:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
         if groups is None or self._pool.size == 1 or not streams(self._config):
             return None
-        sampling, times = requests[0].sampling, self._learning_times
-        return LearningWork(self._supervisor, groups, times, sampling, self._log)
+        sampling, token_s = requests[0].sampling, self._learn_token_s
+        return LearningWork(self._supervisor, groups, token_s, sampling, self._log)
 
     def _hosts(self) -> dict[int, str]:
         """Return the hosts of the workers that are present; none if no cores can be lent."""

@@ -73,16 +73,6 @@ def test_a_worker_that_hangs_while_saving_is_replaced_after_the_ready_timeout(ki
     assert READY_S < pool.clock.now - began < READY_S + 20.0
 
 
-def test_a_frozen_worker_does_not_delay_the_others():
-    pool = ScriptedPool(3, faults=[Fault(worker=2, task="generate", after_s=0.5, kind="frozen")])
-    group = begun(pool)
-    began = pool.clock.now
-    group.rollout(1, requests(10, 10, 10))
-    # Two are done after 1 s: they are given the next thing to do long before the third is given up.
-    trained = [worker for when, worker in pool.starts("train_drafter") if when - began < 5.0]
-    assert sorted(trained) == [0, 1]
-
-
 def test_a_worker_that_computes_for_a_broken_team_is_not_late():
     # The new worker, long ready, waits for the policy.
     pool = ScriptedPool(3, learn_s=1.5 * READY_S, faults=[Fault(worker=1, task="learn")])

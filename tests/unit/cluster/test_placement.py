@@ -12,7 +12,6 @@ expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
 group_lists = st.lists(
     st.builds(PromptGroup, size=st.integers(1, 8), expected=expectations), max_size=24
 )
-worker_counts = st.integers(1, 7)
 speed_lists = st.lists(st.sampled_from((1.0, 1.0, 0.5, 0.3)), min_size=1, max_size=7)
 
 
@@ -62,19 +61,6 @@ def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(
     assert placed == place(groups, [4 * speed for speed in speeds])
     parts = [len({owner[request] for request in each}) for each in placed]
     assert sum(parts) - len(groups) <= len(speeds) - 1
-
-
-@given(st.integers(1, 8), st.integers(1, 6), worker_counts, st.data())
-def test_groups_that_come_out_even_are_never_split(
-    size: int, rounds: int, workers: int, data: st.DataObject
-) -> None:
-    count = rounds * workers
-    expected = data.draw(st.lists(expectations, min_size=count, max_size=count))
-    groups = [PromptGroup(size=size, expected=tokens) for tokens in expected]
-    owner = group_of(groups)
-    for each in place(groups, [1.0] * workers):
-        assert len(each) == rounds * size
-        assert len({owner[request] for request in each}) == rounds
 
 
 @given(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.schedule.speeds import WorkerSpeeds
+from longtail.cluster.schedule.forecast import WorkerSpeeds
 from support.fake_worker import text
 from support.scripted_pool import ScriptedPool, begun, requests
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,29 +80,17 @@ def test_a_trace_holds_the_events_that_perfetto_reads(tmp_path: Path) -> None:
     ]
 
 
-STEPS = {
-    step: drawn(
-        "GGGLL",
-        "GssLL",
-        begin_s=50.0 + 5 * step,
-        marks=(Mark(worker=0, at_s=51.0 + 5 * step, name=f"drafter v{step} published"),),
-    )
-    for step in range(1, 5)
-}
+def timeline(step: int, later_s: float) -> Timeline:
+    """Return the timeline of a step by a clock that is ahead by some seconds."""
+    begin_s = 50.0 + 5 * step + later_s
+    mark = Mark(worker=0, at_s=begin_s + 1.0, name=f"drafter v{step} published")
+    return drawn("GGGLL", "GssLL", begin_s=begin_s, marks=(mark,))
 
 
 def written(path: Path, steps: range, last_step: int | None = None, later_s: float = 0.0) -> None:
-    """Write steps in a process whose clock is ahead by some seconds."""
     file = TraceFile(path, last_step=last_step)
     for step in steps:
-        one = STEPS[step]
-        spans = tuple(
-            replace(span, begin_s=span.begin_s + later_s, end_s=span.end_s + later_s)
-            for span in one.spans
-        )
-        marks = tuple(replace(mark, at_s=mark.at_s + later_s) for mark in one.marks)
-        begin_s, end_s = one.begin_s + later_s, one.end_s + later_s
-        file.append(step, Timeline(spans=spans, marks=marks, begin_s=begin_s, end_s=end_s))
+        file.append(step, timeline(step, later_s))
     file.close()
 
 

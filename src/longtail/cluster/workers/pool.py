@@ -1,12 +1,8 @@
-"""The pool of workers: the processes of the workers and the calls to them.
+"""The pool of workers: their processes, and the calls of their tasks and messages.
 
-    start(worker, Worker.generate, requests)     start a task; a worker runs one at a time
-    wait(seconds) -> [TaskResult(worker, ...)]   return the tasks that have ended since
-    answers(Worker.lengths, {0: (), 1: ()})      call a message, which is answered beside the tasks
-    progress(workers)                            return the progress of those that answer at once
-
-Every wait has a deadline. A lost worker is reported as a failed task, and as LostWorkerError in
-place of an answer, busy or idle; an exception in a task is returned in its result.
+A worker runs one task at a time, and answers messages beside it. Every wait has a deadline. A lost
+worker is reported as a failed task, and as LostWorkerError in place of an answer, busy or idle; an
+exception in a task is returned in its result.
 """
 
 import abc

@@ -26,24 +26,15 @@ from longtail.errors import ClusterError
 class State(enum.Enum):
     """The state of a worker."""
 
-    STARTING = "starting"
-    """Its process loads weights."""
-    ABSENT = "absent"
-    """No host has room for its process."""
-    GENERATING = "generating"
-    """Its engine generates completions."""
-    IDLE = "idle"
-    """It has no task."""
-    SPOT = "spot"
-    """It trains the drafter while others generate."""
-    AHEAD = "learning_ahead"
-    """It learns from finished groups while others generate."""
-    LENDING = "lending"
-    """Its cores compute for a worker that generates; it has no task."""
-    LEARNING = "learning"
-    """It trains the policy, or does another task of all workers."""
-    DEAD = "dead"
-    """Its process is gone."""
+    STARTING = "starting"  # its process loads weights
+    ABSENT = "absent"  # no host has room for its process
+    GENERATING = "generating"  # its engine generates completions
+    IDLE = "idle"  # it has no task
+    SPOT = "spot"  # it trains the drafter while others generate
+    AHEAD = "learning_ahead"  # it learns from finished groups while others generate
+    LENDING = "lending"  # its cores compute for a worker that generates; it has no task
+    LEARNING = "learning"  # it trains the policy, or does another task of all workers
+    DEAD = "dead"  # its process is gone
 
 
 _WORK = (State.GENERATING, State.SPOT, State.AHEAD, State.LENDING, State.LEARNING)

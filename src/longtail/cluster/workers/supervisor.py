@@ -122,9 +122,11 @@ class WorkerSupervisor:
         self._follow_room()
         self._copy_policy()
         found = []
-        errors = {worker: ClusterError(reason) for worker, reason in self._lost.items()}
+        lost: list[TaskResult[Any]] = [
+            TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
+            for worker, reason in self._lost.items()
+        ]
         self._lost.clear()
-        lost = [TaskResult(worker=w, error=error, is_lost=True) for w, error in errors.items()]
         for ended in lost or self._pool.wait(timeout_s):
             state = self.states.state(ended.worker)
             if ended.is_lost:
@@ -143,6 +145,12 @@ class WorkerSupervisor:
                 self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")
         return found
 
+    def watch(self, timeout_s: float) -> list[TaskResult[Any]]:
+        """Return the tasks that have ended; if there are none, look for workers that hang."""
+        if not (ends := self.wait(timeout_s)):
+            self.check_progress()
+        return ends
+
     def run(
         self, task: Task[R], args: Mapping[int, tuple[object, ...]]
     ) -> dict[int, TaskResult[R]]:
@@ -158,12 +166,10 @@ class WorkerSupervisor:
         found: dict[int, TaskResult[R]] = {}
         first_s = math.inf
         while waiting := set(started) - found.keys():
-            ends = self.wait(_POLL_S)
+            ends = self.watch(_POLL_S)
             found.update((ended.worker, ended) for ended in ends)
             if not all(ended.is_lost for ended in ends):
                 first_s = min(first_s, self.now())
-            if not ends:
-                self.check_progress()
             if self.now() - first_s > self._timeout_s:
                 for late in waiting - found.keys():
                     self.mark_lost(
@@ -221,8 +227,7 @@ class WorkerSupervisor:
         while self.workers(State.GENERATING, State.SPOT, State.AHEAD):
             for worker in self.workers(State.GENERATING, State.SPOT):
                 self.stop(worker)
-            if not self.wait(_POLL_S):
-                self.check_progress()
+            self.watch(_POLL_S)
 
     def _send(self, worker: int, task: Task[Any], *args: object) -> None:
         process = self._processes[worker]

@@ -84,8 +84,11 @@ class LearnerTeam:
             if self._pool.size == 1 or (self._members == present and not self.is_stale):
                 self._members, self.is_stale = present, False
                 return
-            address = self._rendezvous_address()
-            if address is None:
+            try:
+                address = self._pool.rendezvous_address()
+            except ClusterError as error:
+                self._supervisor.mark_lost(0, str(error))
+                self._supervisor.wait_ready()
                 continue
             size = len(present)
             if present != self._members and (self._members or size < self._pool.size):
@@ -106,15 +109,6 @@ class LearnerTeam:
             raise ClusterError(
                 f"the workers cannot find each other; see that they share a network, then {AGAIN}"
             )
-
-    def _rendezvous_address(self) -> str | None:
-        """Return the address at which the team forms; None if the first worker is lost."""
-        try:
-            return self._pool.rendezvous_address()
-        except ClusterError as error:
-            self._supervisor.mark_lost(0, str(error))
-            self._supervisor.wait_ready()
-            return None
 
 
 def _raise_own_errors(found: Mapping[int, TaskResult[Any]]) -> None:

@@ -325,24 +325,19 @@ class RayWorkerPool(WorkerPool):
     def _sent(self, worker: int, method: Any, *args: object) -> Any:
         """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
         before, self._stored = self._stored, {}
+        sent = list(args)
         try:
-            found = [self._store(each, before) for each in args]
-            stored = [each for each in found if isinstance(each, _Stored)]
-            self._stored = {id(each.content): each for each in stored}
-            for each in stored:
-                self._count(worker, getattr(args[0], "__name__", ""), each.reference, each.hosts)
-            sent = [each.reference if isinstance(each, _Stored) else each for each in found]
+            for index, each in enumerate(args):
+                if not _is_small(each):
+                    stored = before.get(id(each)) or _Stored(each, ray.put(each), set())
+                    self._stored[id(each)], sent[index] = stored, stored.reference
+                    name = getattr(args[0], "__name__", "")
+                    self._count(worker, name, stored.reference, stored.hosts)
             return method.remote(*sent)
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
-
-    def _store(self, sent: object, before: Mapping[int, _Stored]) -> object:
-        """Return what is sent as it is, or as stored in Ray; the same if it was just sent."""
-        if sent is None or callable(sent) or isinstance(sent, int | float | str | Path):
-            return sent
-        return before.get(id(sent)) or _Stored(sent, ray.put(sent), set())
 
     def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
         if self._places is not None:
@@ -360,6 +355,11 @@ class RayWorkerPool(WorkerPool):
             raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
             raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
+
+
+def _is_small(sent: object) -> bool:
+    """Return whether what is sent need not be stored in Ray once for several workers."""
+    return sent is None or callable(sent) or isinstance(sent, int | float | str | Path)
 
 
 def _first_line(error: Exception) -> str:
