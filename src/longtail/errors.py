@@ -19,6 +19,9 @@ Each class also inherits from a standard exception, and callers may catch either
 argument, the message, so they can be pickled and sent between processes.
 """
 
+AGAIN = "start again: the run resumes from its newest checkpoint"
+"""Remedy of what ends a run."""
+
 
 class LongtailError(Exception):
     """Base of all exceptions raised on purpose; the command line prints its message."""

@@ -14,7 +14,6 @@ from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
 from longtail.cluster import coordinator
 from longtail.cluster.timeline import event_of
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
@@ -74,7 +73,7 @@ def test_workers_killed_while_they_train_the_drafter_or_publish_change_no_text(
     words = ("--run.steps=3", *WORDS, f"--speculation.drafter={drafter}", *UNEVEN)
     assert workshop.train("calm", *words, "--spot.train=never").code == 0
     assert workshop.train("deadly", *words, "--run.steps=1").code == 0  # two workers go on with it
-    fatal = {tasks.TRAIN_DRAFTER: 1, tasks.PUBLISH: 4}
+    fatal = {Worker.train_drafter: 1, Worker.publish: 4}
     """Start of each task, counted over both workers, that kills its worker: in steps 2 and 3.
 
     tests/chaos kills workers as they generate and learn.
@@ -116,7 +115,7 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(workshop,
 
     def deadly_start(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
         start(supervisor, worker, task, *args)
-        if task is tasks.ACCUMULATE:
+        if task is Worker.accumulate:
             kill(supervisor, worker, "ahead")
 
     def deadly_tell(supervisor: WorkerSupervisor, worker: int, message: Any, *args: Any) -> bool:
@@ -141,6 +140,12 @@ def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at
     def raise_store_full(worker: Worker) -> None:
         raise ObjectStoreFullError("no room is left")
 
+    def ask(worker: int, message: Any) -> Any:
+        answer = pool.answers(message, {worker: ()})[worker]
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
     def errors(count: int) -> list[Exception | None]:
         return [ended.error for _ in range(count) for ended in pool.wait(60.0)]
 
@@ -162,13 +167,13 @@ def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at
         pool.replace(0)
         assert errors(1) == [None]
 
-        os.kill(pool.ask(1, lambda own: os.getpid()), signal.SIGKILL)  # it has no task
+        os.kill(ask(1, lambda own: os.getpid()), signal.SIGKILL)  # it has no task
         with pytest.raises(LostWorkerError, match="worker 1 is gone: "):
-            [pool.ask(1, lambda own: None) for _ in iter(int, 1)]  # until Ray has noticed
+            [ask(1, lambda own: None) for _ in iter(int, 1)]  # until Ray has noticed
         with pytest.raises(
             ClusterError, match="worker 0 cannot answer: ZeroDivisionError: "
         ) as kept:
-            pool.ask(0, lambda own: 1 / 0)
+            ask(0, lambda own: 1 / 0)
         assert not isinstance(kept.value, LostWorkerError), "the worker answers other questions"
     finally:
         pool.close()

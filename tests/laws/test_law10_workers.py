@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.workers.process import READY_S
 from longtail.cluster.workers.states import State
+from longtail.cluster.workers.supervisor import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
 from support.fake_worker import Absence, Death, Fault, SpotScript, text
@@ -24,7 +24,10 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
         Fault,
         worker=st.integers(first, last),
         task=st.sampled_from(
-            ("generate", "train_drafter", "learn", "join", "publish", "adopt", "restore", "ready")
+            (
+                *("generate", "train_drafter", "learn", "join", "publish", "adopt"),
+                *("continue_run", "ready"),
+            )
         ),
         nth=st.integers(0, 2),
         after_s=st.sampled_from((0.0, 0.3, 1.0, 2.2, 2.7, 6.0)),

@@ -292,6 +292,10 @@ class FakeWorker:
     def restore(self, state: PolicyState) -> None:
         self.policy = tuple(state.weights["learned"].tolist())
 
+    def continue_run(self, state: PolicyState) -> None:
+        self.restore(state)
+        self.publish()
+
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         self.policy = tuple(range(learner.numbers["version"]))
 

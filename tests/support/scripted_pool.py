@@ -9,7 +9,7 @@ assertion.
 """
 
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
@@ -33,9 +33,6 @@ PROGRESS_S = 0.01
 class Clock:
     def __init__(self, limit_s: float) -> None:
         self.now, self._limit_s = 0.0, limit_s
-
-    def __call__(self) -> float:
-        return self.now
 
     def pass_to(self, when: float) -> None:
         self.now = max(self.now, when)
@@ -88,12 +85,7 @@ def begun(
     group = WorkerGroup(
         pool,
         group_settings(config),
-        **{
-            "on_progress": lambda progress: None,
-            "log": pool.log_lines.append,
-            "clock": pool.clock,
-            **more,
-        },
+        **{"on_progress": lambda progress: None, "log": pool.log_lines.append, **more},
     )
     group.begin()
     group.publish()
@@ -112,7 +104,7 @@ class _Run:
 @final
 class ScriptedPool(WorkerPool):
     def __init__(self, size: int, *, limit_s: float = 10_000.0, **script: Any) -> None:
-        self.script, self.clock = Script(**script), Clock(limit_s)
+        self.script, self.clock, self.size = Script(**script), Clock(limit_s), size
         self.log_lines: list[str] = []
         self.started: list[tuple[float, int, str]] = []
         """Time, worker and name of every task that was started."""
@@ -134,9 +126,8 @@ class ScriptedPool(WorkerPool):
         for number in range(size):
             self._begin_process(number)
 
-    @property
-    def size(self) -> int:
-        return len(self.births)
+    def now(self) -> float:
+        return self.clock.now
 
     def absent(self) -> frozenset[int]:
         self._pass_to(self.clock.now)
@@ -158,8 +149,16 @@ class ScriptedPool(WorkerPool):
         ended, self._ended = self._ended, []
         return ended
 
-    def ask(self, worker: int, message: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._answer(worker, TIMEOUT_S, message, *args)
+    def answers(
+        self, message: Callable[..., Any], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, Any]:
+        found = {}
+        for worker, own in args.items():
+            try:
+                found[worker] = self._answer(worker, TIMEOUT_S, message, *own)
+            except ClusterError as error:
+                found[worker] = error
+        return found
 
     def _answer(
         self, worker: int, timeout_s: float, message: Callable[..., Any], *args: Any

@@ -11,8 +11,8 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
-from longtail.cluster.group import GroupSettings, WorkerGroup
-from longtail.cluster.records import Progress
+from longtail.cluster.group import WorkerGroup
+from longtail.cluster.records import GroupSettings, Progress
 from longtail.cluster.workers.pool import LocalWorkerPool, Place, WorkerPool
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
@@ -156,7 +156,6 @@ def _worker_pool(
     if own.workers == 1 and not own.address:
         return LocalWorkerPool(make, on_progress)
     try:
-        from longtail.cluster.workers.ray.cluster import Cluster
         from longtail.cluster.workers.ray.hosts import own_kit
         from longtail.cluster.workers.ray.pool import RayWorkerPool
     except ImportError as error:
@@ -164,11 +163,10 @@ def _worker_pool(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
             f"{machine.pip_install('cluster')}; or set it to 1"
         ) from error
-    if not own.address:
-        return RayWorkerPool(make, own.workers, gpus=plan.gpus, log=log)
-    kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm)
-    cluster = Cluster(address=own.address, kit=kit)
-    return RayWorkerPool(make, own.workers, cluster=cluster, gpus=plan.gpus, log=log)
+    kit = None
+    if own.address:
+        kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm)
+    return RayWorkerPool(make, own.workers, address=own.address, kit=kit, gpus=plan.gpus, log=log)
 
 
 def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:

@@ -86,7 +86,6 @@ def build_components(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
-        device=device,
         backend="nccl" if plan.gpus >= 1 else "gloo",  # NCCL admits a GPU once
         tokenizer=tokenizer,
         # Each worker has its own seed, or all would train the same replica.

@@ -13,11 +13,11 @@ work: it is ended when the last text is written.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, Progress
+from longtail.cluster.records import Progress
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.schedule.forecast import RolloutForecast, Text
 from longtail.cluster.schedule.placement import PromptGroup, part_sizes, place
@@ -42,155 +42,142 @@ _SHARE_S = 1.0
 """Seconds between two forecasts of a move: a worker then works with what it was given."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutParts:
-    """The parts of a rollout beside the workers."""
+@final
+@dataclass(kw_only=True)
+class RolloutCoordinator:
+    """Runs one rollout."""
 
+    supervisor: WorkerSupervisor
     forecast: RolloutForecast
     idle: IdleCoordinator
-    hosts: Callable[[], Mapping[int, str]] = dict
+    hosts: Callable[[], Mapping[int, str]]
     """Returns the hosts of the workers, without any if no cores can be lent."""
-    publisher: Publisher | None = None
-    spot: DrafterWork | None = None
+    publisher: Publisher | None
+    spot: DrafterWork | None
     """The drafter's training by gradients, if there is any."""
-    on_texts: Callable[[Sequence[Completion]], None] | None = None
-    """Takes finished texts as they come."""
-    learning: LearningWork | None = None
+    learning: LearningWork | None
     """Learning from finished groups, if there is any."""
-    shares: bool = False
+    on_texts: Callable[[Sequence[Completion]], None] | None
+    """Takes finished texts as they come."""
+    on_progress: Callable[[Progress], None]
+    shares: bool
     """Whether requests move."""
-    learns: bool = False
+    learns: bool
     """Whether shards come with the sums over their texts, if such are kept."""
-
-
-@final
-class RolloutCoordinator:
-    """Runs one rollout: `expected` holds the known length of groups, in tokens."""
-
-    def __init__(
-        self,
-        supervisor: WorkerSupervisor,
-        parts: RolloutParts,
-        on_progress: Callable[[Progress], None],
-        requests: Sequence[Request],
-        expected: Mapping[str, float],
-    ) -> None:
-        self._supervisor, self._parts, self._on_progress = supervisor, parts, on_progress
-        self._idle, self._spot, self._forecast = parts.idle, parts.spot, parts.forecast
-        self._requests, self._expected = requests, expected
-        speeds = [self._forecast.speeds.of(each) for each in supervisor.present] or [1.0]
-        self._slowest = min(speeds)
-        self._forecast.begin(len(speeds))
-        self._generation = Generation(
-            supervisor,
-            _shards(requests, expected, speeds),
-            self._on_texts,
-            takes_early=parts.on_texts is not None,
-            learns=parts.learns,
-        )
-        self._shared_s = supervisor.now()
-        self.marks: list[Mark] = []
+    requests: Sequence[Request]
+    expected: Mapping[str, float]
+    """Known lengths of groups, in tokens."""
+    marks: list[Mark] = field(default_factory=list)
 
     def run(self) -> RolloutResult:
         """Generate all completions."""
-        began, generation = self._supervisor.now(), self._generation
-        while generation.num_waiting or generation.workers:
+        began = self._shared_s = self.supervisor.now()
+        speeds = [self.forecast.speeds.of(each) for each in self.supervisor.present] or [1.0]
+        self.forecast.begin(len(speeds))
+        generation = self._generation = Generation(
+            self.supervisor,
+            _shards(self.requests, self.expected, speeds),
+            self._on_texts,
+            takes_early=self.on_texts is not None,
+            learns=self.learns,
+        )
+        while generation.waiting or generation.held:
             self._start_shards()
-            self._idle.assign(self._now(is_over=not generation.workers))
-            for ended in self._supervisor.wait(POLL_S):
+            now, is_over = self.supervisor.now(), not generation.held
+            self.idle.assign(self.forecast.now(now, is_over=is_over))
+            for ended in self.supervisor.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
-        done = self._supervisor.now()
-        self._end_idle_work()
+        done = self.supervisor.now()
+        self.idle.end_all()
+        while self.supervisor.workers(State.SPOT):  # each has seconds to stop
+            for ended in self.supervisor.watch(POLL_S):
+                self._on_ended(ended)
         return RolloutResult(
-            completions=tuple(generation.completions[each.request_id] for each in self._requests),
+            completions=tuple(generation.completions[each.request_id] for each in self.requests),
             shards=tuple(generation.done),
-            spots=() if self._spot is None else tuple(self._spot.reports),
+            spots=() if self.spot is None else tuple(self.spot.reports),
             seconds=done - began,
-            stop_s=self._supervisor.now() - done,
             num_moved=generation.num_moved,
-            stolen_s=max(self._forecast.stolen_s, 0.0),
-            slowest=self._slowest,
+            stolen_s=max(self.forecast.stolen_s, 0.0),
+            slowest=min(speeds),
         )
-
-    def _now(self, *, is_over: bool = False) -> Forecast:
-        return self._forecast.now(self._supervisor.now(), is_over=is_over)
 
     def _start_shards(self) -> None:
         """Start waiting shards on idle workers; others that lend or train end that for them."""
-        num_waiting = self._generation.num_waiting
-        missing = max(num_waiting - len(self._supervisor.workers(State.IDLE)), 0)
+        num_waiting = len(self._generation.waiting)
+        missing = max(num_waiting - len(self.supervisor.workers(State.IDLE)), 0)
         for worker in self._fastest(State.LENDING, State.SPOT)[:missing]:
-            self._idle.end(worker)
+            self.idle.end(worker)
         idle = self._fastest(State.IDLE)[:num_waiting]
         self._offer_missed(idle)
         for worker in idle:
-            if self._spot is not None:
-                self._spot.begin_shard(worker)
+            if self.spot is not None:
+                self.spot.begin_shard(worker)
             self._generation.start(worker)
 
     def _fastest(self, *states: State) -> list[int]:
         """Return the workers in each of the states, the fastest ones first."""
-        speed_of = self._forecast.speeds.of
-        found = (sorted(self._supervisor.workers(s), key=speed_of, reverse=True) for s in states)
+        speed_of = self.forecast.speeds.of
+        found = (sorted(self.supervisor.workers(s), key=speed_of, reverse=True) for s in states)
         return [worker for workers in found for worker in workers]
 
     def _offer_missed(self, workers: Sequence[int]) -> None:
         """Offer the published drafter to the workers that draft with an older one."""
-        if self._parts.publisher is not None:
-            new = self._parts.publisher.published
-            found = self._supervisor.ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
+        if self.publisher is not None:
+            new = self.publisher.published
+            found = self.supervisor.ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
             late = [each for each, old in found.items() if old is not None and old < new.version]
-            self._supervisor.ask_each(Worker.offer, dict.fromkeys(late, (new,)))
+            self.supervisor.ask_each(Worker.offer, dict.fromkeys(late, (new,)))
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
-        if self._idle.on_ended(ended):
+        if self.idle.on_ended(ended):
             return
         if (found := self._generation.on_ended(ended)) is not None:
             shard, requests = found
-            if self._spot is not None:
-                self._spot.add_completions(requests, shard.completions)
-            if self._parts.publisher is not None:
-                self._parts.publisher.record(shard.drafter_version)
+            if self.spot is not None:
+                self.spot.add_completions(requests, shard.completions)
+            if self.publisher is not None:
+                self.publisher.record(shard.drafter_version)
 
     def _on_texts(self, completions: Sequence[Completion]) -> None:
         for each in completions:
-            self._forecast.lengths.record(visit_of(each.request_id), len(each.tokens))
-        if self._parts.on_texts is not None:
-            self._parts.on_texts(completions)
+            self.forecast.lengths.record(visit_of(each.request_id), len(each.tokens))
+        if self.on_texts is not None:
+            self.on_texts(completions)
 
     def _poll(self) -> None:
         """Report the progress of the rollout; exchange texts, offers and requests."""
-        progress = self._supervisor.check_progress()
-        if not (held := self._generation.workers):
+        progress = self.supervisor.check_progress()
+        if not (held := self._generation.held):
             return
         running = {worker: each for worker, each in progress.items() if worker in held}
-        beside = len(self._supervisor.workers(State.SPOT, State.AHEAD))
-        now = self._supervisor.now()
-        self._forecast.observe(running, now, beside)
-        self._on_progress(self._generation.total(list(running.values())))
+        beside = len(self.supervisor.workers(State.SPOT, State.AHEAD))
+        now = self.supervisor.now()
+        self.forecast.observe(running, now, beside)
+        self.on_progress(self._generation.total(list(running.values())))
         self._generation.poll(running)
         if now - self._shared_s >= _SHARE_S:
             self._shared_s = now
             self._share(running, now)
-        self._idle.poll(progress, self._forecast.now(now))
+        self.idle.poll(progress, self.forecast.now(now))
 
     def _share(self, running: Iterable[int], now: float) -> None:
         """Forecast the ends of all texts, and move requests if the step ends sooner by that."""
-        lengths = self._supervisor.ask_each(Worker.lengths, dict.fromkeys(running, ()))
+        lengths = self.supervisor.ask_each(Worker.lengths, dict.fromkeys(running, ()))
         loads = {each: self._texts_of(each, lengths.get(each, ())) for each in running}
-        self._forecast.load(loads, now, self._parts.hosts())
-        if not self._parts.shares or self._generation.is_moving:
+        self.forecast.load(loads, now, self.hosts())
+        if not self.shares or self._generation.moves:
             return
         takers = self._fastest(State.IDLE, State.LENDING, State.SPOT, State.AHEAD)
-        move = best_move(loads, takers, self._early_s(loads), self._forecast)
+        move = best_move(loads, takers, self._early_s(loads), self.forecast)
         if move is not None and self._generation.move(move.source, move.target, move.names):
             text = f"{len(move.names)} requests to worker {move.target}: {move.gain_s:+.1f} s"
-            self.marks.append(Mark(worker=move.source, at_s=self._supervisor.now(), name=text))
+            self.marks.append(Mark(worker=move.source, at_s=self.supervisor.now(), name=text))
 
     def _early_s(self, loads: Mapping[int, Sequence[Text]]) -> float:
         """Return the seconds of learning that could be done before the last text is written."""
-        if self._parts.learning is None:
+        if self.learning is None:
             return 0.0
         lefts: dict[str, float] = {}
         written: dict[str, int] = {}
@@ -200,27 +187,17 @@ class RolloutCoordinator:
             written[group] = written.get(group, 0) + round(each.written + each.left)
         longest = max(lefts.values(), default=0.0)
         soon = sum(written[group] for group, left in lefts.items() if left < _SOON * longest)
-        return self._parts.learning.seconds_of(soon)
+        return self.learning.seconds_of(soon)
 
     def _texts_of(self, worker: int, lengths: Iterable[tuple[str, int]]) -> list[Text]:
         """Return the unfinished texts of a worker."""
         found = []
         for name, written in lengths:
-            if (request := self._generation.request(worker, name)) is not None:
-                known = self._expected.get(request.group_id)
-                left = self._forecast.lengths.left(request, written, known)
+            if (request := self._generation.held[worker].get(name)) is not None:
+                known = self.expected.get(request.group_id)
+                left = self.forecast.lengths.left(request, written, known)
                 found.append(Text(request=request, written=written, left=left))
         return found
-
-    def _end_idle_work(self) -> None:
-        """End endless work, and wait for the results of spot training for a bounded time."""
-        self._idle.end_all()
-        while self._supervisor.workers(State.SPOT):
-            ends = self._supervisor.wait(POLL_S)
-            for ended in ends:
-                self._on_ended(ended)
-            if not ends:
-                self._supervisor.check_progress()
 
 
 def _shards(

@@ -1,39 +1,30 @@
 """All workers as one: the training loop generates, learns and publishes through a `WorkerGroup`.
 
-    rollout(step, requests) -> RolloutResult   shards, work for idle workers, offers
-    train_drafter()                            by the only worker, which is never idle
-    learn(batches) -> LearnerReport            one update by all learners together
-    publish()                                  learner -> engine on every worker
-    offer_drafter()                            the newly trained drafter -> every worker
+    rollout(step, requests), train_drafter(), learn(batches), publish(), offer_drafter()
 
 The loss of a worker costs time, but no text, gradient or update: its task is done again.
 """
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
 from torch import Tensor
 
-from longtail.cluster.coordinator import POLL_S, RolloutCoordinator, RolloutParts
-from longtail.cluster.records import Progress
+from longtail.cluster.coordinator import POLL_S, RolloutCoordinator
+from longtail.cluster.records import GroupSettings, Progress
 from longtail.cluster.result import RolloutResult
-from longtail.cluster.schedule.forecast import RolloutForecast, TokenTimes
+from longtail.cluster.schedule.forecast import RolloutForecast
 from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.work.drafter import DrafterWork
-from longtail.cluster.work.learning import Groups, LearningTimes, LearningWork
-from longtail.cluster.work.lending import LendingWork
+from longtail.cluster.work.learning import Groups, LearningWork
 from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
-from longtail.cluster.work.work import IdleCoordinator, IdleWork
-from longtail.cluster.workers import tasks
+from longtail.cluster.work.work import IdleCoordinator, LendingWork
 from longtail.cluster.workers.pool import WorkerPool
-from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.team import LearnerTeam
-from longtail.config.rl import ClusterSection
+from longtail.cluster.workers.worker import Worker
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
@@ -43,24 +34,6 @@ from longtail.types import Request, TrainBatch
 
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
-    """Settings of a group of workers."""
-
-    cluster: ClusterSection
-    max_running: int
-    """Largest number of requests that a worker generates at once."""
-    shares: bool
-    """Whether running requests move, and cores are lent."""
-    learns_ahead: bool
-    """Whether a group can be learned from before the rollout ends."""
-    is_sharded: bool
-    """Whether each worker holds a shard of the learner."""
-    buffer_bytes: int
-    """Bytes of the texts that a drafter is trained on."""
-    seed: int
 
 
 @final
@@ -74,31 +47,30 @@ class WorkerGroup:
         *,
         on_progress: Callable[[Progress], None],
         log: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._pool, self._settings = pool, settings
         self._on_progress, self._log = on_progress, log
-        self._supervisor = WorkerSupervisor(
-            pool,
-            settings.cluster,
-            is_sharded=settings.is_sharded,
-            log=log,
-            on_replaced=self._on_replaced,
-            clock=clock,
-        )
-        self._team = LearnerTeam(
-            pool,
-            self._supervisor,
-            settings.cluster.worker_timeout_s,
-            is_sharded=settings.is_sharded,
-            log=log,
-        )
+        self._supervisor = WorkerSupervisor(pool, settings, log, self._on_replaced)
+        self._team = LearnerTeam(pool, self._supervisor, settings, log)
+        self.workers = self._supervisor.workers
+        """Returns the workers that are in one of some states, in ascending order."""
+        self.abandon = self._supervisor.abandon
+        """Stops the tasks of an interrupted rollout, and drops their results."""
+        self.learner_state = self._team.state
+        """Copies the state of the learner beside the weights; of shards, all rows."""
+        self.drain_traffic = pool.drain_traffic
+        """Returns metrics of what passed between hosts since the last call; none on one host."""
+        self.close = pool.close
+        """Ends all workers."""
+        self._shares = pool.size > 1 and settings.shares
+        """Whether running requests move, and cores are lent."""
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
         self.lengths = LengthHistory()
         """Lengths in earlier epochs, by which rollouts are placed."""
         self._forecast = RolloutForecast(settings.max_running)
-        self._learning_times = LearningTimes()
+        self._learn_token_s = 0.0
+        """Seconds of learning from a token; 0 as long as they are unknown."""
         self._learning: tuple[IdleCoordinator, LearningWork] | None = None
         """Learning from the groups of the last rollout, until `learn`."""
         self._publisher: Publisher | None = None
@@ -115,9 +87,9 @@ class WorkerGroup:
 
     def begin(self) -> None:
         """Wait for all workers."""
-        self._borrows = all(self._supervisor.run_on_all(tasks.READY))
-        (self.num_parameters,) = self._supervisor.run_on((0,), tasks.NUM_PARAMETERS)
-        (drafter,) = self._supervisor.run_on((0,), tasks.DRAFTER)
+        self._borrows = all(self._supervisor.run_on_all(Worker.ready))
+        (self.num_parameters,) = self._supervisor.run_on((0,), Worker.num_parameters)
+        (drafter,) = self._supervisor.run_on((0,), Worker.drafter)
         if drafter is not None:
             weights, sums = drafter
             buffer = DrafterBuffer(self._settings.buffer_bytes, seed=self._settings.seed)
@@ -142,22 +114,22 @@ class WorkerGroup:
         spot = self._begin_spot(step) if trains else None
         learning = self._begin_learning(groups, requests)
         lending = LendingWork(self._supervisor, self._forecast.lends)
-        works: tuple[IdleWork | None, ...] = (learning, spot, lending)
-        idle = IdleCoordinator(self._supervisor, [work for work in works if work is not None])
-        parts = RolloutParts(
+        works = [work for work in (learning, spot, lending) if work is not None]
+        idle = IdleCoordinator(self._supervisor, works)
+        coordinator = RolloutCoordinator(
+            supervisor=self._supervisor,
             forecast=self._forecast,
             idle=idle,
             hosts=self._hosts,
             publisher=self._publisher,
             spot=spot,
-            on_texts=None if groups is None else groups.add,
             learning=learning,
-            shares=self._pool.size > 1 and self._settings.shares,
+            on_texts=None if groups is None else groups.add,
+            on_progress=self._on_progress,
+            shares=self._shares,
             learns=trains,
-        )
-        expected = self._expected(requests)
-        coordinator = RolloutCoordinator(
-            self._supervisor, parts, self._on_progress, requests, expected
+            requests=requests,
+            expected=self._expected(requests),
         )
         result = coordinator.run()
         self._learning = None if learning is None else (idle, learning)
@@ -182,11 +154,7 @@ class WorkerGroup:
         if limit_s:
             self._spot.send_texts(0)
             task = {0: (self._publisher.published, limit_s)}
-            self._spot.on_ended(self._supervisor.run(tasks.TRAIN_DRAFTER, task)[0])
-
-    def abandon(self) -> None:
-        """Stop the tasks of an interrupted rollout, and drop their results."""
-        self._supervisor.abandon()
+            self._spot.on_ended(self._supervisor.run(Worker.train_drafter, task)[0])
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if a worker is lost in it."""
@@ -202,16 +170,14 @@ class WorkerGroup:
         learning.poll(())
         while learning.is_unfinished:
             idle.assign(forecast)
-            ends = self._supervisor.wait(POLL_S)
-            for ended in ends:
+            for ended in self._supervisor.watch(POLL_S):
                 idle.on_ended(ended)
-            if not ends:
-                self._supervisor.check_progress()
+        self._learn_token_s = learning.token_s
 
     def publish(self) -> None:
         """Hand the learners' weights to the engines: all have the newest ones then."""
         self._team.form()
-        self._supervisor.run_on_all(tasks.PUBLISH)
+        self._supervisor.run_on_all(Worker.publish)
 
     def offer_drafter(self) -> None:
         """Offer the drafter trained since the last call to all workers, if it is better."""
@@ -220,7 +186,7 @@ class WorkerGroup:
             return
         mark = f"drafter v{offer.version} offered"
         self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
-        self._supervisor.run_on_all(tasks.ADOPT, offer)
+        self._supervisor.run_on_all(Worker.adopt, offer)
         publisher.record(offer.version)
 
     def _new_drafter(self) -> DrafterWeights | None:
@@ -239,7 +205,7 @@ class WorkerGroup:
             return None
         self._spot = None
         self._num_trained = sum(report.num_tokens for report in spot.reports)
-        return publisher.offer(spot.replicas, is_last=True)
+        return publisher.offer(list(spot.replicas.values()), is_last=True)
 
     def _solve(self, sums: Sums) -> dict[str, Tensor]:
         """Return the drafter that follows from sums, solved by some workers together."""
@@ -247,7 +213,7 @@ class WorkerGroup:
             self._supervisor.wait_ready()
             solvers = self._supervisor.present[:_MOST_SOLVERS]
             args = {each: (sums, part, len(solvers)) for part, each in enumerate(solvers)}
-            parts = self._supervisor.run_each(tasks.SOLVE_DRAFTER, args)
+            parts = self._supervisor.run_each(Worker.solve_drafter, args)
             if len(parts) == len(solvers):  # else one is absent now
                 return {name: part[name] for part in parts for name in part}
 
@@ -264,15 +230,6 @@ class WorkerGroup:
             return {}
         return self._publisher.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
 
-    @property
-    def token_times(self) -> TokenTimes:
-        """Seconds of a token of running requests, as the progress of the workers shows them."""
-        return self._forecast.times
-
-    def workers(self, *states: State) -> list[int]:
-        """Return the workers that are in one of these states, in ascending order."""
-        return self._supervisor.workers(*states)
-
     def drain_decisions(self) -> list[Decision]:
         """Return the decisions about the drafter since the last call."""
         return [] if self._publisher is None else self._publisher.drain_decisions()
@@ -280,26 +237,18 @@ class WorkerGroup:
     def drain_timeline(self) -> Timeline:
         """Return the timeline of all workers since the last call."""
         marks, self._marks = self._marks, []
-        begin_s, end_s, spans = self._supervisor.drain_states()
+        begin_s, end_s, spans = self._supervisor.states.drain()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
-
-    def drain_traffic(self) -> dict[str, float]:
-        """Return metrics of what passed between hosts since the last call; none on one host."""
-        return self._pool.drain_traffic()
 
     # ---- state
 
     def save_policy(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
-        self._supervisor.run_on((0,), tasks.SAVE_POLICY, path)
+        self._supervisor.run_on((0,), Worker.save_policy, path)
 
     def policy_digest(self) -> str:
         """Return the SHA-256 of the policy's weights."""
-        return self._supervisor.run_on((0,), tasks.POLICY_DIGEST)[0]
-
-    def learner_state(self) -> LearnerState:
-        """Copy the state of the learner beside the weights; of shards, all rows."""
-        return self._team.state()
+        return self._supervisor.run_on((0,), Worker.policy_digest)[0]
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Restore every learner from a checkpoint.
@@ -307,15 +256,15 @@ class WorkerGroup:
         Worker 0 reads it, and the others get a copy: their hosts may not have the files. Shards are
         cut from it when the team is formed.
         """
-        self._supervisor.run_on((0,), tasks.RESTORE_SAVED, policy, learner)
+        self._supervisor.run_on((0,), Worker.restore_saved, policy, learner)
         others = self._supervisor.present[1:]
         if others:
-            (copied,) = self._supervisor.run_on((0,), tasks.POLICY_STATE)
-            self._supervisor.run_on(others, tasks.RESTORE, copied)
+            (copied,) = self._supervisor.run_on((0,), Worker.policy_state)
+            self._supervisor.run_on(others, Worker.restore, copied)
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, or one that worker 0's generator learns by itself."""
-        self._supervisor.run_on((0,), tasks.SAVE_DRAFTER, path)
+        self._supervisor.run_on((0,), Worker.save_drafter, path)
 
     def drafter_state(self) -> DrafterState | None:
         """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
@@ -331,27 +280,23 @@ class WorkerGroup:
         assert self._publisher is not None, "there is a drafter to restore"
         weights = self._publisher.restore(state)
         self.lengths.restore(state.numbers["lengths"])
-        self._supervisor.run_on_all(tasks.ADOPT, weights)
+        self._supervisor.run_on_all(Worker.adopt, weights)
 
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
         assert not self._settings.is_sharded, "shards are not parked"
         args = {worker: (path, worker == 0) for worker in self._supervisor.present}
-        for ended in self._supervisor.run(tasks.PARK, args).values():
+        for ended in self._supervisor.run(Worker.park, args).values():
             ended.value()
 
     def unpark(self, path: Path) -> None:
         """Continue as if `park` had not been called."""
-        self._supervisor.run_on_all(tasks.UNPARK, path)
-
-    def close(self) -> None:
-        """End all workers."""
-        self._pool.close()
+        self._supervisor.run_on_all(Worker.unpark, path)
 
     # ---- helpers
 
     def _on_replaced(self, worker: int) -> None:
-        self._team.mark_stale()
+        self._team.is_stale = True
         self._forecast.speeds.forget(worker)
 
     def _begin_learning(
@@ -360,13 +305,12 @@ class WorkerGroup:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
         if groups is None or self._pool.size == 1 or not self._settings.learns_ahead:
             return None
-        return LearningWork(
-            self._supervisor, groups, self._learning_times, requests[0].sampling, self._log
-        )
+        sampling, token_s = requests[0].sampling, self._learn_token_s
+        return LearningWork(self._supervisor, groups, token_s, sampling, self._log)
 
     def _hosts(self) -> dict[int, str]:
         """Return the hosts of the workers that are present; none if no cores can be lent."""
-        lends = self._pool.size > 1 and self._borrows and self._settings.shares
+        lends = self._borrows and self._shares
         return {each: self._pool.host_of(each) for each in self._supervisor.present if lends}
 
     def _begin_spot(self, step: int) -> DrafterWork | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from longtail.config.rl import ClusterSection
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState
@@ -13,11 +14,26 @@ from longtail.types import Completion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Progress of a worker's task; counts are of the present rollout.
+class GroupSettings:
+    """Settings of the workers as a group."""
 
-    Example: Progress(beats=812, num_finished=30, num_generated=9120, num_running=34, drafts=True)
-    """
+    cluster: ClusterSection
+    max_running: int
+    """Largest number of requests that a worker generates at once."""
+    shares: bool
+    """Whether running requests move, and cores are lent."""
+    learns_ahead: bool
+    """Whether a group can be learned from before the rollout ends."""
+    is_sharded: bool
+    """Whether each worker holds a shard of the learner."""
+    buffer_bytes: int
+    """Bytes of the texts that a drafter is trained on."""
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Progress of a worker's task; counts are of the present rollout."""
 
     beats: int = 0
     """Number of engine steps and micro-batches since the worker began: it rises during a task."""
@@ -57,10 +73,7 @@ class PolicyState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """The expected rest of the present rollout.
-
-    Example: Forecast(num_workers=4, rest_s=3.5, slowdown=0.05)
-    """
+    """The expected rest of the present rollout."""
 
     num_workers: int
     rest_s: float
@@ -74,10 +87,7 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loan:
-    """Cores that a worker lends to another one of its host.
-
-    Example: Loan(borrower=0, rate=0.37)
-    """
+    """Cores that a worker lends to another one of its host."""
 
     borrower: int
     rate: float

@@ -22,8 +22,6 @@ class RolloutResult:
     spots: tuple[SpotReport, ...]
     seconds: float
     """Seconds from the start of the first shard to the end of the last one."""
-    stop_s: float
-    """Seconds from then until the last worker that trained the drafter was idle."""
     num_moved: int = 0
     """Number of requests that moved to another worker."""
     stolen_s: float = 0.0
@@ -39,12 +37,7 @@ class RolloutResult:
     def logged(self, step: int, kind: str) -> list[LoggedRollout]:
         """Return the speculation decisions of each shard, in the order of `shards`."""
         return [
-            LoggedRollout(
-                step=step,
-                series=series,
-                kind=kind,
-                worker=shard.worker,
-            )
+            LoggedRollout(step=step, series=series, kind=kind, worker=shard.worker)
             for shard in self.shards
             if (series := shard.value().series) is not None
         ]

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.workers.states import Span, State
-from longtail.errors import CheckpointError
+from longtail.errors import AGAIN, CheckpointError
 from longtail.system.files import write_atomically
 
 TRACE_FILE = "trace.json"
@@ -37,10 +37,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """An event of a worker.
-
-    Example: Mark(worker=1, at_s=2.2, name="drafter v3 published")
-    """
+    """An event of a worker."""
 
     worker: int
     at_s: float
@@ -74,11 +71,6 @@ class Timeline:
         """Workers in ascending order."""
         return sorted({span.worker for span in self.spans})
 
-    @property
-    def phases(self) -> list[Interval]:
-        """Maximal intervals in which a worker generates."""
-        return _joined(self._in_state(State.GENERATING))
-
     def seconds(self) -> dict[int, dict[State, float]]:
         """Return the seconds that each worker spent in each state."""
         totals = {worker: dict.fromkeys(State, 0.0) for worker in self.workers}
@@ -87,29 +79,18 @@ class Timeline:
         return totals
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step.
-
-        cluster/generating_s, idle_s, spot_s, learning_ahead_s, lending_s, learning_s
-                                          seconds of all workers
-        cluster/idle_utilization          share of spot, learning ahead and lending in these and
-                                          idle, in phases; 0 without any
-        cluster/spot_stop_latency_s       seconds with a worker in SPOT and none generating
-        cluster/spot_stop_latency_share   share of these in the step
-        """
+        """Return the metrics of the step (docs/metrics.md)."""
         totals = self.seconds().values()
         works = (State.SPOT, State.AHEAD, State.LENDING)
         named = (State.GENERATING, State.IDLE, *works, State.LEARNING)
-        metrics = {
-            f"cluster/{state.value}_s": sum((each[state] for each in totals), 0.0)
-            for state in named
-        }
-        phases = self.phases
+        sums = {state: sum((each[state] for each in totals), 0.0) for state in named}
+        phases = _joined(self._in_state(State.GENERATING))
         used = sum(self._overlap(state, phases) for state in works)
         idle = self._overlap(State.IDLE, phases)
         generating_or_spot = _joined([*phases, *self._in_state(State.SPOT)])
         spot_stop_latency_s = max(_length(generating_or_spot) - _length(phases), 0.0)
         step_s = self.end_s - self.begin_s
-        return metrics | {
+        return {f"cluster/{state.value}_s": seconds for state, seconds in sums.items()} | {
             "cluster/idle_utilization": used / (used + idle) if used + idle else 0.0,
             "cluster/spot_stop_latency_s": spot_stop_latency_s,
             "cluster/spot_stop_latency_share": spot_stop_latency_s / step_s if step_s else 0.0,
@@ -184,31 +165,25 @@ class TraceFile:
 
     def _events(self, step: int, timeline: Timeline, offset_s: float) -> Iterator[dict[str, Any]]:
         """Yield the names of new workers, and the events of a step."""
+        args: dict[str, Any] = {"step": step}
         for worker in timeline.workers:
             if worker not in self._named:
                 self._named.add(worker)
-                args = {"name": f"worker {worker}", "step": step}
-                yield {"name": "thread_name", "ph": "M", "pid": 0, "tid": worker, "args": args}
+                yield _event("thread_name", worker, {"name": f"worker {worker}", **args}, ph="M")
         for span in timeline.spans:
-            begin, end = (
-                _microseconds(span.begin_s + offset_s),
-                _microseconds(span.end_s + offset_s),
-            )
-            yield {
-                "name": span.state.value, "ph": "X", "ts": begin, "dur": round(end - begin, 3),
-                "pid": 0, "tid": span.worker, "args": {"step": step},
-            }  # fmt: skip
+            begin, end = (_microseconds(at + offset_s) for at in (span.begin_s, span.end_s))
+            name, dur = span.state.value, round(end - begin, 3)
+            yield _event(name, span.worker, args, ph="X", ts=begin, dur=dur)
         for mark in timeline.marks:
-            yield {
-                "name": mark.name, "ph": "i", "s": "t", "ts": _microseconds(mark.at_s + offset_s),
-                "pid": 0, "tid": mark.worker, "args": {"step": step},
-            }  # fmt: skip
+            at = _microseconds(mark.at_s + offset_s)
+            yield _event(mark.name, mark.worker, args, ph="i", s="t", ts=at)
 
     def _unwritten(self, reason: str | None) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path}: {reason}; free some space, then start again: the run resumes from its "
-            "newest checkpoint"
-        )
+        return CheckpointError(f"{self._path}: {reason}; free some space, then {AGAIN}")
+
+
+def _event(name: str, worker: int, args: Mapping[str, Any], **kind: Any) -> dict[str, Any]:
+    return {"name": name, **kind, "pid": 0, "tid": worker, "args": args}
 
 
 def event_of(line: bytes) -> dict[str, Any]:

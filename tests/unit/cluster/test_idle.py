@@ -85,14 +85,6 @@ def test_idle_workers_learn_from_finished_groups_while_the_last_text_is_written(
     assert held(pool) == groups(TAIL)
 
 
-def test_learning_that_takes_longer_than_the_tail_goes_on_by_all_workers_after_it():
-    pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
-    group, result = rolled(pool, TAIL)
-    assert result.seconds == pytest.approx(9.9, rel=0.05)
-    group.learn([batch(2)])
-    assert held(pool) == groups(TAIL)
-
-
 def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once():
     pool = ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.05)
     group, _ = rolled(pool, TAIL)
@@ -104,13 +96,8 @@ def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once
 
 
 def test_a_lost_worker_takes_nothing_with_it():
-    pool = ScriptedPool(
-        3,
-        has_drafter=False,
-        token_s=token_s,
-        accumulate_s=0.02,
-        deaths=[Death(worker=1, at_s=12.0)],
-    )
+    deaths = [Death(worker=1, at_s=12.0)]
+    pool = ScriptedPool(3, has_drafter=False, token_s=token_s, accumulate_s=0.02, deaths=deaths)
     group, _ = rolled(pool, TAIL)
     group.learn([batch(2)])
     assert pool.births == [0, 1, 0]
@@ -161,23 +148,3 @@ def test_the_last_worker_borrows_the_cores_of_an_idle_one_until_there_is_better_
     assert held(lent) == held(kept) == groups(TAIL)[:3]
     group.learn([batch(2)])
     assert held(lent) == groups(TAIL)
-
-
-def test_running_requests_are_shared_with_an_idle_worker_where_each_costs():
-    moved, stayed = (_skewed(is_on) for is_on in (True, False))
-    assert moved.num_moved > 0
-    assert stayed.num_moved == 0
-    assert moved.seconds < 0.75 * stayed.seconds
-
-
-def _skewed(sharing: bool) -> Any:
-    """Return a rollout in which one worker has all long texts, which were short before."""
-    pool = ScriptedPool(2, has_drafter=False, token_s=lambda n: 0.01 * n)
-    group = begun(pool, "never", sharing=sharing)
-    group.rollout(1, requests(*range(50, 210, 10), siblings=1))  # speeds are measured
-    asked = requests(*[600, 10] * 8, siblings=1, first=100)
-    for index, each in enumerate(asked):
-        group.lengths.record(each.group_id.rpartition("@")[0], 100 - index // 2)
-    result = group.rollout(2, asked)
-    assert [each.tokens for each in result.completions] == [text(each) for each in asked]
-    return result

@@ -140,15 +140,8 @@ def test_a_server_that_speaks_grpc_and_names_without_a_port_are_left_to_ray(serv
     ("words", "reason"),
     [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Ray"), (b"", "timed out")],
 )
-def test_another_server_is_refused(server, words: bytes, reason: str):
+def test_another_server_and_an_impossible_port_are_refused(server, words: bytes, reason: str):
     with pytest.raises(ConnectionError, match=reason):
         check_answers(server(words), timeout_s=0.2)
-
-
-@pytest.mark.parametrize("port", ["closed", "99999999999"])
-def test_an_address_without_a_listener_is_refused(port):
-    with socket.socket() as sock:  # bound, so that no other process takes it; closed to connections
-        sock.bind(("127.0.0.1", 0))
-        where = str(sock.getsockname()[1]) if port == "closed" else port
-        with pytest.raises(ConnectionError, match="no Ray answers there"):
-            check_answers(f"ray://127.0.0.1:{where}")
+    with pytest.raises(ConnectionError, match="no Ray answers there"):
+        check_answers("ray://127.0.0.1:99999999999")

@@ -38,7 +38,6 @@ def test_idle_workers_train_while_others_generate_and_only_then():
     last = max(span.end_s for span in both if span.state is State.GENERATING)
     assert all(span.begin_s < last for span in trained)
     assert rolled.seconds == pytest.approx(10.0)
-    assert rolled.stop_s < STEP_S
     assert group.workers(State.IDLE) == [0, 1, 2]
 
 
@@ -78,8 +77,8 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
 def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(stop_s=float("inf")))
     group = begun(pool)
-    rolled = group.rollout(1, TAIL)
-    assert rolled.stop_s < STOP_S + 3 * STEP_S
+    group.rollout(1, TAIL)
+    assert group.drain_timeline().metrics()["cluster/spot_stop_latency_s"] < STOP_S + 3 * STEP_S
     assert pool.births == [0, 1, 1]
     assert all("did not stop within 15 s" in said for said in pool.log_lines)
     assert texts(group.rollout(2, TAIL)) == [text(each) for each in TAIL]
@@ -98,12 +97,6 @@ def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
     assert [share.worker for share in rolled.shards] == [1, 1]
     assert rolled.report.num_generated == 110
     assert pool.births == [1, 0]
-
-
-def test_a_slow_worker_that_makes_steps_is_not_replaced():
-    pool = ScriptedPool(2)
-    begun(pool).rollout(1, requests(999, 998))
-    assert pool.log_lines == []
 
 
 def test_progress_counts_finished_and_running_shards_once():

@@ -115,10 +115,6 @@ def test_a_slow_worker_keeps_texts_by_its_speed_and_hands_its_last_one_to_a_fast
         assert best_move(loads, idle, 0.0, forecast(0.01, 1e-4)) is None
 
 
-def test_nothing_moves_before_speeds_are_known():
-    assert best_move({0: texts(0, 500, 500)}, [1], 9.0, RolloutForecast(32)) is None
-
-
 @given(
     st.lists(st.lists(st.floats(1.0, 1000.0), min_size=1, max_size=8), min_size=1, max_size=5),
     st.integers(0, 3),

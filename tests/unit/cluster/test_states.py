@@ -31,9 +31,9 @@ def test_a_refused_change_names_worker_states_reason_and_alternatives() -> None:
     worker_states.move(7, State.SPOT)
     with pytest.raises(
         ClusterError,
-        match=r"worker 7 cannot go from SPOT to LEARNING \(step 3\); SPOT leads to IDLE, DEAD",
+        match=r"worker 7 cannot go from SPOT to LEARNING; SPOT leads to IDLE, DEAD",
     ):
-        worker_states.move(7, State.LEARNING, "step 3")
+        worker_states.move(7, State.LEARNING)
     with pytest.raises(KeyError):
         worker_states.move(8, State.IDLE)
 

@@ -65,10 +65,10 @@ def test_a_task_that_kills_every_worker_ends_the_run_with_a_remedy(task, kind, t
         a_run(begun(ScriptedPool(2, faults=deadly, limit_s=20_000.0)), tmp_path)
 
 
-@pytest.mark.parametrize("task", ["ready", "restore", "publish"])
+@pytest.mark.parametrize("task", ["ready", "continue_run"])
 def test_new_workers_that_die_while_they_start_end_the_run(task, tmp_path):
     # The first worker is lost, and no new one in its place becomes idle.
-    first = {"ready": 2, "restore": 0, "publish": 1}[task]
+    first = {"ready": 2, "continue_run": 0}[task]
     deadly = [fault for fault in always(task, first) if fault.worker == 0]
     pool = ScriptedPool(2, faults=[Fault(worker=0, task="learn"), *deadly])
     with pytest.raises(ClusterError, match=AGAIN_AND_AGAIN):
@@ -102,15 +102,15 @@ def test_a_death_noticed_in_place_of_an_answer_is_counted_as_a_loss(message):
     pool = ScriptedPool(3)
     group, asked = begun(pool), requests(90, 9, 9)
     killed: list[int] = []
-    ask = pool.ask
+    answer = pool._answer
 
-    def deadly(worker: int, wanted: Callable[..., object], *args: object) -> object:
+    def deadly(worker: int, s: float, wanted: Callable[..., object], *args: object) -> object:
         if wanted.__name__ == message and not killed:
             killed.append(worker)
             pool.kill(worker)
-        return ask(worker, wanted, *args)
+        return answer(worker, s, wanted, *args)
 
-    pool.ask = deadly  # type: ignore[method-assign]
+    pool._answer = deadly  # type: ignore[method-assign]
     for step in (1, 2):
         rolled = group.rollout(step, asked)
         group.train_drafter()

@@ -23,7 +23,6 @@ from longtail.drafter.weights import DrafterWeights
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
-from longtail.rl.learner import Learner
 from longtail.speculation.strategy import Strategy
 from longtail.system import machine
 from longtail.types import Completion, Request, SamplingParams
@@ -121,17 +120,6 @@ def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
     assert worker.progress() == Progress(beats=len(batch.micro_batches) + 1)
 
 
-def test_the_engine_releases_memory_during_a_learner_step(components, worker, monkeypatch):
-    calls: list[str] = []
-    for of, name in ((type(components.generator), "sleep"), (Learner, "step")):
-        real = getattr(of, name)
-        monkeypatch.setattr(
-            of, name, lambda *given, real=real, name=name: calls.append(name) or real(*given)
-        )
-    worker.learn(Plan(seed=1).batches())
-    assert calls == ["sleep", "step"]
-
-
 def test_texts_are_of_the_present_rollout_only(worker, asked):
     worker.publish()
     seen: list[int] = []
@@ -226,19 +214,8 @@ def test_borrowed_cores_compute_the_same_texts_until_they_are_given_back(
     assert torch.get_num_threads() == before
 
 
-def train(components: WorkerComponents, asked: list[Request], step: int) -> SpotReport:
-    """Write texts, and learn them for two updates."""
-    drafting = components.drafting
-    assert drafting is not None
-    worker = Worker(components)
-    worker.publish()
-    requests = {each.request_id: each for each in asked}
-    done = worker.generate(asked).completions  # in the order of their ends
-    drafting.buffer.add(TextSnapshot.of(requests[d.request_id], d, step) for d in done)
-    return learn(components)
-
-
 def learn(components: WorkerComponents) -> SpotReport:
+    """Learn the texts of the buffer for two updates."""
     drafting = components.drafting
     assert drafting is not None
     drafting.trainer.begin(drafting.served)
@@ -250,17 +227,19 @@ def learn(components: WorkerComponents) -> SpotReport:
 
 @pytest.mark.slow
 def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, asked):
-    report = train(components, asked, 1)
+    worker = Worker(components)
+    worker.publish()
+    requests = {each.request_id: each for each in asked}
+    done = worker.generate(asked).completions  # in the order of their ends
+    components.drafting.buffer.add(TextSnapshot.of(requests[d.request_id], d, 1) for d in done)
+    report = learn(components)
     assert report.num_reused == report.num_tokens > 0
-    Worker(components).publish()  # the same texts, of a policy that is gone
+    worker.publish()  # the same texts, of a policy that is gone
     report = learn(components)
     assert report.num_tokens > report.num_reused == 0
 
 
-@pytest.mark.slow
-def test_features_are_not_kept_without_memory_for_them(workshop, asked):
+def test_features_are_not_kept_without_memory_for_them(workshop):
     components = make_components(workshop, "--cluster.workers=2", "--spot.features_mb=0")
     assert components.generator.speculation is not None
     assert components.generator.speculation.features is None
-    report = train(components, asked, 1)
-    assert report.num_tokens > report.num_reused == 0

@@ -54,7 +54,6 @@ def _record(
         shards=(TaskResult(worker=0, result=shard),),
         spots=(),
         seconds=1.0,
-        stop_s=0.0,
     )
     graded = Graded(rollouts=rollouts, failures=())
     return StepRecord(

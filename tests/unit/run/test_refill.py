@@ -40,9 +40,7 @@ class _Workers:
     def rollout(self, step: int, requests: Any, groups: Any) -> Any:
         self.calls.append(f"rollout {len(requests)}")
         completions = [completion(each.request_id, (1,)) for each in requests]
-        return RolloutResult(
-            completions=tuple(completions), shards=(), spots=(), seconds=1.0, stop_s=0.0
-        )
+        return RolloutResult(completions=tuple(completions), shards=(), spots=(), seconds=1.0)
 
     def learn(self, batches: Any) -> LearnerReport:
         self.calls.append(f"learn {sum(each.num_sequences for each in batches)}")

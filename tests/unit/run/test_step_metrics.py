@@ -89,7 +89,6 @@ def test_metrics_of_a_step_include_the_seconds_of_loop_and_learner() -> None:
         shards=(TaskResult(worker=0, result=shard),),
         spots=(),
         seconds=2.0,
-        stop_s=0.0,
     )
     graded = Graded(rollouts=rollouts, failures=())
     record = StepRecord(

@@ -26,10 +26,7 @@ _PROMPT_COST = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
-    """Requests with the same prompt that stay together, so that they share its KV.
-
-    Example: PromptGroup(size=8, expected=412.0)
-    """
+    """Requests with the same prompt that stay together, so that they share its KV."""
 
     size: int
     expected: float | None = None

@@ -26,10 +26,7 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """Requests that move from one worker to another.
-
-    Example: Move(source=0, target=1, names=("p/3@0#1",), gain_s=0.8)
-    """
+    """Requests that move from one worker to another."""
 
     source: int
     target: int

@@ -14,7 +14,6 @@ from longtail.cluster.records import Forecast
 from longtail.cluster.timeline import Mark
 from longtail.cluster.work.publisher import Publisher
 from longtail.cluster.work.work import IdleWork
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
@@ -31,8 +30,6 @@ POLL_S = 1.0
 class DrafterWork(IdleWork):
     """The texts of one rollout, and the replicas trained on them."""
 
-    is_endless = True
-
     def __init__(
         self,
         supervisor: WorkerSupervisor,
@@ -45,7 +42,8 @@ class DrafterWork(IdleWork):
         self._step, self._log = step, log
         self._sent: dict[int, int] = {}
         """Number of additions to the buffer that each worker has."""
-        self._replicas: dict[int, Replica] = {}
+        self.replicas: dict[int, Replica] = {}
+        """Newest replica of each worker that trained."""
         self._num_finished: dict[int, int] = {}
         """Number of finished texts collected from each generating worker's shard."""
         self._failed: set[int] = set()
@@ -55,11 +53,6 @@ class DrafterWork(IdleWork):
         self.marks: list[Mark] = []
         publisher.begin_rollout()
         publisher.buffer.begin(step)
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """Newest replica of each worker that trained."""
-        return list(self._replicas.values())
 
     # ---- texts
 
@@ -103,7 +96,7 @@ class DrafterWork(IdleWork):
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start training on an idle worker."""
         self.send_texts(worker)
-        self._supervisor.start(worker, tasks.TRAIN_DRAFTER, self._publisher.published)
+        self._supervisor.start(worker, Worker.train_drafter, self._publisher.published)
 
     def end(self, worker: int) -> None:
         """Ask a worker that trains to stop."""
@@ -157,7 +150,7 @@ class DrafterWork(IdleWork):
         self._offer(generating)
 
     def _take(self, worker: int, replica: Replica) -> None:
-        self._replicas[worker] = replica
+        self.replicas[worker] = replica
         self._publisher.gain.record(worker, replica)
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
@@ -166,7 +159,7 @@ class DrafterWork(IdleWork):
         self._failed.add(worker)
 
     def _offer(self, generating: Sequence[int]) -> None:
-        offer = self._publisher.offer(self.replicas)
+        offer = self._publisher.offer(list(self.replicas.values()))
         if offer is None:
             return
         name, now = f"drafter v{offer.version} offered", self._supervisor.now()

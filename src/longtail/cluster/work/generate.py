@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Stopped, Worker
@@ -37,13 +36,13 @@ class Generation:
     ) -> None:
         self._supervisor, self._on_texts = supervisor, on_texts
         self._takes_early, self._learns = takes_early, learns
-        self._waiting = [list(shard) for shard in shards]
+        self.waiting = [list(shard) for shard in shards]
         """Shards without a worker."""
-        self._held: dict[int, dict[str, Request]] = {}
+        self.held: dict[int, dict[str, Request]] = {}
         """Requests of each generating worker, those that it has finished included."""
         self._begun: dict[str, Completion] = {}
         """Beginnings of the requests that moved."""
-        self._moves: dict[str, tuple[int, int]] = {}
+        self.moves: dict[str, tuple[int, int]] = {}
         """Source and target of requests that are asked for, and not yet returned."""
         self._num_known: dict[int, int] = {}
         """Number of finished texts that each worker has handed over in mid-rollout."""
@@ -51,31 +50,12 @@ class Generation:
         self.done: list[TaskResult[ShardResult]] = []
         self.num_moved = 0
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of shards without a worker."""
-        return len(self._waiting)
-
-    @property
-    def workers(self) -> frozenset[int]:
-        """Workers that have requests."""
-        return frozenset(self._held)
-
-    @property
-    def is_moving(self) -> bool:
-        """Whether requests are on the way to another worker."""
-        return bool(self._moves)
-
-    def request(self, worker: int, name: str) -> Request | None:
-        """Return a request of a worker; None if it has none of this name."""
-        return self._held[worker].get(name)
-
     def start(self, worker: int) -> None:
         """Start a waiting shard on an idle worker."""
-        shard = self._waiting.pop(0)
-        self._held[worker] = {each.request_id: each for each in shard}
+        shard = self.waiting.pop(0)
+        self.held[worker] = {each.request_id: each for each in shard}
         self._num_known[worker] = 0
-        self._supervisor.start(worker, tasks.GENERATE, shard, self._learns, self._begun_of(shard))
+        self._supervisor.start(worker, Worker.generate, shard, self._learns, self._begun_of(shard))
 
     def on_ended(self, ended: TaskResult[Any]) -> tuple[ShardResult, list[Request]] | None:
         """Record the end of a worker's task; return the result of a shard, with its requests.
@@ -84,11 +64,11 @@ class Generation:
         texts are written again: the sums over them are gone with it. Generators are never stopped;
         Stopped is left of an earlier spot training that `clear_stop` did not reach in time.
         """
-        if ended.worker not in self._held:
+        if ended.worker not in self.held:
             return None
         self._take_released(ended.worker)
-        self._moves = {n: move for n, move in self._moves.items() if move[0] != ended.worker}
-        held, found = self._held.pop(ended.worker), None
+        self.moves = {n: move for n, move in self.moves.items() if move[0] != ended.worker}
+        held, found = self.held.pop(ended.worker), None
         if not ended.is_lost and not isinstance(ended.error, Stopped):
             shard: ShardResult = ended.value()
             self.done.append(ended)
@@ -96,7 +76,7 @@ class Generation:
             found = shard, [held[each.request_id] for each in shard.completions]
             held = {name: held[name] for name in held.keys() - self.completions.keys()}
         if held:
-            self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
+            self.waiting.append(sorted(held.values(), key=lambda each: each.request_id))
         return found
 
     def poll(self, running: Mapping[int, Progress]) -> None:
@@ -107,14 +87,14 @@ class Generation:
             for worker, found in self._supervisor.ask_each(Worker.completed, more).items():
                 self._num_known[worker] += len(found)
                 self._take(found)
-        for worker in {source for source, _ in self._moves.values()} & running.keys():
+        for worker in {source for source, _ in self.moves.values()} & running.keys():
             self._take_released(worker)
 
     def move(self, source: int, target: int, names: Sequence[str]) -> bool:
         """Ask a worker for requests that another one goes on with; return whether it heard."""
         is_asked = self._supervisor.tell(source, Worker.release, names)
         if is_asked:
-            self._moves |= dict.fromkeys(names, (source, target))
+            self.moves |= dict.fromkeys(names, (source, target))
         return is_asked
 
     def total(self, running: Sequence[Progress]) -> Progress:
@@ -144,7 +124,7 @@ class Generation:
 
     def _take_released(self, worker: int) -> None:
         """Hand on what a worker has returned; what it finished meanwhile stays with it."""
-        asked = {name: target for name, (source, target) in self._moves.items() if source == worker}
+        asked = {name: target for name, (source, target) in self.moves.items() if source == worker}
         if not asked:
             return
         released = self._supervisor.ask(worker, Worker.drain_released) or []
@@ -152,13 +132,13 @@ class Generation:
         for each in released:
             name = each.request_id
             self._begun[name] = each
-            moved.setdefault(asked[name], []).append(self._held[worker].pop(name))
+            moved.setdefault(asked[name], []).append(self.held[worker].pop(name))
         if released or asked.keys() <= self.completions.keys():  # the others are finished
-            self._moves = {name: m for name, m in self._moves.items() if m[0] != worker}
+            self.moves = {name: m for name, m in self.moves.items() if m[0] != worker}
         self.num_moved += len(released)
         for target, requests in moved.items():
-            if target in self._held:
-                self._held[target] |= {each.request_id: each for each in requests}
+            if target in self.held:
+                self.held[target] |= {each.request_id: each for each in requests}
                 self._supervisor.tell(target, Worker.add, requests, self._begun_of(requests))
             else:
-                self._waiting.append(requests)
+                self.waiting.append(requests)

@@ -12,12 +12,13 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.work.work import IdleWork
-from longtail.cluster.workers import tasks
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.worker import Worker
 from longtail.types import Completion, MicroBatch, SamplingParams
 
 _FADE = 0.8
+"""Weight of the seconds known before beside those of the newest micro-batch."""
 
 
 @runtime_checkable
@@ -32,22 +33,11 @@ class Groups(Protocol):
 
 
 @final
-class LearningTimes:
-    """Seconds of learning from a token; lives as long as the run."""
-
-    def __init__(self) -> None:
-        self.token_s = 0.0
-        """0 as long as it is unknown."""
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """Add the seconds of a micro-batch."""
-        each_s = seconds / max(num_tokens, 1)
-        self.token_s = _FADE * self.token_s + (1 - _FADE) * each_s if self.token_s else each_s
-
-
-@final
 class LearningWork(IdleWork):
-    """The micro-batches of one round of a step, as its groups are finished."""
+    """The micro-batches of one round of a step, as its groups are finished.
+
+    `token_s`: seconds of learning from a token in earlier rounds; 0 if unknown.
+    """
 
     is_endless = False
 
@@ -55,11 +45,11 @@ class LearningWork(IdleWork):
         self,
         supervisor: WorkerSupervisor,
         groups: Groups,
-        times: LearningTimes,
+        token_s: float,
         sampling: SamplingParams,
         log: Callable[[str], None],
     ) -> None:
-        self._supervisor, self._groups, self._times = supervisor, groups, times
+        self._supervisor, self._groups, self.token_s = supervisor, groups, token_s
         self._sampling, self._log = sampling, log
         self._ready: list[MicroBatch] = []
         self._running: dict[int, tuple[MicroBatch, float]] = {}
@@ -76,7 +66,7 @@ class LearningWork(IdleWork):
 
     def seconds_of(self, num_more: int) -> float:
         """Return the seconds of learning from what is ready and `num_more` tokens."""
-        return self._times.token_s * (num_more + sum(u.packed.num_tokens for u in self._ready))
+        return self.token_s * (num_more + sum(u.packed.num_tokens for u in self._ready))
 
     def rate(self, worker: int, forecast: Forecast) -> float:
         """Return the share of a worker in the learning after the rollout, which is saved."""
@@ -88,14 +78,15 @@ class LearningWork(IdleWork):
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
         self._running[worker] = unit, self._supervisor.now()
-        self._supervisor.start(worker, tasks.ACCUMULATE, unit, self._sampling)
+        self._supervisor.start(worker, Worker.accumulate, unit, self._sampling)
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record that a micro-batch is in a worker's sums, or not."""
         unit, began_s = self._running.pop(ended.worker)
         if ended.error is None:
             self._done.setdefault(ended.worker, []).append(unit)
-            self._times.observe(unit.packed.num_tokens, self._supervisor.now() - began_s)
+            each_s = (self._supervisor.now() - began_s) / max(unit.packed.num_tokens, 1)
+            self.token_s = _FADE * self.token_s + (1 - _FADE) * each_s if self.token_s else each_s
         elif ended.is_lost:
             self._ready.append(unit)
         else:

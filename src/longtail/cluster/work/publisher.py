@@ -56,10 +56,6 @@ class DrafterState:
         """Return the drafter's own parameters."""
         return without_prefix(_DRAFTER, self.tensors)
 
-    def sums(self) -> dict[str, Tensor]:
-        """Return the sums that the drafter follows from; empty without any."""
-        return without_prefix(_SUMS, self.tensors)
-
     def put_into(self, drafter: LoadedDrafter) -> LoadedDrafter:
         """Return a drafter of the run's initial shape with the weights of this state.
 
@@ -70,25 +66,21 @@ class DrafterState:
         return replace(
             drafter,
             draft_ids=tensors.get(DRAFT_IDS, drafter.draft_ids),
-            sums=self.sums(),
+            sums=without_prefix(_SUMS, self.tensors),
             training=replace(drafter.training, agreement=(), overlap=(), accept_len=known),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A decision about a drafter, with its numbers.
-
-    Example: Decision(what="published", version=4, before=2.31, after=2.52, num_tokens=18_000,
-                      reason="")
-    """
+    """A decision about a drafter, with its numbers."""
 
     what: str
     """For a replica: trained, kept or discarded. For weights: offered or published."""
     version: int
     """Version of the weights; for a replica, the version from which it was trained."""
-    before: float
-    after: float
+    before: float = math.nan
+    after: float = math.nan
     num_tokens: int = 0
     """Number of tokens trained on."""
     reason: str = ""
@@ -114,7 +106,8 @@ class Publisher:
     def __init__(
         self, published: DrafterWeights, buffer: DrafterBuffer, sums: Sums | None = None
     ) -> None:
-        self._published, self.buffer, self.sums = published, buffer, sums
+        self.published, self.buffer, self.sums = published, buffer, sums
+        """The newest drafter that any worker serves, and what it learns from."""
         self.gain = DrafterGain()
         """Gain of training, in seconds."""
         self.accept_len: float | None = None
@@ -128,26 +121,21 @@ class Publisher:
         """By version: the drafter published when the rollout began, and the offers since."""
         self._forget_offers()
 
-    @property
-    def published(self) -> DrafterWeights:
-        """Newest drafter that any worker serves."""
-        return self._published
-
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the published drafter."""
-        known = {"drafter/version": float(self._published.version)}
+        known = {"drafter/version": float(self.published.version)}
         if self.accept_len is not None:
             known["drafter/expected_accept_length"] = self.accept_len
         return known
 
     def publish(self, weights: DrafterWeights, accept_len: float | None) -> None:
         """Continue from a published drafter."""
-        self._published, self.accept_len = weights, accept_len
+        self.published, self.accept_len = weights, accept_len
         self._last = max(self._last, weights.version)
         self._forget_offers()
 
     def begin_rollout(self) -> None:
-        """Forget or fade earlier measurements: they were made with another policy."""
+        """Forget or fade measurements of another policy."""
         self.gain.begin_rollout()
         self._forget_offers()
 
@@ -160,21 +148,19 @@ class Publisher:
         was offered; and a reduced draft vocabulary may be renewed for the texts of the rollout,
         with the mean or the published weights.
         """
-        known = self._offers[self._published.version]
+        known = self._offers[self.published.version]
         best_gain = known.gain if is_last else max(each.gain for each in self._offers.values())
         better = [replica for replica in replicas if self._is_better(replica, best_gain)]
+        tensors, gain, measured = dict(known.weights.tensors), known.gain, dict[str, Any]()
         if better:
-            tensors, gain, decision = self._mean(better)
-        else:
-            tensors, gain = dict(known.weights.tensors), known.gain
-            decision = self._unmeasured("offered")
+            tensors, gain, measured = self._mean(better)
         renewed = self._renewed_ids(tensors) if is_last else {}
         if not (better or renewed):
             return None
-        decision = replace(decision, reason=_RENEWED if renewed else "")
-        return self._new_offer(tensors | renewed, gain, decision)
+        reason = _RENEWED if renewed else ""
+        return self._new_offer(tensors | renewed, gain, **measured, reason=reason)
 
-    def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, Decision]:
+    def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
         """Return the mean of the best replica and those of its base, by tokens (local SGD).
 
         Stich 2018 (arXiv 1805.09767) bounds the cost of averaging while replicas stay close.
@@ -182,12 +168,9 @@ class Publisher:
         best = max(replicas, key=self._gain)
         same = [each for each in replicas if each.base_version == best.base_version]
         counts = [each.num_tokens for each in same]
-        decision = replace(
-            self._unmeasured("offered", sum(counts)),
-            before=best.base_accept_len,
-            after=best.accept_len,
-        )
-        return weighted_mean([each.weights for each in same], counts), self._gain(best), decision
+        measured = {"before": best.base_accept_len, "after": best.accept_len}
+        mean = weighted_mean([each.weights for each in same], counts)
+        return mean, self._gain(best), measured | {"num_tokens": sum(counts)}
 
     def add_sums(self, new: Iterable[Sums]) -> int:
         """Add the sums over the texts of a step; return the number of these texts' tokens."""
@@ -203,13 +186,14 @@ class Publisher:
     def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
         """Return new weights that follow from sums: the texts decide, so nothing is measured."""
         self._forget_offers()
-        return self._new_offer(tensors, 1.0, self._unmeasured("offered", num_tokens))
+        return self._new_offer(tensors, 1.0, num_tokens=num_tokens)
 
     def _new_offer(
-        self, tensors: Mapping[str, Tensor], gain: float, decision: Decision
+        self, tensors: Mapping[str, Tensor], gain: float, **measured: Any
     ) -> DrafterWeights:
         self._last += 1
-        num_known = self._published.num_tokens + decision.num_tokens
+        decision = Decision(what="offered", version=self._last, **measured)
+        num_known = self.published.num_tokens + decision.num_tokens
         weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
         self._offers[self._last] = _Offer(weights, gain, decision)
         self._decisions.append(decision)
@@ -225,18 +209,19 @@ class Publisher:
 
     def record(self, version: int | None) -> None:
         """Record the version that a worker serves, None if unknown; the newest is published."""
-        if version is None or version not in self._offers or version <= self._published.version:
+        if version is None or version not in self._offers or version <= self.published.version:
             return
-        weights, _, decision = self._offers[version]
-        self._published = weights
+        self.published, _, decision = self._offers[version]
         if math.isfinite(decision.after):
             self.accept_len = decision.after
         self._decisions.append(replace(decision, what="published", num_tokens=0, reason=""))
 
     def record_discarded(self, num_tokens: int, reason: str) -> None:
         """Record that a replica cannot be used."""
-        decision = self._unmeasured("discarded", num_tokens)
-        self._decisions.append(replace(decision, version=self._published.version, reason=reason))
+        version = self.published.version
+        self._decisions.append(
+            Decision(what="discarded", version=version, num_tokens=num_tokens, reason=reason)
+        )
 
     def drain_decisions(self) -> list[Decision]:
         """Return the decisions since the last call."""
@@ -271,25 +256,17 @@ class Publisher:
         known = math.nan if base is None else base.gain
         return known * replica.accept_len / replica.base_accept_len
 
-    def _unmeasured(self, what: str, num_tokens: int = 0) -> Decision:
-        return Decision(
-            what=what,
-            version=self._last + 1,
-            before=math.nan,
-            after=math.nan,
-            num_tokens=num_tokens,
-        )
-
     def _forget_offers(self) -> None:
-        first = self._unmeasured("published")
-        self._offers = {self._published.version: _Offer(self._published, 1.0, first)}
+        version = self.published.version
+        first = Decision(what="published", version=version)
+        self._offers = {version: _Offer(self.published, 1.0, first)}
         self._recorded.clear()
 
     # ---- state
 
     def state(self, **numbers: object) -> DrafterState:
         """Copy the published drafter and what it learns from, beside `numbers` of the caller."""
-        weights = self._published
+        weights = self.published
         return DrafterState(
             tensors=with_prefix(_DRAFTER, weights.tensors)
             | with_prefix(_BUFFER, self.buffer.tensors())
@@ -309,10 +286,10 @@ class Publisher:
         Raises CheckpointError if its tensors have other shapes.
         """
         tensors, numbers = state.drafter(), state.numbers
-        if not self._published.is_shaped_as(tensors):
+        if not self.published.is_shaped_as(tensors):
             raise CheckpointError("the drafter of the checkpoint is of another shape")
         if self.sums is not None:
-            self.sums = self.sums.restored(state.sums())
+            self.sums = self.sums.restored(without_prefix(_SUMS, state.tensors))
         self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
         known = numbers.get("num_tokens", 0)
         weights = DrafterWeights(version=numbers["version"], tensors=tensors, num_tokens=known)

@@ -3,11 +3,10 @@
     idle worker ---> the work that gains most for each second of it, or rest
 
 A rollout waits for no such work. `learning` learns from finished groups, `drafter` trains the
-drafter, `lending` lends cores to a worker that writes. Each kind predicts its gain from the same
-`Forecast`, whose numbers are measured.
+drafter, and `LendingWork` lends cores to a worker that writes. Each kind predicts its gain from the
+same `Forecast`, whose numbers are measured.
 """
 
-import abc
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
@@ -15,38 +14,35 @@ from longtail.cluster.records import Forecast
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.worker import Worker
 
 
-class IdleWork(abc.ABC):
+class IdleWork:
     """One kind of work for idle workers in one rollout."""
 
-    is_endless: bool
+    is_endless = True
     """Whether it goes on until it is ended."""
 
-    @abc.abstractmethod
     def rate(self, worker: int, forecast: Forecast) -> float:
         """Return the seconds that steps gain for each second of a worker's work from now on.
 
         `Forecast.slowdown` is subtracted. 0 if there is nothing to do.
         """
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start the work on an idle worker."""
+        raise NotImplementedError
 
     def end(self, worker: int) -> None:
         """End endless work of a worker, now or soon."""
-        raise NotImplementedError
 
-    @abc.abstractmethod
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a worker's task, or the loss of a worker that did it."""
 
-    @abc.abstractmethod
     def on_lost(self, worker: int) -> None:
         """Forget what a lost worker had, whatever it did."""
 
-    @abc.abstractmethod
     def poll(self, answering: Collection[int]) -> None:
         """Exchange what is new with the workers, of which only those in `answering` are asked."""
 
@@ -100,3 +96,49 @@ class IdleCoordinator:
         """End all endless work."""
         for worker in [each for each, work in self._at.items() if work.is_endless]:
             self.end(worker)
+
+
+@final
+class LendingWork(IdleWork):
+    """The cores that are lent in one rollout; `lends` has the borrower of each lender.
+
+        IDLE ---> LENDING, to the worker of its host that will be done last ---> IDLE, at once
+
+    The borrower computes its steps on more threads, which changes no bit of a text (law 4) and
+    leaves the threads of its learner alone. A lender has no task, so any other work may begin at
+    once.
+    """
+
+    def __init__(self, supervisor: WorkerSupervisor, lends: dict[int, int]) -> None:
+        self._supervisor, self._lends = supervisor, lends
+
+    def rate(self, worker: int, forecast: Forecast) -> float:
+        """Return the gain of the worker's loan; 0 if its borrower generates no more."""
+        loan = forecast.loans.get(worker)
+        is_possible = loan is not None and self._is_generating(loan.borrower)
+        return loan.rate if loan is not None and is_possible else 0.0
+
+    def start(self, worker: int, forecast: Forecast) -> None:
+        """Lend the cores of an idle worker."""
+        borrower = forecast.loans[worker].borrower
+        self._supervisor.states.move(worker, State.LENDING)
+        self._lends[worker] = borrower
+        self._tell(borrower)
+
+    def end(self, worker: int) -> None:
+        """Take the cores back; the worker is idle."""
+        self._supervisor.states.move(worker, State.IDLE)
+        self._tell(self._lends.pop(worker))
+
+    def on_lost(self, worker: int) -> None:
+        """Forget a lost lender."""
+        if (borrower := self._lends.pop(worker, None)) is not None:
+            self._tell(borrower)
+
+    def _is_generating(self, worker: int) -> bool:
+        return worker in self._supervisor.workers(State.GENERATING)
+
+    def _tell(self, borrower: int) -> None:
+        if self._is_generating(borrower):
+            num = list(self._lends.values()).count(borrower)
+            self._supervisor.tell(borrower, Worker.borrow_cores, num)

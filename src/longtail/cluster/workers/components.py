@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.spot import SpotTrainer
@@ -39,13 +37,11 @@ class WorkerComponents:
     learner: Learner
     policy: Policy
     """The learner's model, for saving; in main memory if it is sharded."""
-    device: torch.device
-    """Device of all computations."""
     backend: Literal["gloo", "nccl"]
     """Library that sums gradients: `nccl` where each worker has a GPU of its own."""
     tokenizer: Tokenizer
     drafting: Drafting | None
-    """None if no drafter can be trained."""
+    """None if no drafter learns."""
     drafter: LoadedDrafter | None
     """The drafter with weights as the run began with it, if there is one."""
     rollout_threads: int

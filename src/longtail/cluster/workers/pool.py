@@ -1,16 +1,12 @@
-"""The pool of workers: the processes of the workers and the calls to them.
+"""The pool of workers: their processes, and the calls of their tasks and messages.
 
-    start(worker, Worker.generate, requests)     start a task; a worker runs one at a time
-    wait(seconds) -> [TaskResult(worker, ...)]   return the tasks that have ended since
-    ask(worker, Worker.texts, step)              call a message, which is answered beside the task
-    answers(Worker.lengths, {0: (), 1: ()})      the same for several workers at once
-    progress(workers)                            return the progress of those that answer at once
-
-Every wait has a deadline. A lost worker is reported as a failed task, and as LostWorkerError in
-place of an answer, busy or idle; an exception in a task is returned in its result.
+A worker runs one task at a time, and answers messages beside it. Every wait has a deadline. A lost
+worker is reported as a failed task, and as LostWorkerError in place of an answer, busy or idle; an
+exception in a task is returned in its result.
 """
 
 import abc
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +23,7 @@ T = TypeVar("T", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a worker: its number, and what is known of its machine.
-
-    Example: Place(worker=3, sharing=2)
-    """
+    """Place of a worker: its number, and what is known of its machine."""
 
     worker: int = 0
     sharing: int = 1
@@ -48,10 +41,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResult(Generic[T]):
-    """The end of a task: its result, its exception, or the loss of its worker.
-
-    Example: TaskResult(worker=1, result=shard)
-    """
+    """The end of a task: its result, its exception, or the loss of its worker."""
 
     worker: int
     result: T | None = None
@@ -69,10 +59,12 @@ class TaskResult(Generic[T]):
 class WorkerPool(abc.ABC):
     """A fixed number of workers, numbered from 0."""
 
-    @property
-    @abc.abstractmethod
-    def size(self) -> int:
-        """Number of workers."""
+    size: int
+    """Number of workers."""
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return time.perf_counter()
 
     def absent(self) -> frozenset[int]:
         """Return the workers whose processes wait for room on a host."""
@@ -95,42 +87,29 @@ class WorkerPool(abc.ABC):
         """Return the tasks that have ended; wait for one for at most `timeout_s`."""
 
     @abc.abstractmethod
-    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
-        """Deliver a message and return the answer.
-
-        Raises LostWorkerError if the worker is gone, ClusterError if no answer comes in time.
-        """
-
     def answers(
         self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
     ) -> dict[int, R | ClusterError]:
-        """Deliver a message to several workers, each with its own arguments, as `ask`.
+        """Deliver a message to workers, each with its own arguments, and return their answers.
 
-        Return the answers, or the errors in their place.
+        In place of one: LostWorkerError if the worker is gone, ClusterError if none comes in time.
         """
-        found: dict[int, R | ClusterError] = {}
-        for worker, own in args.items():
-            try:
-                found[worker] = self.ask(worker, message, *own)
-            except ClusterError as error:
-                found[worker] = error
-        return found
 
     @abc.abstractmethod
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Return the progress of the workers that answer at once."""
 
-    @abc.abstractmethod
     def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
+        raise NotImplementedError
 
     def drain_traffic(self) -> dict[str, float]:
         """Return metrics of what passed between hosts since the last call; none on one host."""
         return {}
 
-    @abc.abstractmethod
     def replace(self, worker: int) -> None:
         """Kill a worker and start another, which is ready once its first task ends."""
+        raise NotImplementedError
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -139,7 +118,9 @@ class WorkerPool(abc.ABC):
 
 @final
 class LocalWorkerPool(WorkerPool):
-    """One worker in this process; `wait` runs its tasks."""
+    """One worker in this process; `wait` runs its tasks. It has no team, and is not replaced."""
+
+    size = 1
 
     def __init__(
         self, make: Callable[[Place], Worker], on_step: Callable[[Progress], None]
@@ -147,11 +128,6 @@ class LocalWorkerPool(WorkerPool):
         self._worker = make(Place())
         self._worker.on_step = on_step
         self._task: Callable[[], Any] | None = self._worker.ready
-
-    @property
-    def size(self) -> int:
-        """Return 1."""
-        return 1
 
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Keep the task for `wait`."""
@@ -168,21 +144,15 @@ class LocalWorkerPool(WorkerPool):
         except (LongtailError, Interrupted, Stopped) as error:
             return [TaskResult(worker=0, error=error)]
 
-    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
+    def answers(
+        self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
+    ) -> dict[int, R | ClusterError]:
         """Call the message."""
-        return message(self._worker, *args)
+        return {worker: message(self._worker, *own) for worker, own in args.items()}
 
     def progress(self, workers: Sequence[int]) -> dict[int, Progress]:
         """Return the progress of the worker."""
         return {worker: self._worker.progress() for worker in workers}
-
-    def rendezvous_address(self) -> str:
-        """Raise ClusterError: one worker needs no team."""
-        raise ClusterError("a worker of this process has no team")
-
-    def replace(self, worker: int) -> None:
-        """Raise ClusterError: the worker is this process."""
-        raise ClusterError("a worker of this process cannot be replaced")
 
     def close(self) -> None:
         """Do nothing."""

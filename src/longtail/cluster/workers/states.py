@@ -16,7 +16,6 @@ the timeline of a step is made (`timeline`). It starts and stops nothing: the su
 """
 
 import enum
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import final
@@ -27,45 +26,30 @@ from longtail.errors import ClusterError
 class State(enum.Enum):
     """The state of a worker."""
 
-    STARTING = "starting"
-    """Its process loads weights."""
-    ABSENT = "absent"
-    """No host has room for its process."""
-    GENERATING = "generating"
-    """Its engine generates completions."""
-    IDLE = "idle"
-    """It has no task."""
-    SPOT = "spot"
-    """It trains the drafter while others generate."""
-    AHEAD = "learning_ahead"
-    """It learns from finished groups while others generate."""
-    LENDING = "lending"
-    """Its cores compute for a worker that generates; it has no task."""
-    LEARNING = "learning"
-    """It trains the policy, or does another task of all workers."""
-    DEAD = "dead"
-    """Its process is gone."""
+    STARTING = "starting"  # its process loads weights
+    ABSENT = "absent"  # no host has room for its process
+    GENERATING = "generating"  # its engine generates completions
+    IDLE = "idle"  # it has no task
+    SPOT = "spot"  # it trains the drafter while others generate
+    AHEAD = "learning_ahead"  # it learns from finished groups while others generate
+    LENDING = "lending"  # its cores compute for a worker that generates; it has no task
+    LEARNING = "learning"  # it trains the policy, or does another task of all workers
+    DEAD = "dead"  # its process is gone
 
 
+_WORK = (State.GENERATING, State.SPOT, State.AHEAD, State.LENDING, State.LEARNING)
 _FOLLOWERS = {
+    **dict.fromkeys(_WORK, (State.IDLE, State.DEAD)),
     State.STARTING: (State.IDLE, State.ABSENT, State.DEAD),
     State.ABSENT: (State.STARTING, State.DEAD),
-    State.IDLE: tuple(state for state in State if state.name not in ("STARTING", "ABSENT", "IDLE")),
-    State.GENERATING: (State.IDLE, State.DEAD),
-    State.SPOT: (State.IDLE, State.DEAD),
-    State.AHEAD: (State.IDLE, State.DEAD),
-    State.LENDING: (State.IDLE, State.DEAD),
-    State.LEARNING: (State.IDLE, State.DEAD),
+    State.IDLE: (*_WORK, State.DEAD),
     State.DEAD: (State.STARTING,),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """An interval in which a worker was in one state.
-
-    Example: Span(worker=1, state=State.SPOT, begin_s=2.0, end_s=2.5)
-    """
+    """An interval in which a worker was in one state."""
 
     worker: int
     state: State
@@ -85,7 +69,7 @@ class WorkerStates:
     A change that the diagram above does not show is refused and changes nothing.
     """
 
-    def __init__(self, num_workers: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, num_workers: int, clock: Callable[[], float]) -> None:
         self._clock, self._begin_s = clock, clock()
         self._states = dict.fromkeys(range(num_workers), (State.STARTING, self._begin_s))
         """Present state of each worker, and when its span began."""
@@ -99,7 +83,7 @@ class WorkerStates:
         """Return the workers that are in one of these states, in ascending order."""
         return [worker for worker, (state, _) in self._states.items() if state in states]
 
-    def move(self, worker: int, state: State, reason: str = "") -> None:
+    def move(self, worker: int, state: State) -> None:
         """Record that a worker entered a state now.
 
         Raises ClusterError if its present state does not lead there.
@@ -108,9 +92,8 @@ class WorkerStates:
         if state not in _FOLLOWERS[present]:
             allowed = ", ".join(follower.name for follower in _FOLLOWERS[present])
             raise ClusterError(
-                f"worker {worker} cannot go from {present.name} to {state.name}"
-                + (f" ({reason})" if reason else "")
-                + f"; {present.name} leads to {allowed}"
+                f"worker {worker} cannot go from {present.name} to {state.name}; "
+                f"{present.name} leads to {allowed}"
             )
         self._enter(worker, state, self._clock())
 

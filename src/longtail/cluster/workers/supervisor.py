@@ -16,22 +16,22 @@ a new process needs the policy of until it answers.
 """
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from longtail.cluster.records import PolicyState, Progress
-from longtail.cluster.workers import tasks
+from longtail.cluster.records import GroupSettings, PolicyState, Progress
 from longtail.cluster.workers.pool import TaskResult, WorkerPool
-from longtail.cluster.workers.process import GETS_POLICY, NO_BEATS, READY_S, Process, Startup
-from longtail.cluster.workers.states import Span, State, WorkerStates
-from longtail.cluster.workers.tasks import Task
+from longtail.cluster.workers.states import State, WorkerStates
 from longtail.cluster.workers.worker import Worker
-from longtail.config.rl import ClusterSection
-from longtail.errors import ClusterError, LostWorkerError
+from longtail.errors import AGAIN, ClusterError, LostWorkerError
 
 R = TypeVar("R")
+Task = Callable[..., R]
+"""A method of `Worker` that runs alone, with a result R."""
 
+READY_S = 600.0
+"""Seconds for a worker to start, or for a task without beats: a large model is read from disk."""
 LAST_CALL_S = 30.0
 """Seconds for workers to find room before a run begins without them, as torchrun's last call."""
 STOP_S = 15.0
@@ -39,10 +39,37 @@ STOP_S = 15.0
 MAX_LOSSES = 5
 """Number of workers lost in a row, with no task done in between, that do not end the run."""
 _POLL_S = 0.5
+_NO_BEATS = -1
+_WITH_BEATS = {
+    Worker.generate: State.GENERATING,
+    Worker.train_drafter: State.SPOT,
+    Worker.accumulate: State.AHEAD,
+    Worker.learn: State.LEARNING,
+}
+"""Tasks in which `Progress.beats` rise, and the worker's state; in all others it is LEARNING."""
 _UNREADY = (State.STARTING, State.ABSENT)
 _BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
 _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD, State.LENDING)
 """States in which the policy can be copied; in LEARNING it may be changing."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """Signs of life, stop requests and startup of a worker's process."""
+
+    seen_s: float
+    """Time of its last sign of life, or of the start of its task."""
+    beats: int = _NO_BEATS
+    max_silence_s: float = READY_S
+    """Seconds that its task may take without a sign of life."""
+    stop_s: float = math.inf
+    """Time at which it was asked to stop its task."""
+    must_clear_stop: bool = False
+    """Whether it would still obey that request in its next task."""
+    needs_policy: bool = False
+    gets_policy: bool = False
+    withholds_since_s: float | None = None
+    """Time of the first request for the policy that it has not answered."""
 
 
 @final
@@ -52,18 +79,17 @@ class WorkerSupervisor:
     def __init__(
         self,
         pool: WorkerPool,
-        config: ClusterSection,
-        *,
-        is_sharded: bool,
+        settings: GroupSettings,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pool, self._timeout_s, self._is_sharded = pool, config.worker_timeout_s, is_sharded
-        self._min_workers, self._log = config.min_workers or pool.size, log
-        self._on_replaced, self._clock = on_replaced, clock
-        self._states = WorkerStates(pool.size, clock)
-        self._processes = {worker: Process(clock()) for worker in range(pool.size)}
+        self._pool, self._log, self._on_replaced = pool, log, on_replaced
+        self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
+        self._min_workers = settings.cluster.min_workers or pool.size
+        self.now = pool.now
+        self.states = WorkerStates(pool.size, pool.now)
+        self.workers = self.states.workers
+        self._processes = {worker: _Process(pool.now()) for worker in range(pool.size)}
         self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
         self._without_policy: list[int] = []
@@ -71,65 +97,58 @@ class WorkerSupervisor:
         self._losses = 0
         self._has_begun = False
         """Whether all workers were idle once; before, there is no policy to copy."""
-        self._complete_s = self._began_s = clock()
+        self._complete_s = self._began_s = pool.now()
         """Time at which there was last room for enough workers, and of the beginning."""
 
     @property
     def present(self) -> list[int]:
         """Workers that are ready, in ascending order."""
-        return [each for each in self._processes if self._states.state(each) not in _UNREADY]
-
-    def now(self) -> float:
-        """Return the time in seconds."""
-        return self._clock()
-
-    def workers(self, *states: State) -> list[int]:
-        """Return the workers that are in one of these states, in ascending order."""
-        return self._states.workers(*states)
-
-    def drain_states(self) -> tuple[float, float, tuple[Span, ...]]:
-        """Return begin, end and spans of the time since the last call."""
-        return self._states.drain()
+        return [each for each in self._processes if self.states.state(each) not in _UNREADY]
 
     # ---- tasks
 
-    def start(self, worker: int, task: Task[object], *args: object) -> None:
+    def start(self, worker: int, task: Task[Any], *args: object) -> None:
         """Start a task on an idle worker."""
-        self._states.move(worker, task.state)
+        self.states.move(worker, _WITH_BEATS.get(task, State.LEARNING))
         process = self._processes[worker]
         process.stop_s = math.inf
         if process.must_clear_stop and self.tell(worker, Worker.clear_stop):
             process.must_clear_stop = False
         self._send(worker, task, *args)
 
-    def begin_lending(self, worker: int) -> None:
-        """Record that another worker computes on the cores of an idle one."""
-        self._states.move(worker, State.LENDING)
-
-    def end_lending(self, worker: int) -> None:
-        """Record that a worker has its cores again."""
-        self._states.move(worker, State.IDLE)
-
     def wait(self, timeout_s: float) -> list[TaskResult[Any]]:
         """Return the tasks that have ended: their workers are idle, or lost and being replaced."""
         self._follow_room()
         self._copy_policy()
         found = []
-        for ended in self._drain_lost() or self._pool.wait(timeout_s):
-            state = self._states.state(ended.worker)
+        lost: list[TaskResult[Any]] = [
+            TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
+            for worker, reason in self._lost.items()
+        ]
+        self._lost.clear()
+        for ended in lost or self._pool.wait(timeout_s):
+            state = self.states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
             elif state in _UNREADY:
                 self._continue_startup(ended)
             else:
-                self._states.move(ended.worker, State.IDLE)
+                self.states.move(ended.worker, State.IDLE)
                 # Spot training ends whenever it is stopped, which achieves nothing.
                 if ended.error is None and state is not State.SPOT:
                     self._losses = 0
             if state not in _UNREADY:
                 found.append(ended)
-        self._mark_late_starters()
+        for worker in set(self.workers(State.STARTING)) - set(self._without_policy):
+            if self.now() - self._processes[worker].seen_s > READY_S:
+                self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")
         return found
+
+    def watch(self, timeout_s: float) -> list[TaskResult[Any]]:
+        """Return the tasks that have ended; if there are none, look for workers that hang."""
+        if not (ends := self.wait(timeout_s)):
+            self.check_progress()
+        return ends
 
     def run(
         self, task: Task[R], args: Mapping[int, tuple[object, ...]]
@@ -146,13 +165,11 @@ class WorkerSupervisor:
         found: dict[int, TaskResult[R]] = {}
         first_s = math.inf
         while waiting := set(started) - found.keys():
-            ends = self.wait(_POLL_S)
+            ends = self.watch(_POLL_S)
             found.update((ended.worker, ended) for ended in ends)
             if not all(ended.is_lost for ended in ends):
-                first_s = min(first_s, self._clock())
-            if not ends:
-                self.check_progress()
-            if self._clock() - first_s > self._timeout_s:
+                first_s = min(first_s, self.now())
+            if self.now() - first_s > self._timeout_s:
                 for late in waiting - found.keys():
                     self.mark_lost(
                         late, f"worker {late} is {self._timeout_s:.0f} s later than others"
@@ -192,9 +209,9 @@ class WorkerSupervisor:
         """Return whether enough workers are ready; at the beginning, all that have found room."""
         unready, absent = self.workers(*_UNREADY), self.workers(State.ABSENT)
         if self._has_begun:
-            waits = any(self._processes[each].startup in GETS_POLICY for each in unready)
+            waits = any(self._processes[each].gets_policy for each in unready)
         else:
-            is_early = self._clock() - self._began_s < LAST_CALL_S
+            is_early = self.now() - self._began_s < LAST_CALL_S
             waits = unready != absent or (bool(absent) and is_early)
         return not waits and not self._are_too_many(unready)
 
@@ -205,19 +222,18 @@ class WorkerSupervisor:
     def abandon(self) -> None:
         """Stop generation and idle work on all workers, and drop their results."""
         for worker in self.workers(State.LENDING):
-            self.end_lending(worker)
+            self.states.move(worker, State.IDLE)
         while self.workers(State.GENERATING, State.SPOT, State.AHEAD):
             for worker in self.workers(State.GENERATING, State.SPOT):
                 self.stop(worker)
-            if not self.wait(_POLL_S):
-                self.check_progress()
+            self.watch(_POLL_S)
 
-    def _send(self, worker: int, task: Task[object], *args: object) -> None:
+    def _send(self, worker: int, task: Task[Any], *args: object) -> None:
         process = self._processes[worker]
-        process.beats, process.seen_s = NO_BEATS, self._clock()
-        process.max_silence_s = self._timeout_s if task.has_beats else READY_S
+        process.beats, process.seen_s = _NO_BEATS, self.now()
+        process.max_silence_s = self._timeout_s if task in _WITH_BEATS else READY_S
         try:
-            self._pool.start(worker, task.method, *args)
+            self._pool.start(worker, task, *args)
         except ClusterError as error:
             self.mark_lost(worker, str(error))
 
@@ -250,7 +266,7 @@ class WorkerSupervisor:
         """Ask a worker to end its task; `check_progress` marks it as lost if it does not."""
         process = self._processes[worker]
         if process.stop_s == math.inf:
-            process.stop_s, process.must_clear_stop = self._clock(), True
+            process.stop_s, process.must_clear_stop = self.now(), True
             self.tell(worker, Worker.stop)
 
     def check_progress(self) -> dict[int, Progress]:
@@ -260,7 +276,7 @@ class WorkerSupervisor:
         """
         busy = self.workers(*_BUSY)
         found = self._pool.progress(busy)
-        now = self._clock()
+        now = self.now()
         for worker in busy:
             process, progress = self._processes[worker], found.get(worker)
             if now - process.stop_s > STOP_S:
@@ -278,31 +294,21 @@ class WorkerSupervisor:
         """Count a worker as lost from now on; `wait` replaces it."""
         self._lost.setdefault(worker, reason)
 
-    def _drain_lost(self) -> list[TaskResult[Any]]:
-        lost, self._lost = self._lost, {}
-        return [
-            TaskResult(worker=worker, error=ClusterError(reason), is_lost=True)
-            for worker, reason in lost.items()
-        ]
-
     def _replace(self, worker: int, reason: str) -> None:
         self._losses += 1
         self._log(f"{reason}; it is replaced, and what it was doing is done again")
-        self._states.move(worker, State.DEAD, reason)
+        self.states.move(worker, State.DEAD)
         if self._losses > MAX_LOSSES:
             raise ClusterError(
                 f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
-                "then start again: the run resumes from its newest checkpoint"
+                f"then {AGAIN}"
             )
         is_shard = self._is_sharded and self._has_begun
         if self._pool.size == 1 or is_shard:
             what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
-            raise ClusterError(
-                f"{what} is lost ({reason}); start again: the run resumes from its newest "
-                "checkpoint"
-            )
+            raise ClusterError(f"{what} is lost ({reason}); {AGAIN}")
         self._pool.replace(worker)
-        self._complete_s = self._clock()
+        self._complete_s = self.now()
         self._begin_start(worker)
         if worker in self._without_policy:
             self._without_policy.remove(worker)
@@ -310,9 +316,8 @@ class WorkerSupervisor:
         self._follow_room()
 
     def _begin_start(self, worker: int) -> None:
-        self._states.move(worker, State.STARTING)
-        startup = Startup.READY if self._has_begun else None
-        self._processes[worker] = Process(self._clock(), startup=startup)
+        self.states.move(worker, State.STARTING)
+        self._processes[worker] = _Process(self.now(), needs_policy=self._has_begun)
 
     def _follow_room(self) -> None:
         """Note which new processes have no room on a host, and which have found some.
@@ -327,30 +332,26 @@ class WorkerSupervisor:
                     self._log(f"there is room for worker {worker}: it starts, and takes part")
         for worker in self.workers(State.STARTING):
             if worker in absent:
-                self._states.move(worker, State.ABSENT)
+                self.states.move(worker, State.ABSENT)
         if not self._are_too_many(self.workers(State.ABSENT)):
-            self._complete_s = self._clock()
-        elif self._clock() - self._complete_s > self._timeout_s:
+            self._complete_s = self.now()
+        elif self.now() - self._complete_s > self._timeout_s:
             names = ", ".join(map(str, self.workers(State.ABSENT)))
             raise ClusterError(
                 f"cluster.workers = {self._pool.size}: for {self._timeout_s:.0f} s there has been "
                 f"no room for worker {names} ({self._pool.room()}); start more hosts, or lower "
-                "cluster.workers or cluster.min_workers, then start again: the run resumes from "
-                "its newest checkpoint"
+                f"cluster.workers or cluster.min_workers, then {AGAIN}"
             )
 
     def _continue_startup(self, ended: TaskResult[Any]) -> None:
         """Start the next task of a new process, or make it idle after the last one."""
         ended.value()
-        worker, process = ended.worker, self._processes[ended.worker]
-        startup, process.startup = process.startup, None
-        if startup is Startup.READY:
-            self._without_policy.append(worker)
-        elif startup is Startup.RESTORE:
-            process.startup = Startup.PUBLISH
-            self._send(worker, tasks.PUBLISH)
+        process = self._processes[ended.worker]
+        process.gets_policy = False
+        if process.needs_policy:
+            self._without_policy.append(ended.worker)
         else:
-            self._states.move(worker, State.IDLE)
+            self.states.move(ended.worker, State.IDLE)
 
     def _copy_policy(self) -> None:
         """Copy the policy to new processes; while others learn, they wait."""
@@ -361,8 +362,9 @@ class WorkerSupervisor:
             return
         while self._without_policy and (policy := self._policy()) is not None:
             worker = self._without_policy.pop(0)
-            self._processes[worker].startup = Startup.RESTORE
-            self._send(worker, tasks.RESTORE, policy)
+            process = self._processes[worker]
+            process.needs_policy, process.gets_policy = False, True
+            self._send(worker, Worker.continue_run, policy)
 
     def _policy(self) -> PolicyState | None:
         """Return the policy of a worker that has it; None if none answers now.
@@ -370,31 +372,20 @@ class WorkerSupervisor:
         A worker that does not answer for `worker_timeout_s` is marked as lost. Raises ClusterError
         if no worker has the policy any more.
         """
-        is_being_copied = any(
-            process.startup in GETS_POLICY for process in self._processes.values()
-        )
+        is_being_copied = any(process.gets_policy for process in self._processes.values())
         if not is_being_copied and not self.workers(*_HAVE_POLICY, State.LEARNING):
-            raise ClusterError(
-                "all workers are lost, and the policy with them; start again: the run resumes from "
-                "its newest checkpoint"
-            )
+            raise ClusterError(f"all workers are lost, and the policy with them; {AGAIN}")
         for worker in self.workers(*_HAVE_POLICY):
             process = self._processes[worker]
             if process.withholds_since_s is None:
-                process.withholds_since_s = self._clock()
+                process.withholds_since_s = self.now()
             policy = self.ask(worker, Worker.policy_state)
             if policy is not None:
                 process.withholds_since_s = None
                 return policy
-            if self._clock() - process.withholds_since_s > self._timeout_s:
+            if self.now() - process.withholds_since_s > self._timeout_s:
+                silence = f"{self._timeout_s:.0f} s"
                 self.mark_lost(
-                    worker,
-                    f"worker {worker} has not handed on the policy for {self._timeout_s:.0f} s",
+                    worker, f"worker {worker} has not handed on the policy for {silence}"
                 )
         return None
-
-    def _mark_late_starters(self) -> None:
-        for worker in self.workers(State.STARTING):
-            waits = worker in self._without_policy
-            if not waits and self._clock() - self._processes[worker].seen_s > READY_S:
-                self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")

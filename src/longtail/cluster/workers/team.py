@@ -10,10 +10,11 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.workers import tasks
+from longtail.cluster.records import GroupSettings
 from longtail.cluster.workers.pool import TaskResult, WorkerPool
 from longtail.cluster.workers.supervisor import WorkerSupervisor
-from longtail.errors import ClusterError, ProcessGroupError
+from longtail.cluster.workers.worker import Worker
+from longtail.errors import AGAIN, ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.types import TrainBatch
@@ -30,38 +31,30 @@ class LearnerTeam:
         self,
         pool: WorkerPool,
         supervisor: WorkerSupervisor,
-        timeout_s: float,
-        *,
-        is_sharded: bool,
+        settings: GroupSettings,
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._supervisor = pool, supervisor
-        self._timeout_s, self._is_sharded, self._log = timeout_s, is_sharded, log
+        self._pool, self._supervisor, self._log = pool, supervisor, log
+        self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
         self._members: list[int] = []
         """Workers of the team, by rank."""
-        self._is_stale = True
-
-    def mark_stale(self) -> None:
-        """Record that a member was replaced, so that the team must be formed again."""
-        self._is_stale = True
+        self.is_stale = True
+        """Whether the team must be formed again: a member was replaced, or has failed."""
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step. Raises ClusterError if every attempt fails."""
         for _ in range(_ATTEMPTS):
             self.form()
-            found = self._supervisor.run(tasks.LEARN, dict.fromkeys(self._members, (batches,)))
+            found = self._supervisor.run(Worker.learn, dict.fromkeys(self._members, (batches,)))
             _raise_own_errors(found)
             done = [worker for worker, ended in found.items() if ended.error is None]
             if len(done) < len(self._members):
-                self._is_stale = True
+                self.is_stale = True
             if done:
                 report = found[done[0]].value()  # the same for all
                 self.form(report.version)
                 return report
-        raise ClusterError(
-            f"a learner step failed {_ATTEMPTS} times; start again: the run resumes from its "
-            "newest checkpoint"
-        )
+        raise ClusterError(f"a learner step failed {_ATTEMPTS} times; {AGAIN}")
 
     def state(self) -> LearnerState:
         """Copy the state of the learner beside the weights; of shards, all rows."""
@@ -69,13 +62,13 @@ class LearnerTeam:
             self.form()
             tensors: dict[str, Tensor] = {}
             for worker in self._members if self._is_sharded else (0,):
-                (state,) = self._supervisor.run_on((worker,), tasks.LEARNER_STATE)
+                (state,) = self._supervisor.run_on((worker,), Worker.learner_state)
                 for name, rows in state.tensors.items():
                     if name not in tensors:
                         tensors[name] = rows
                     elif rows.dim() > 0:
                         tensors[name] = torch.cat((tensors[name], rows))
-            if not self._is_stale:
+            if not self.is_stale:
                 return LearnerState(tensors=tensors, numbers=state.numbers)
         raise ClusterError(f"the learner's state could not be copied in {_ATTEMPTS} attempts")
 
@@ -88,11 +81,14 @@ class LearnerTeam:
         self._supervisor.wait_ready()
         for _ in range(_ATTEMPTS):
             present = self._supervisor.present
-            if self._pool.size == 1 or (self._members == present and not self._is_stale):
-                self._members, self._is_stale = present, False
+            if self._pool.size == 1 or (self._members == present and not self.is_stale):
+                self._members, self.is_stale = present, False
                 return
-            address = self._rendezvous_address()
-            if address is None:
+            try:
+                address = self._pool.rendezvous_address()
+            except ClusterError as error:
+                self._supervisor.mark_lost(0, str(error))
+                self._supervisor.wait_ready()
                 continue
             size = len(present)
             if present != self._members and (self._members or size < self._pool.size):
@@ -102,30 +98,17 @@ class LearnerTeam:
                 worker: (rank, size, address, self._timeout_s)
                 for rank, worker in enumerate(present)
             }
-            found = self._supervisor.run(tasks.JOIN, args)
+            found = self._supervisor.run(Worker.join, args)
             _raise_own_errors(found)
-            self._is_stale = len(found) < size or any(end.error for end in found.values())
+            self.is_stale = len(found) < size or any(end.error for end in found.values())
             joined = [ended.value() for ended in found.values() if ended.error is None]
             if version is not None and any(each != version for each in joined):
-                raise ClusterError(
-                    "all workers that had made the learner step are lost; start again: the run "
-                    "resumes from its newest checkpoint"
-                )
+                raise ClusterError(f"all workers that had made the learner step are lost; {AGAIN}")
             self._supervisor.wait_ready()
-        if self._is_stale or self._members != self._supervisor.present:
+        if self.is_stale or self._members != self._supervisor.present:
             raise ClusterError(
-                "the workers cannot find each other; see that they share a network, then start "
-                "again: the run resumes from its newest checkpoint"
+                f"the workers cannot find each other; see that they share a network, then {AGAIN}"
             )
-
-    def _rendezvous_address(self) -> str | None:
-        """Return the address at which the team forms; None if the first worker is lost."""
-        try:
-            return self._pool.rendezvous_address()
-        except ClusterError as error:
-            self._supervisor.mark_lost(0, str(error))
-            self._supervisor.wait_ready()
-            return None
 
 
 def _raise_own_errors(found: Mapping[int, TaskResult[Any]]) -> None:

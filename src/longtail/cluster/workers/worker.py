@@ -10,23 +10,23 @@ for a task.
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeVar, final
 
 from torch import Tensor
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
-from longtail.cluster.workers.components import Drafting, WorkerComponents
-from longtail.cluster.workers.mailbox import Mailbox
+from longtail.cluster.workers.components import WorkerComponents
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.text import AcceptedSpans
-from longtail.errors import ClusterError
 from longtail.generator import StepReport
 from longtail.rl.collectives import SINGLE_PROCESS, TorchProcessGroup
 from longtail.rl.learner import LearnerState
@@ -35,6 +35,8 @@ from longtail.speculation.drafter import Statistics, Sums
 from longtail.system import memory
 from longtail.system.device import compute_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
+
+T = TypeVar("T")
 
 _MOST_TEXT = 1000
 """Most characters of a text that progress carries."""
@@ -45,7 +47,7 @@ class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for i
 
 
 class _Shard(NamedTuple):
-    """The shard being generated; replaced as a whole, since another thread reads it."""
+    """The shard being generated; replaced as a whole at its end, since another thread reads it."""
 
     requests: dict[str, Request]
     finished: list[Completion]
@@ -59,11 +61,12 @@ class Worker:
         self._components = components
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
-        self._offers = Mailbox[DrafterWeights]()
-        self._new_texts = Mailbox[TextSnapshot]()
-        self._added = Mailbox[tuple[Sequence[Request], Sequence[Completion]]]()
-        self._asked_back = Mailbox[str]()
-        self._released = Mailbox[Completion]()
+        self._offer: DrafterWeights | None = None
+        """Newest drafter that was offered."""
+        self._new_texts = deque[TextSnapshot]()
+        self._added = deque[tuple[Request, Completion | None]]()
+        self._asked_back = deque[str]()
+        self._released = deque[Completion]()
         self._candidate: Replica | None = None
         self._shard = _Shard({}, [])
         self._progress = Progress()
@@ -92,8 +95,8 @@ class Worker:
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
         `begun`: what other workers released of some of them.
         """
-        for mailbox in (self._added, self._asked_back, self._released):
-            mailbox.take()  # about an earlier shard, which had ended when they came
+        for messages in (self._added, self._asked_back, self._released):
+            messages.clear()  # about an earlier shard, which had ended when they came
         self._lenders = 0
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
@@ -107,13 +110,15 @@ class Worker:
             step.raise_failure(self._shard.requests)
             self._on_step(step)
             self._release()
-            self._submit_added()
-            self._take_offers()
+            for request, beginning in _taken(self._added):
+                self._shard.requests[request.request_id] = request
+                generator.submit(request, beginning)
+            self._take_offer()
             threads.use(1 + self._lenders)
 
         try:
             with compute_threads(self._components.rollout_threads) as threads:
-                self._take_offers()
+                self._take_offer()
                 generator.generate(requests, on_step, begun)
                 while generator.num_unfinished:  # what was added
                     on_step(generator.step())
@@ -183,6 +188,11 @@ class Worker:
         """Continue from a policy; the weights at construction stay the KL reference."""
         self._components.learner.restore(state.learner, state.weights)
 
+    def continue_run(self, state: PolicyState) -> None:
+        """Restore a policy, and publish it, in a new process in the middle of a run."""
+        self.restore(state)
+        self.publish()
+
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
         self._components.learner.restore(learner, self._components.policy.read(directory))
@@ -211,10 +221,7 @@ class Worker:
     # ---- tasks of the drafter
 
     def drafter(self) -> tuple[DrafterWeights, Sums | None] | None:
-        """Return the drafter that is served and, if it learns from sums, its first ones.
-
-        None if no drafter learns.
-        """
+        """Return the drafter that learns and is served, with its first sums if it learns so."""
         drafting = self._components.drafting
         if drafting is None or self._served is None:
             return None
@@ -234,25 +241,24 @@ class Worker:
 
     def train_drafter(self, published: DrafterWeights, limit_s: float = math.inf) -> SpotReport:
         """Train the drafter until it is stopped or `limit_s` have passed."""
-        drafting = self._drafting()
-        trainer = drafting.trainer
-        if trainer is None:
-            raise ClusterError("this worker has no drafter that gradients train")
-        self._take_new_texts()
-        trainer.begin(published)
+        drafting = self._components.drafting
+        assert drafting is not None, "a drafter learns"
+        assert drafting.trainer is not None, "by gradient"
+        drafting.buffer.add(_taken(self._new_texts))
+        drafting.trainer.begin(published)
         self._candidate = None
         began = time.perf_counter()
 
         def should_stop() -> bool:
             self._beats += 1
             self._progress = Progress(beats=self._beats)
-            self._take_new_texts()
+            drafting.buffer.add(_taken(self._new_texts))
             return self._stop.is_set() or time.perf_counter() - began > limit_s
 
         def keep(replica: Replica) -> None:
             self._candidate = replica
 
-        return trainer.train(drafting.buffer, should_stop, keep)
+        return drafting.trainer.train(drafting.buffer, should_stop, keep)
 
     def adopt(self, weights: DrafterWeights) -> int:
         """Draft with other weights; return their version."""
@@ -309,15 +315,16 @@ class Worker:
 
         They are ignored if it has ended by then; its result shows it.
         """
-        self._added.put([(requests, begun)])
+        before = {each.request_id: each for each in begun}
+        self._added.extend([(each, before.get(each.request_id)) for each in requests])
 
     def release(self, request_ids: Sequence[str]) -> None:
         """Give up requests between two engine steps, as far as they are unfinished then."""
-        self._asked_back.put(request_ids)
+        self._asked_back.extend(request_ids)
 
     def drain_released(self) -> list[Completion]:
         """Return what was written of the requests released since the last call."""
-        return self._released.take()
+        return _taken(self._released)
 
     def borrow_cores(self, num_workers: int) -> None:
         """Generate on the cores of `num_workers` others, too, from the next engine step on."""
@@ -325,11 +332,13 @@ class Worker:
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add texts to train the drafter on."""
-        self._new_texts.put(texts)
+        self._new_texts.extend(texts)
 
     def offer(self, offer: DrafterWeights) -> None:
         """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
-        self._offers.put([offer])
+        known = self._offer
+        if known is None or offer.version > known.version:
+            self._offer = offer
 
     def candidate(self) -> Replica | None:
         """Return the best drafter of the present training; None unless measured since."""
@@ -361,28 +370,15 @@ class Worker:
 
     def _release(self) -> None:
         generator = self._components.generator
-        asked = dict.fromkeys(self._asked_back.take())
+        asked = dict.fromkeys(_taken(self._asked_back))
         names = [name for name in asked if generator.is_unfinished(name)]
-        self._released.put([generator.abort(name) for name in names])
+        self._released.extend([generator.abort(name) for name in names])
 
-    def _submit_added(self) -> None:
-        for requests, begun in self._added.take():
-            before = {each.request_id: each for each in begun}
-            shard = self._shard.requests | {each.request_id: each for each in requests}
-            self._shard = _Shard(shard, self._shard.finished)
-            for request in requests:
-                self._components.generator.submit(request, before.get(request.request_id))
-
-    def _take_offers(self) -> None:
-        if offers := self._offers.take():
-            newest = max(offers, key=lambda offer: offer.version)
-            # An offer that came as a rollout ended may be older than the weights adopted since.
-            if self._served is None or newest.version > self._served.version:
-                self.adopt(newest)
-
-    def _take_new_texts(self) -> None:
-        if texts := self._new_texts.take():
-            self._drafting().buffer.add(texts)
+    def _take_offer(self) -> None:
+        offer, served = self._offer, self._served
+        # An offer that came as a rollout ended may be older than the weights adopted since.
+        if offer is not None and (served is None or offer.version > served.version):
+            self.adopt(offer)
 
     def _texts_of(self, learns: bool) -> Statistics | None:
         """Return the empty sums of a rollout; None if nothing learns from them."""
@@ -392,7 +388,11 @@ class Worker:
         drafting.texts.is_on = learns
         return drafting.texts if learns else None
 
-    def _drafting(self) -> Drafting:
-        if self._components.drafting is None:
-            raise ClusterError("this worker has no drafter that can be trained")
-        return self._components.drafting
+
+def _taken(items: deque[T]) -> list[T]:
+    """Remove and return what is there; other threads may add meanwhile."""
+    found = list[T]()
+    with suppress(IndexError):
+        while True:
+            found.append(items.popleft())
+    return found

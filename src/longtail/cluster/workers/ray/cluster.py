@@ -1,20 +1,24 @@
-"""A Ray cluster that exists: connecting to it, the places of workers on its hosts, and its head.
+"""A Ray cluster that exists: the places of workers on its hosts, its head, and its traffic.
 
 Worker 0 is on the driver's host, where it writes the run's directory; the others are spread, one
 processor each, with their GPUs. Workers of a host that dies start on hosts that have room.
+
+Traffic is what passes between the driver's host and others. Ray brings an object to a host once,
+however many of its workers read it; so it is counted once. Small objects are counted like large
+ones; Ray's own messages are not.
 """
 
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, final
 
 import ray
+from ray.experimental import get_local_object_locations
 
-from longtail.cluster.workers.ray.hosts import Kit
-from longtail.errors import ClusterError
+from longtail.errors import AGAIN, ClusterError
 
 CONNECT_S = 2.0
 """Seconds for a connection to an existing cluster, and again for its answer."""
@@ -25,32 +29,33 @@ _HEAD_S = 45.0
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
 _SETTINGS = b"\x04"
-_AGAIN = "start again: the run resumes from its newest checkpoint"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cluster:
-    """The address of a cluster, and what its hosts must have.
-
-    Example: Cluster(address="10.0.0.1:6379", kit=own_kit([model], on_cpu=True))
-    """
-
-    address: str
-    kit: Kit
+_KINDS = {
+    "texts": (
+        *("generate", "learn", "accumulate", "texts", "add_texts"),
+        *("completed", "lengths", "drain_released", "add"),
+    ),
+    "drafter": ("adopt", "offer", "solve_drafter", "train_drafter", "candidate", "drafter"),
+    "policy": ("restore", "restore_saved", "continue_run", "policy_state", "learner_state"),
+    "model": ("make",),
+}
+"""Tasks and messages by the kind of what they send."""
+_KIND = {name: kind for kind, names in _KINDS.items() for name in names}
+GRADIENTS, OTHER = "gradients", "other"
 
 
 @final
 class Places:
-    """Hosts of the workers, and what Ray needs to find room for them."""
+    """Hosts of the workers, what Ray needs to find room for them, and the bytes of traffic."""
 
-    def __init__(self, cluster: Cluster, size: int, gpus: float) -> None:
-        self._cluster, self._size = cluster, size
+    def __init__(self, address: str, size: int, gpus: float) -> None:
+        self._address, self._size = address, size
         self._share = {"CPU": 1.0, "GPU": gpus} if gpus else {"CPU": 1.0}
         self._here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         self.hosts: dict[int, str] = {}
         """Address of each worker's host; none while it waits for room."""
         self._head = str(ray.get_runtime_context().gcs_address)
         self._looked_s = self._answered_s = time.monotonic()
+        self._bytes: dict[str, float] = defaultdict(float)
 
     def options(self, worker: int) -> dict[str, Any]:
         """Return Ray's options for a worker's process."""
@@ -67,17 +72,12 @@ class Places:
         num_hosts = sum("CPU" in each["Resources"] for each in nodes)
         return max(-(-self._size // max(num_hosts, 1)), list(self.hosts.values()).count(host))
 
-    def other_host(self, worker: int) -> str | None:
-        """Return the host of a worker; None if it is the driver's."""
-        host = self.hosts.get(worker)
-        return None if host == self._here else host
-
     def room(self) -> str:
         """Return what a worker needs, and what Ray has."""
         there = _text(ray.cluster_resources())  # type: ignore[no-untyped-call]
         return (
             f"{_text(self._share)} each, worker 0 on the driver's host; Ray at "
-            f"{self._cluster.address} has {there} in all"
+            f"{self._address} has {there} in all"
         )
 
     def check(self) -> None:
@@ -99,11 +99,28 @@ class Places:
             if now - self._answered_s > _HEAD_S:
                 raise ClusterError(
                     f"Ray's head at {self._head} has not answered for {_HEAD_S:.0f} s; start it "
-                    f"and the other hosts, then {_AGAIN}"
+                    f"and the other hosts, then {AGAIN}"
                 ) from error
             return False
         self._answered_s = now
         return True
+
+    def count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
+        """Count an object that a worker is sent or has returned; `have`: hosts that have it."""
+        host = self.hosts.get(worker, self._here)
+        if host != self._here and host not in have:
+            have.add(host)
+            found = get_local_object_locations([reference]).get(reference, {})
+            self._bytes[_KIND.get(task, OTHER)] += found.get("object_size") or 0
+
+    def count_gradients(self, sent_bytes: float) -> None:
+        """Count what a learner has sent to another host by itself."""
+        self._bytes[GRADIENTS] += sent_bytes
+
+    def drain_traffic(self) -> dict[str, float]:
+        """Return the bytes of every kind as metrics, and begin anew."""
+        found, self._bytes = self._bytes, defaultdict(float)
+        return {f"network/{kind}_bytes": found[kind] for kind in (*_KINDS, GRADIENTS, OTHER)}
 
     @property
     def has_head(self) -> bool:

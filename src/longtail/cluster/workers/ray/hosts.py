@@ -33,10 +33,7 @@ Digests = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kit:
-    """The software of the driver's host, and the directories of model and drafters.
-
-    Example: Kit(software={"PyTorch": "2.13.0"}, folders={Path("/model"): {"config.json": "9f..."}})
-    """
+    """The software of the driver's host, and the directories of model and drafters."""
 
     software: Mapping[str, str]
     folders: Mapping[Path, Digests]

@@ -1,9 +1,9 @@
 """Workers as Ray actors (extra `cluster`).
 
 Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
-the end. With a `Cluster` its workers are on the hosts of that. What several workers are sent is
-stored in Ray once, and comes to each host once. Ray pickles what passes between processes: use a
-cluster that you trust, as Ray itself requires (SECURITY.md).
+the end. Else its workers are on the hosts of a cluster. What several workers are sent is stored in
+Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster that
+you trust, as Ray itself requires (SECURITY.md).
 """
 
 import logging
@@ -20,9 +20,8 @@ from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
-from longtail.cluster.workers.ray.cluster import Cluster, Places, check_answers
+from longtail.cluster.workers.ray.cluster import Places, check_answers
 from longtail.cluster.workers.ray.instance import OwnRay, disconnect, quietly
-from longtail.cluster.workers.ray.traffic import Traffic
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 from longtail.rl.learner_metrics import LearnerReport
@@ -56,8 +55,8 @@ class _Stored(NamedTuple):
 class RayWorkerPool(WorkerPool):
     """Starts `size` workers, each made by `make(place)` in a process of its own.
 
-    They are on this machine, or on the hosts of `cluster`. `log` receives the lines that workers of
-    this machine print, if its Ray is the run's own.
+    They are on this machine, or on the hosts of the cluster at `address`, which must have `kit`.
+    `log` receives the lines that workers of this machine print, if its Ray is the run's own.
     """
 
     _own_ray: ClassVar[OwnRay | None] = None
@@ -71,18 +70,18 @@ class RayWorkerPool(WorkerPool):
         make: Callable[[Place], Worker],
         size: int,
         *,
-        cluster: Cluster | None = None,
+        address: str = "",
+        kit: hosts.Kit | None = None,
         gpus: float = 0.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._log = log
-        self._make, self._size, self._gpus = make, size, gpus
+        self._make, self.size, self._gpus = make, size, gpus
         self._users.add(id(self))
-        self._start_ray("" if cluster is None else cluster.address)
+        self._start_ray(address)
         send_tensors_as_arrays()
-        self._kit = None if cluster is None else cluster.kit
-        self._places = None if cluster is None else Places(cluster, size, gpus)
-        self._traffic = None if self._places is None else Traffic(self._places)
+        self._kit = kit
+        self._places = Places(address, size, gpus) if address else None
         self._files: dict[Path, dict[str, _Stored]] = {}
         """Files of directories, while workers are made that lack them."""
         self._stored: dict[int, _Stored] = {}
@@ -90,15 +89,10 @@ class RayWorkerPool(WorkerPool):
         self._num_teams = 0
         self._running: dict[Any, _Call] = {}
         self._absent: dict[int, Any] = {}
-        """First calls of the workers on `cluster` whose processes wait for room."""
+        """First calls of the workers on a cluster whose processes wait for room."""
         self._progress: dict[int, Any] = {}
         """Calls of `Worker.progress` that are not answered yet."""
         self._actors = [self._actor(worker) for worker in range(size)]
-
-    @property
-    def size(self) -> int:
-        """Number of workers."""
-        return self._size
 
     def absent(self) -> frozenset[int]:
         """Return the workers whose processes wait for room on a host."""
@@ -129,13 +123,6 @@ class RayWorkerPool(WorkerPool):
             return []
         done, _ = ray.wait(calls, num_returns=1, timeout=timeout_s)
         return [ended for ref in done if (ended := self._ended(ref)) is not None]
-
-    def ask(self, worker: int, message: Callable[..., R], *args: object) -> R:
-        """Call the message, and wait some seconds for the answer."""
-        answer = self.answers(message, {worker: args})[worker]
-        if isinstance(answer, ClusterError):
-            raise answer
-        return answer
 
     def answers(
         self, message: Callable[..., R], args: Mapping[int, tuple[object, ...]]
@@ -188,7 +175,7 @@ class RayWorkerPool(WorkerPool):
 
     def drain_traffic(self) -> dict[str, float]:
         """Return the bytes that have passed between hosts since the last call, by kind."""
-        return {} if self._traffic is None else self._traffic.drain()
+        return {} if self._places is None else self._places.drain_traffic()
 
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
@@ -236,7 +223,7 @@ class RayWorkerPool(WorkerPool):
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
                 RayWorkerPool._has_connected = True
             else:
-                RayWorkerPool._own_ray = OwnRay(self._size)
+                RayWorkerPool._own_ray = OwnRay(self.size)
         except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
@@ -263,7 +250,7 @@ class RayWorkerPool(WorkerPool):
     ) -> None:
         """Start the first task of a worker. `files` of directories are in Ray."""
         places = self._places
-        sharing = self._size if places is None else places.sharing(places.hosts[worker])
+        sharing = self.size if places is None else places.sharing(places.hosts[worker])
         place = Place(worker=worker, sharing=sharing)
         reference = actor.make.remote(self._make, place, self._kit, files)
         self._running[reference] = _Call(worker, "make")
@@ -301,8 +288,8 @@ class RayWorkerPool(WorkerPool):
             if task == "make" and result:
                 self._send_files(worker, result)
                 return None
-            if self._traffic is not None and isinstance(result, LearnerReport):
-                self._traffic.add_gradients(result.sent_bytes)
+            if self._places is not None and isinstance(result, LearnerReport):
+                self._places.count_gradients(result.sent_bytes)
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
@@ -338,28 +325,23 @@ class RayWorkerPool(WorkerPool):
     def _sent(self, worker: int, method: Any, *args: object) -> Any:
         """Call a method of an actor. Raises ClusterError if Ray cannot store its arguments."""
         before, self._stored = self._stored, {}
+        sent = list(args)
         try:
-            found = [self._store(each, before) for each in args]
-            stored = [each for each in found if isinstance(each, _Stored)]
-            self._stored = {id(each.content): each for each in stored}
-            for each in stored:
-                self._count(worker, getattr(args[0], "__name__", ""), each.reference, each.hosts)
-            sent = [each.reference if isinstance(each, _Stored) else each for each in found]
+            for index, each in enumerate(args):
+                if not _is_small(each):
+                    stored = before.get(id(each)) or _Stored(each, ray.put(each), set())
+                    self._stored[id(each)], sent[index] = stored, stored.reference
+                    name = getattr(args[0], "__name__", "")
+                    self._count(worker, name, stored.reference, stored.hosts)
             return method.remote(*sent)
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
 
-    def _store(self, sent: object, before: Mapping[int, _Stored]) -> object:
-        """Return what is sent as it is, or as stored in Ray; the same if it was just sent."""
-        if sent is None or callable(sent) or isinstance(sent, int | float | str | Path):
-            return sent
-        return before.get(id(sent)) or _Stored(sent, ray.put(sent), set())
-
     def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
-        if self._traffic is not None:
-            self._traffic.add(worker, task, reference, have)
+        if self._places is not None:
+            self._places.count(worker, task, reference, have)
 
     def _answer(self, worker: int, reference: Any, timeout_s: float = _ANSWER_S) -> Any:
         try:
@@ -373,6 +355,11 @@ class RayWorkerPool(WorkerPool):
             raise ClusterError(f"worker {worker} cannot answer: {what}") from error
         except RayError as error:
             raise ClusterError(f"worker {worker} cannot answer: {_first_line(error)}") from error
+
+
+def _is_small(sent: object) -> bool:
+    """Return whether what is sent need not be stored in Ray once for several workers."""
+    return sent is None or callable(sent) or isinstance(sent, int | float | str | Path)
 
 
 def _first_line(error: Exception) -> str:
