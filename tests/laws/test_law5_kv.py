@@ -231,13 +231,3 @@ def test_a_draft_takes_nothing_from_anybody(share_silent):
     assert drafted.scheduler_counts() == plain.scheduler_counts()
     assert course(same_steps) == course(steps)
     assert any(step.verified for step in same_steps)
-
-
-@pytest.mark.slow
-def test_memory_is_conserved_while_drafts_come_true():
-    """Free again when all is done; right drafts shorten the work and change no text."""
-    _, texts, steps = write_under(None)
-    _, same_texts, fewer_steps = write_under(ragged(9))
-    assert [done.tokens for done in same_texts] == [done.tokens for done in texts]
-    assert sum(v.num_accepted for step in fewer_steps for v in step.verified) > 50
-    assert len(fewer_steps) < len(steps)
