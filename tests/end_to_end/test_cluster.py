@@ -169,8 +169,6 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
 
     Then the run is stopped, and says where.
     """
-    monkeypatch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
-    monkeypatch.setattr(coordinator, "best_move", moves.half_of_the_most)
     left = {"ahead": 2, "release": 3}
     """Number of the micro-batch and of the move that kill their worker."""
     start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
@@ -196,10 +194,13 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
             kill(supervisor, worker, "release")
         return told
 
-    monkeypatch.setattr(WorkerSupervisor, "start", deadly_start)
-    monkeypatch.setattr(WorkerSupervisor, "tell", deadly_tell)
     words = ("--speculation.drafter=fresh+history", *UNEVEN)
-    said = workshop.train("moved", "--run.steps=100", *words, *TWO)
+    with monkeypatch.context() as patch:
+        patch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
+        patch.setattr(coordinator, "best_move", moves.half_of_the_most)
+        patch.setattr(WorkerSupervisor, "start", deadly_start)
+        patch.setattr(WorkerSupervisor, "tell", deadly_tell)
+        said = workshop.train("moved", "--run.steps=100", *words, *TWO)
     assert said.code == 130, said.err
     assert said.err.count("is gone") == said.err.count("it is replaced") == 2
     printed = capfd.readouterr()
@@ -208,7 +209,6 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
     assert stopped is not None, said.err
     steps = int(stopped[1])
     assert folder_of(os.getpid()) is None
-    monkeypatch.undo()
     assert workshop.train("whole", f"--run.steps={steps}", *words).code == 0
     assert workshop.texts("moved") == workshop.texts("whole")
     weights = [workshop.policy(run, steps) / "model.safetensors" for run in ("moved", "whole")]
