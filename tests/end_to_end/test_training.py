@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import PLAIN, Workshop, build, say
 from longtail.assembly import precision
 from longtail.config.rl import RunConfig, load
 from longtail.system.device import DTYPES
@@ -21,7 +21,7 @@ HELDOUT, SAMPLES, ANSWERED = 4, 2, 16  # problems, completions of each; completi
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Holds one finished run, `done`; `done.out` and `done.err` are what it said."""
-    workshop = build(tmp_path_factory.mktemp("workshop"))
+    workshop = build(tmp_path_factory.mktemp("workshop"), PLAIN)
     said = workshop.train("done", *DONE)
     assert said.code == 0, said.err
     (workshop.path / "done.out").write_text(said.out)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.processes import signalled
-from end_to_end.workshop import Workshop, build, write_lines
+from end_to_end.workshop import PLAIN, Workshop, build, write_lines
 from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
@@ -20,7 +20,7 @@ BEFORE_A_STEP = "stopped before the first step was complete; the same command st
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
-    return build(tmp_path)
+    return build(tmp_path, PLAIN)
 
 
 def _newest(workshop: Workshop, run: str) -> int:

@@ -12,7 +12,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.processes import signalled
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import PLAIN, Workshop, build
 
 STEPS = 3
 QUICK = (
@@ -21,6 +21,7 @@ QUICK = (
     "--rollout.max_tokens=10",
     "--learner.mini_batches=2",
 )
+DRAFTED = (*QUICK, "--speculation.drafter=fresh+history")
 EVALUATED = 8  # completions of an evaluation: 4 held-out problems x 2
 GRADED = 16  # completions of a step: 4 prompts x 4
 
@@ -70,14 +71,14 @@ VARIANTS = {
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     monkeypatch.chdir(tmp_path)
-    return build(tmp_path)
+    return build(tmp_path, PLAIN)
 
 
 @functools.cache
 def _uninterrupted(*words: str) -> dict[str, Any]:
     """Return the outcome of a run that is not interrupted."""
     with tempfile.TemporaryDirectory() as place:
-        workshop = build(Path(place))
+        workshop = build(Path(place), PLAIN)
         said = workshop.train("whole", *words)
         assert said.code == 0, said.err
         return workshop.outcome("whole", len(workshop.metrics("whole")))
@@ -135,14 +136,14 @@ def test_an_evaluation_may_be_interrupted_too(
 def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
     workshop: Workshop,
 ) -> None:
-    assert workshop.train("parts", *QUICK, "--run.steps=2").code == 0
-    assert workshop.train("parts", *QUICK).code == 0
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+    assert workshop.train("parts", *DRAFTED, "--run.steps=2").code == 0
+    assert workshop.train("parts", *DRAFTED).code == 0
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*DRAFTED)
 
 
 @pytest.mark.slow
 def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
-    words = [*QUICK, "--run.checkpoint_every=2"]
+    words = [*DRAFTED, "--run.checkpoint_every=2"]
     moments = random.Random(1)
     log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
     for _ in range(2):
@@ -153,7 +154,7 @@ def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
         process.kill()
         assert processes.finish(process) in (0, -signal.SIGKILL), log.read_text()
     assert workshop.train("parts", *words).code == 0
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*DRAFTED)
 
 
 @pytest.mark.slow
