@@ -133,16 +133,16 @@ def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
 @pytest.mark.slow
 def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Workshop) -> None:
     words = ("--rollout.max_tokens=8", "--run.seed=1")
-    assert workshop.train("short", *words, "--run.steps=2").code == 0
-    assert workshop.train("long", *words, "--run.steps=3", "--eval.every=2").code == 0
+    assert workshop.train("short", *words, "--run.steps=4").code == 0
+    assert workshop.train("long", *words, "--run.steps=5", "--eval.every=2").code == 0
     evaluated = {
         row["step"]: row["eval/reward_mean"]
         for row in workshop.metrics("long")
         if "eval/reward_mean" in row
     }
     # Each is logged with the step that begins with the evaluated policy.
-    assert evaluated.keys() == {1, 3}
-    assert evaluated[3] == workshop.summary("short")["reward_after"] != evaluated[1]
+    assert evaluated.keys() == {1, 3, 5}
+    assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 
 
 def test_held_out_problems_are_never_trained_on(workshop: Workshop) -> None:
