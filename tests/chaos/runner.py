@@ -211,40 +211,15 @@ class Run:
                     yield int(place.name), name.decode(errors="replace").strip()
 
 
-def words_of(place: Path, *more: str) -> list[str]:
+def words_of(place: Path) -> list[str]:
     """Return the words of a small run; builds its model and prompts in `place`."""
     return build(place).words(
         "unused",
-        *("--run.steps=4", "--run.checkpoint_every=1", "--learner.dtype=float64"),
+        *("--run.steps=16", "--run.checkpoint_every=1", "--learner.dtype=float64"),
         *("--rollout.prompts_per_step=3", "--rollout.max_running=2", "--rollout.max_tokens=150"),
-        *(
-            "--cluster.workers=2",
-            f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}",
-            "--run.threads=2",
-        ),
-        "--speculation.drafter=fresh+history",
-        *more,
+        *("--cluster.workers=2", f"--cluster.worker_timeout_s={WORKER_TIMEOUT_S}"),
+        *("--run.threads=2", "--speculation.drafter=fresh+history"),
     )
-
-
-def undisturbed(words: Sequence[str], place: Path) -> tuple[Result, float]:
-    """Make a run and leave it alone; return what it wrote, and its seconds."""
-    began = time.monotonic()
-    Run(words, place).finish([], seconds=60.0)
-    return result_of(place / "run"), time.monotonic() - began
-
-
-def trial(
-    words: Sequence[str], planned: Sequence[Fault], expected: Result, place: Path, seconds: float
-) -> None:
-    """Make a run with faults and compare it. Raises Failure."""
-    Run(words, place).finish(planned, seconds=seconds)
-    check_equal(result_of(place / "run"), expected)
-
-
-def is_exact() -> bool:
-    """Return whether a text does not depend on its batch in float32 on this machine."""
-    return native.layout(DTYPES["float32"]) is not None
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -253,23 +228,27 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=20.0, help="begin trials for so long")
     parser.add_argument("--seed", type=int, default=0, help="of all faults")
     own = parser.parse_args(words)
-    if not is_exact():
+    if native.layout(DTYPES["float32"]) is None:
         print("no native kernels here, so texts may depend on their batch: see `longtail doctor`")
         return 2
     place = Path(tempfile.mkdtemp(prefix="chaos-"))
-    run_words = words_of(place / "parts", "--run.steps=16")
-    expected, seconds = undisturbed(run_words, place / "undisturbed")
+    run_words, calm = words_of(place / "parts"), place / "undisturbed"
+    began = time.monotonic()
+    Run(run_words, calm).finish([], seconds=60.0)
+    expected, seconds = result_of(calm / "run"), time.monotonic() - began
     end, number = time.monotonic() + 60 * own.minutes, 0
     while time.monotonic() < end:
         planned = faults(random.Random(f"{own.seed}/{number}"))
         shown = ", ".join(f"{fault.kind} at {fault.moment:.2f}" for fault in planned)
         try:
-            trial(run_words, planned, expected, place / f"trial-{number}", seconds)
+            trial = place / f"trial-{number}"
+            Run(run_words, trial).finish(planned, seconds=seconds)
+            check_equal(result_of(trial / "run"), expected)
         except Failure as failure:
             print(f"trial {number}: {shown}: FAILED: {failure}; kept in {place}", flush=True)
             return 1
         print(f"trial {number}: {shown}: equal", flush=True)
-        shutil.rmtree(place / f"trial-{number}")
+        shutil.rmtree(trial)
         number += 1
     shutil.rmtree(place)
     return 0

@@ -1,7 +1,8 @@
-"""A short chaos run, and the runner: it sees what goes wrong."""
+"""The runner sees what goes wrong; test_cluster.py has runs with faults at chosen moments."""
 
 import random
-import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,33 +10,52 @@ import pytest
 
 from chaos import runner
 from chaos.runner import Failure, Fault, Run
-from end_to_end.workshop import say, write_lines
+from end_to_end.workshop import write_lines
 
-pytest.importorskip("ray")
-
-
-@pytest.mark.slow
-def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
-    if not runner.is_exact():
-        pytest.skip("no native kernels: a text may depend on its batch")
-    words = runner.words_of(tmp_path / "parts", "--run.checkpoint_every=2", "--run.threads=1")
-    alone = ("--cluster.workers=1", f"--run.dir={tmp_path / 'alone'}")
-    assert say(*words, *alone).code == 0
-    expected = runner.result_of(tmp_path / "alone")
-    rewards = {rollout[1] for rollout in expected.rollouts.values()}
-    assert len(rewards) > 1, "without a gradient all policies are alike"
-    assert len(expected.rollouts) == 4 * 3 * 4
-    planned = [
-        Fault(kind="worker killed", moment=0.0, step=1),
-        Fault(kind="driver killed", moment=0.0, step=3),
-    ]
-    runner.trial(words, planned, expected, tmp_path / "disturbed", seconds=20.0)
-    first, second = ((tmp_path / "disturbed" / f"log-{n}").read_text() for n in (0, 1))
-    assert "it is replaced" in first
-    assert re.search(r"resumed after step [23]", second)
+_DISTURBED = """
+import subprocess, time
+from pathlib import Path
+def say(line):
+    print(line, flush=True)
+if not Path(__file__).with_name("begun").exists():
+    Path(__file__).with_name("begun").touch()
+    for step in (1, 2):
+        actor = subprocess.Popen(["ray::Actor", "600"], executable="sleep")
+        say(f"step {step}/3  done")
+        say(f"ended with {actor.wait()}")
+    say("step 3/3  done")
+    time.sleep(600)
+"""
 
 
-@pytest.mark.slow
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Run]:
+    """Make a run of another program, of which failures are found at once."""
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path}/program.py\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(runner, "_EACH_FAULT_S", 1.0)
+    monkeypatch.setattr(runner, "_LEFTOVER_S", 0.1)
+
+    def make(program: str) -> Run:
+        (tmp_path / "program.py").write_text(program)
+        return Run([], tmp_path / "run")
+
+    return make
+
+
+def test_workers_and_the_driver_are_killed_at_their_steps_and_the_run_is_started_again(
+    run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runner, "_EACH_FAULT_S", 60.0)
+    killed = [Fault(kind="worker killed", moment=0.0, step=step) for step in (1, 2)]
+    disturbed = run(_DISTURBED)
+    disturbed.finish([*killed, Fault(kind="driver killed", moment=0.0, step=3)], seconds=1.0)
+    first, second = ((disturbed.place / f"log-{sitting}").read_text() for sitting in (0, 1))
+    assert first.count("ended with -9") == 2
+    assert second == ""
+
+
 @pytest.mark.parametrize(
     ("program", "failure"),
     [
@@ -46,17 +66,10 @@ def test_a_run_with_faults_writes_what_it_would_have(tmp_path: Path):
     ],
 )
 def test_a_run_that_hangs_or_ends_by_itself_or_leaves_processes_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, failure: str
+    run: Callable[[str], Run], program: str, failure: str
 ):
-    (tmp_path / "program.py").write_text(program)
-    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {runner.sys.executable} $PROGRAM\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setenv("PROGRAM", str(tmp_path / "program.py"))
-    monkeypatch.setattr(runner.sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(runner, "_EACH_FAULT_S", 1.0)
-    monkeypatch.setattr(runner, "_LEFTOVER_S", 0.1)
     with pytest.raises(Failure, match=failure):
-        Run([], tmp_path / "run").finish([], seconds=0.1)
+        run(program).finish([], seconds=0.1)
 
 
 def test_a_rollout_or_weights_that_differ_are_seen(tmp_path: Path):

@@ -5,9 +5,12 @@ A fork server imports PyTorch once, so that a process costs a tenth of a second 
 
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -19,9 +22,9 @@ PATIENCE_S = 60.0
 """Seconds that a test waits for a process before it fails."""
 
 
-def start(words: Sequence[str], log: Path, *, max_file_bytes: int | None = None) -> BaseProcess:
+def start(words: Sequence[str], log: Path) -> BaseProcess:
     """Start `longtail WORDS`; its output goes to `log`."""
-    process = _CONTEXT.Process(target=_run, args=(list(words), str(log), max_file_bytes))
+    process = _CONTEXT.Process(target=_run, args=(list(words), str(log)))
     process.start()
     return process
 
@@ -49,14 +52,30 @@ def wait_until(
     return True
 
 
-def _run(words: list[str], log: str, max_file_bytes: int | None) -> None:
-    import resource
+@contextmanager
+def signalled(number: signal.Signals, condition: Callable[[], bool]) -> Iterator[None]:
+    """Send this process a signal as soon as the condition holds in the context."""
+    ended = threading.Event()
 
+    def watch() -> None:
+        while not ended.wait(0.002):
+            if condition():
+                os.kill(os.getpid(), number)
+                return
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _run(words: list[str], log: str) -> None:
     from longtail.cli import main as cli
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    if max_file_bytes is not None:  # as a full disk would: writing beyond it is refused
-        resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, max_file_bytes))
     sys.exit(cli.main(words))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from end_to_end.workshop import Said, Workshop, build, write_lines
+from end_to_end.workshop import PLAIN, Said, Workshop, build, write_lines
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
@@ -16,7 +16,7 @@ Change = Callable[[Path], None]
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("workshop"))
+    return build(tmp_path_factory.mktemp("workshop"), PLAIN)
 
 
 def _assert_refused(said: Said, code: int, *parts: str) -> None:

@@ -46,14 +46,9 @@ def test_a_drafter_is_exported_for_its_own_target_or_a_given_one(workshop, draft
 def test_what_cannot_be_exported_leaves_nothing_behind(workshop):
     before = sorted(path.name for path in workshop.path.iterdir())
     more = ("--target", str(workshop.model))
-    for out, drafter, message in (
-        ("drafter", "drafter", "exists; remove it"),
-        ("nothing", "model", "neither a drafter nor a run with one"),
-        ("nothing", "three-taps", "neither history"),
-    ):
-        said = export(workshop, out, drafter, *more)
-        assert said.code == 2
-        assert message in said.err
+    said = export(workshop, "drafter", "drafter", *more)
+    assert said.code == 2
+    assert "exists; remove it" in said.err
     assert "no weights to export" in say("drafter", "export", "history", "--out=x", *more).err
     assert sorted(path.name for path in workshop.path.iterdir()) == before
 

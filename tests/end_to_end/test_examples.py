@@ -5,12 +5,15 @@ import os
 import re
 import runpy
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import longtail
 from end_to_end.workshop import Workshop, build, say
+from longtail import RunConfig
 from support import toy
 
 ROOT = Path(__file__).parents[2]
@@ -29,6 +32,16 @@ def in_toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a folder where the toy has the name `smollm2`: a directory wins over a model."""
     monkeypatch.chdir(tmp_path)
     Path("smollm2").symlink_to(toy.REASONER)
+
+
+def changed(function: Callable[..., Any], section: str, **values: object) -> Callable[..., Any]:
+    """Return a function of a configuration that is called with other values of a section."""
+
+    def called(config: RunConfig, **more: Any) -> Any:
+        own = getattr(config, section).model_copy(update=values)
+        return function(config.model_copy(update={section: own}), **more)
+
+    return called
 
 
 def test_the_table_names_every_example_and_every_example_is_run() -> None:
@@ -71,6 +84,8 @@ def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
     for drafter in ("auto", "none"):
         names = runpy.run_path(str(EXAMPLES / "rl_loop.py"))
         names["main"].__globals__.update(PROMPTS=2, SAMPLES=4, MAX_TOKENS=12)
+        one_thread = changed(longtail.open_workers, "run", threads=1)
+        names["main"].__globals__["open_workers"] = one_thread
         rewards.append(names["main"](2, f"runs/{drafter}", drafter))
     assert rewards[0] == rewards[1]
     assert capsys.readouterr().out.count("step ") == 4
@@ -83,6 +98,7 @@ def test_a_reward_in_the_example_grades_the_completions(
     monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for a script
     example = runpy.run_path(str(EXAMPLES / "own_reward.py"))
     assert example["short_answer"](["3 + 4 = 7.", "8"], ["7", "7"]) == [1.4975, 0]
+    example["main"].__globals__["train"] = changed(longtail.train, "data", heldout_size=0)
     assert example["main"](str(tmp_path / "run"), str(toy.REASONER), steps=1, threads=1) == 0
     rewards = [row["reward"] for row in lines(tmp_path / "run" / "rollouts.jsonl")]
     assert len(rewards) == 16
@@ -97,6 +113,7 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(EXAMPLES / "gsm8k_parquet.py"))["main"]
+    main.__globals__["train"] = changed(longtail.train, "data", heldout_size=0)
     assert main("", str(toy.REASONER), steps=1, threads=1) == 0
     assert Path("runs/gsm8k.parquet").exists()
     (row,) = lines(Path("runs/gsm8k/metrics.jsonl"))

@@ -23,24 +23,19 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.mark.slow
-def test_a_run_may_be_resumed_with_another_drafter(workshop):
-    assert workshop.train("changed", "--run.steps=1").code == 0
-    words = ("--run.steps=3", "--speculation.drafter=history", "--speculation.max_running=4")
-    assert workshop.train("changed", *words).code == 0
-    mine, plain = workshop.outcome("changed", 3), workshop.outcome("plain", 3)
-    assert mine["weights"] == plain["weights"]
-    assert mine["rollouts"] == plain["rollouts"]
-
-
-@pytest.mark.slow
-def test_what_speculation_did_is_kept_once_a_step_however_often_a_run_is_resumed(workshop):
-    words = ("--speculation.drafter=history", "--run.checkpoint_every=1")
-    assert workshop.train("logged", "--run.steps=2", *words).code == 0
+def test_what_speculation_did_is_kept_once_a_step_if_a_run_is_resumed_with_another_drafter(
+    workshop,
+):
+    assert workshop.train("logged", "--run.steps=2").code == 0
     path = workshop.path / "logged" / "speculation.jsonl"
     with path.open("a") as file:
         file.write('{"step": 3, "seconds": [0.0')  # killed in its third step
-    said = workshop.train("logged", "--run.steps=3", *words)
+    words = ("--run.steps=3", "--speculation.drafter=history", "--speculation.max_running=4")
+    said = workshop.train("logged", *words)
     assert said.code == 0
+    mine, plain = workshop.outcome("logged", 3), workshop.outcome("plain", 3)
+    assert mine["weights"] == plain["weights"]
+    assert mine["rollouts"] == plain["rollouts"]
     report = workshop.path / "logged" / "report.html"
     assert str(report) in said.out
     assert "/api/runs/0/steps/1/rollouts/0" in report.read_text()

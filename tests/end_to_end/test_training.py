@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import PLAIN, Workshop, build, say
 from longtail.assembly import precision
 from longtail.config.rl import RunConfig, load
-from longtail.rl.loss import LOSSES
 from longtail.system.device import DTYPES
 
 STEPS = 3
@@ -22,7 +21,7 @@ HELDOUT, SAMPLES, ANSWERED = 4, 2, 16  # problems, completions of each; completi
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Holds one finished run, `done`; `done.out` and `done.err` are what it said."""
-    workshop = build(tmp_path_factory.mktemp("workshop"))
+    workshop = build(tmp_path_factory.mktemp("workshop"), PLAIN)
     said = workshop.train("done", *DONE)
     assert said.code == 0, said.err
     (workshop.path / "done.out").write_text(said.out)
@@ -31,8 +30,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
-def test_the_reward_rises_under_every_loss(workshop: Workshop, loss: str) -> None:
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_the_reward_rises(workshop: Workshop, loss: str) -> None:
+    """By ratios of tokens, and of sequences; test_law10_sums.py has the gradients of all losses."""
     words = ("--run.steps=7", "--run.seed=1", "--rollout.group_size=8")
     assert workshop.train(loss, f"--learner.loss={loss}", *words).code == 0
     # About 1/100 to begin with: each of 105 tokens is about as likely as any other.
@@ -78,7 +78,7 @@ def test_auto_is_decided_before_the_first_step_and_a_cost_is_said(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: False)
-    words = ("--run.steps=1", "--rollout.dtype=auto")
+    words = ("--run.steps=1", "--rollout.dtype=auto", "--data.heldout_size=0")
     said = workshop.train("auto", *words, "--learner.autocast=auto")
     assert said.code == 0
     assert "emulated" not in said.err

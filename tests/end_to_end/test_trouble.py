@@ -1,14 +1,17 @@
 """Failures during a run: it stops with a message, and its checkpoints stay usable."""
 
+import contextlib
 import os
 import re
+import resource
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from end_to_end import processes
-from end_to_end.workshop import Workshop, build, write_lines
+from end_to_end.processes import signalled
+from end_to_end.workshop import PLAIN, Workshop, build, write_lines
 from longtail.model.hf.model import load_model
 from longtail.run.checkpoint import RunDirectory
 
@@ -17,7 +20,7 @@ BEFORE_A_STEP = "stopped before the first step was complete; the same command st
 
 @pytest.fixture
 def workshop(tmp_path: Path) -> Workshop:
-    return build(tmp_path)
+    return build(tmp_path, PLAIN)
 
 
 def _newest(workshop: Workshop, run: str) -> int:
@@ -107,22 +110,32 @@ def test_logits_that_are_not_finite_name_the_request_and_the_policy(workshop: Wo
     assert _newest(workshop, "huge") == 1
 
 
+@contextlib.contextmanager
+def full_disk(max_file_bytes: int) -> Iterator[None]:
+    """Refuse to write beyond this length of a file, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (max_file_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 @pytest.mark.slow
 def test_a_full_disk_costs_the_new_checkpoint_only(workshop: Workshop) -> None:
-    log = workshop.path / "log"
-    kept = ("--run.checkpoint_every=2", "--speculation.drafter=history")
-    words = workshop.words("full", "--run.steps=4", *kept)
-    assert workshop.train("whole", *words[1:], f"--run.dir={workshop.path / 'whole'}").code == 0
-    assert workshop.train("full", "--run.steps=2", *kept).code == 0
+    words = ("--run.steps=4", "--run.checkpoint_every=2", "--speculation.drafter=history")
+    assert workshop.train("whole", *words).code == 0
+    assert workshop.train("full", *words, "--run.steps=2").code == 0
     # Weights take 120 kB and fit; the optimizer's moments are twice as long.
-    assert processes.finish(processes.start(words, log, max_file_bytes=200_000)) == 1
-    said = log.read_text()
-    assert "checkpoint of step 4" in said
-    assert "free some space" in said
-    assert "Traceback" not in said
+    with full_disk(200_000):
+        said = workshop.train("full", *words)
+    assert said.code == 1
+    assert "checkpoint of step 4" in said.err
+    assert "free some space" in said.err
+    assert "Traceback" not in said.err
     assert _newest(workshop, "full") == 2
     assert os.listdir(workshop.path / "full" / "checkpoints") == ["step_000002"]
-    assert processes.finish(processes.start(words, log)) == 0
+    assert workshop.train("full", *words).code == 0
     assert workshop.outcome("full", 4) == workshop.outcome("whole", 4)
 
 
@@ -130,12 +143,9 @@ def test_a_full_disk_costs_the_new_checkpoint_only(workshop: Workshop) -> None:
 def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(
     workshop: Workshop, number: signal.Signals
 ) -> None:
-    log = workshop.path / "log"
-    process = processes.start(workshop.words("early", "--run.steps=1000"), log)
     config = workshop.path / "early" / "config.toml"
-    assert processes.wait_until(config.exists, process), log.read_text()
-    assert process.pid is not None
-    os.kill(process.pid, number)
-    assert processes.finish(process) == 130
-    assert log.read_text().splitlines()[-1] in ("longtail: interrupted", BEFORE_A_STEP)
-    assert "Traceback" not in log.read_text()
+    with signalled(number, config.exists):
+        said = workshop.train("early", "--run.steps=1000")
+    assert said.code == 130
+    assert said.err.splitlines()[-1] in ("longtail: interrupted", BEFORE_A_STEP)
+    assert "Traceback" not in said.err

@@ -20,6 +20,8 @@ from support.tiny_models import tiny_model, tiny_tokenizer
 
 EXACT = ("--rollout.dtype=float64", "--learner.dtype=float64", "--run.checkpoint_every=1")
 """Words of a run whose texts no order of additions changes, with a checkpoint of every step."""
+PLAIN = "--speculation.drafter=none"
+"""Word of a run that measures no costs of drafts, which would take most of its time."""
 CLOCKED = (
     *("timing_s/", "rollout/tokens_per_s", "rollout/tail_idle", "rollout/bookkeeping"),
     "speculation/",
@@ -46,6 +48,8 @@ class Workshop:
     """
 
     path: Path
+    common: tuple[str, ...] = ()
+    """Further words of all runs."""
 
     @property
     def model(self) -> Path:
@@ -74,6 +78,7 @@ class Workshop:
             "--learner.learning_rate=0.02",
             "--run.threads=1",
             "--run.device=cpu",
+            *self.common,
             *more,
         ]
 
@@ -158,9 +163,9 @@ def save_untaught(
     return place
 
 
-def build(path: Path) -> Workshop:
+def build(path: Path, *common: str) -> Workshop:
     """Put models, their tokenizer and prompts into a directory."""
-    workshop = Workshop(path=path)
+    workshop = Workshop(path=path, common=common)
     tokenizer = tiny_tokenizer()
     for model, place in ((tiny_model(), workshop.model), (tiny_model("qwen2"), path / "tied")):
         save_model(model, place, eos_ids=tokenizer.eos_ids)

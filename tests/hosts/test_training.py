@@ -57,15 +57,6 @@ def test_two_hosts_write_what_one_process_does_and_listen_on_their_network(
     assert last["network/gradients_bytes"] == 2 * sums, "each of two workers sends 2 (2 - 1) / 2"
 
 
-def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:
-    head, other = hosts.add(), hosts.add(LONGTAIL_NATIVE="0")
-    head.head()
-    other.join(head)
-    run = train(workshop, head, "differs", head=head, workers=2)
-    assert run.code() == 1, run.said()
-    assert "host 10.77.0.2: native kernels is none, and " in run.said().splitlines()[-1]
-
-
 def test_a_killed_bed_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import time; from hosts.bed import Bed; bed = Bed();"

@@ -17,6 +17,11 @@ def opening(drafter: str) -> Iterator[contract.Opened]:
     yield open_own(asked, contract.LIMITS, names, target, target.model, lambda line: None)
 
 
-@pytest.mark.parametrize("law", contract.LAWS, ids=lambda law: law.__name__)
+OTHERS = contract.law_1_texts_are_those_of_longtails_engine  # of this one, drafts change no text
+
+
+@pytest.mark.parametrize(
+    "law", [law for law in contract.LAWS if law is not OTHERS], ids=lambda law: law.__name__
+)
 def test_longtails_engine(law: Callable[[contract.Open], None]) -> None:
     law(opening)

@@ -33,7 +33,7 @@ def state(learner: Learner) -> dict[str, torch.Tensor]:
     return {**learner.learned(), **learner.state().tensors}
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     order=st.permutations(range(COUNT)),
     first=st.integers(0, COUNT),
@@ -72,6 +72,7 @@ def test_float_sums_make_the_same_update_but_for_its_last_bits_and_refuse_the_sa
         rounded.step(Plan(seed=2, bad_advantage=1).batches())
 
 
+@settings(max_examples=40)
 @given(
     numbers=st.lists(
         st.floats(-(2.0**21), 2.0**21, width=32)

@@ -89,7 +89,7 @@ def cut(done: Completion, length: int) -> Completion:
 
 @pytest.mark.parametrize("dtype", [torch.float64, *NATIVE_DTYPES])
 def test_a_text_is_the_same_wherever_it_is_cut(dtype: torch.dtype) -> None:
-    """Every cut, before an end, too; then it moves on, between all drafters and with neighbours."""
+    """Short and long, before an end, too; then it moves on between drafters, with neighbours."""
     asked, plain = ask(engine(dtype, LIMITS, None))
     assert {each.finish_reason for each in plain} == {FinishReason.STOP, FinishReason.LENGTH}
     assert sum(decode(each.tokens) != each.text for each in plain) >= 2, "ends of strings"
@@ -97,7 +97,7 @@ def test_a_text_is_the_same_wherever_it_is_cut(dtype: torch.dtype) -> None:
         engine(dtype, limits, kind)
         for kind, limits in (("ridge", LIMITS), ("eagle3", CRAMPED), ("history", LIMITS))
     ]
-    tolerance, every = (1e-12, 3) if dtype is torch.float64 else (0.0, 1)
+    tolerance, every = (1e-12, 4) if dtype is torch.float64 else (0.0, 2)
     for length in range(0, 24, every):
         begun = [cut(each, length) for each in plain if length < len(each.tokens)]
         company = [workers[length % 3], workers[(length + 1 + length // 3 % 2) % 3]]

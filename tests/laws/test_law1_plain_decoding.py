@@ -42,7 +42,7 @@ def test_the_engine_writes_what_the_definition_writes(family):
     requests = [
         ask(f"{i}/{key}", noise_key(1, key), sampling)
         for i, sampling in enumerate(SAMPLINGS)
-        for key in range(3)
+        for key in range(2)
     ]
     model = tiny_model(family, dtype=torch.float64)
     for request, done in zip(requests, make_engine(family).generate(requests), strict=True):
@@ -54,9 +54,9 @@ def test_the_engine_writes_what_the_definition_writes(family):
 
 def test_another_key_writes_another_text_and_the_same_key_the_same():
     engine = make_engine("qwen3")
-    keys = [noise_key(2, i) for i in range(30)]
+    keys = [noise_key(2, i) for i in range(9)]
     first = engine.generate([ask(f"a{key}", key) for key in keys])
-    assert len({done.tokens for done in first}) == 30
+    assert len({done.tokens for done in first}) == 9
     # Other names, another order, another engine.
     again = make_engine("qwen3").generate([ask(f"b{key}", key) for key in reversed(keys)])
     assert [done.tokens for done in first] == [done.tokens for done in reversed(again)]

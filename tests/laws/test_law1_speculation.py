@@ -1,8 +1,7 @@
 """Law 1: speculation never changes a text: with any drafter, tree and switching, the plain one's.
 
-Exact in float64; and to the bit in float32 and bfloat16 where product.c multiplies: its rows, and a
-token's attention, have the same bits in any batch. Only a prompt that is cut elsewhere is another
-sum there. With other products the share of texts that differ is bounded (test_law4_neighbours.py).
+Exact in float64; to the bit in float32 and bfloat16 on native kernels (test_law4_bits.py), and with
+other products the share of texts that differ is bounded (there, too).
 
 The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
 Drafters are scripted (tests/support/drafters.py): they know how the texts go on, so trees are
@@ -23,7 +22,6 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import StepReport
-from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
@@ -37,7 +35,6 @@ from support.drafters import (
     chain,
     listed,
     ragged,
-    silent,
 )
 from support.fakes import decode_pieces, scripted_model
 from support.tiny_models import tiny_model
@@ -64,10 +61,8 @@ def decode(tokens: Sequence[int]) -> str:
     return "".join(map(chr, tokens))
 
 
-def make_engine(
-    family: Family, limits: EngineLimits = ROOMY, dtype: torch.dtype = torch.float64
-) -> RolloutEngine:
-    return RolloutEngine(tiny_model(family, dtype=dtype, head_dim=16), decode, limits)
+def make_engine(family: Family, limits: EngineLimits = ROOMY) -> RolloutEngine:
+    return RolloutEngine(tiny_model(family, dtype=torch.float64, head_dim=16), decode, limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
 
 
 @functools.cache
-def task(family: Family, dtype: torch.dtype = torch.float64) -> Task:
+def task(family: Family) -> Task:
     """Every distribution with two ends; two keys of the first prompt are a group."""
     bare = [
         Request(
@@ -119,27 +114,25 @@ def task(family: Family, dtype: torch.dtype = torch.float64) -> Task:
         )
         for i in range(12)
     ]
-    texts = write_on(make_engine(family, dtype=dtype), bare)
+    texts = write_on(make_engine(family), bare)
     requests = []
     for i, each in enumerate(bare):
         end = ends(texts[each.request_id][len(each.prompt_tokens) :])[(i + i // 6) % 6]
         sampling = dataclasses.replace(each.sampling, **end)
         requests.append(dataclasses.replace(each, sampling=sampling))
-    plain = make_engine(family, dtype=dtype).generate(requests)
+    plain = make_engine(family).generate(requests)
     assert {done.finish_reason for done in plain} == {FinishReason.STOP, FinishReason.LENGTH}
     return Task(tuple(requests), tuple(plain), texts)
 
 
-def assert_same_texts(
-    written: Sequence[Completion], plain: Sequence[Completion], tolerance: float = 1e-12
-) -> None:
+def assert_same_texts(written: Sequence[Completion], plain: Sequence[Completion]) -> None:
     """float64 sums in another order: 1e-16 an operation, some hundreds of them."""
     for one, other in zip(written, plain, strict=True):
         assert one.request_id == other.request_id
         assert one.tokens == other.tokens
         assert one.finish_reason == other.finish_reason
         assert one.text == other.text
-        assert one.logprobs == pytest.approx(other.logprobs, abs=tolerance, rel=0.0)
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-12, rel=0.0)
 
 
 def write(
@@ -154,11 +147,8 @@ def write(
 DRAFTERS: dict[str, Script] = {
     "all right": RIGHT,
     "all wrong": WRONG,
-    "right, then wrong": chain(0, 0, 1),
     "wrong, then right": chain(1, 0),
-    "silent": silent,
     "ragged": ragged(0),
-    "ragged too": ragged(1),
 }
 
 
@@ -167,7 +157,7 @@ DRAFTERS: dict[str, Script] = {
     ("family", "name", "heedless"),
     [
         *(("mistral", name, False) for name in DRAFTERS),
-        *(("mistral", name, True) for name in ("all right", "all wrong", "ragged too")),
+        *(("mistral", name, True) for name in ("all right", "ragged")),
         *((each, "ragged", each != "qwen2") for each in FAMILIES if each != "mistral"),
     ],
 )
@@ -190,8 +180,8 @@ def test_no_drafter_changes_a_text(family, name, heedless):
         assert drafter.num_accepted == drafter.num_nodes > 0
     elif name == "all wrong":
         assert drafter.num_nodes > drafter.num_accepted == 0
-    elif name != "silent":
-        assert drafter.num_nodes > drafter.num_accepted > 0 or name == "wrong, then right"
+    elif name == "ragged":
+        assert drafter.num_nodes > drafter.num_accepted > 0
 
 
 LIMITS = {
@@ -203,12 +193,10 @@ LIMITS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "limits"), [*(("mistral", each) for each in LIMITS), ("qwen3", "little memory")]
-)
-def test_tight_limits_change_no_text(family, limits):
+@pytest.mark.parametrize("limits", LIMITS)
+def test_tight_limits_change_no_text(limits):
     """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
-    given, engine = task(family), make_engine(family, LIMITS[limits])
+    given, engine = task("mistral"), make_engine("mistral", LIMITS[limits])
     drafter = ScriptedDrafter(given.texts, DRAFTERS["ragged"])
     engine.speculate(Speculation.fixed(drafter, TREE))
     written, steps = write(engine, given.requests)
@@ -282,15 +270,18 @@ TURNS = st.builds(
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     sketches=SKETCHES,
     turns=st.dictionaries(st.integers(0, 25), TURNS, max_size=8),
     first=TURNS,
+    arrivals=st.lists(st.sampled_from([0, 0, *range(25)]), min_size=12, max_size=12),
     limits=st.sampled_from([ROOMY, *LIMITS.values()]),
 )
-def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, turns, first, limits):
+def test_nothing_that_happens_between_steps_changes_a_text(
+    family, sketches, turns, first, arrivals, limits
+):
     """Trees as hypothesis likes them; drafters come, go and come back, and so do requests."""
     given, engine = task(family), make_engine(family, limits)
     drafters = [
@@ -299,10 +290,11 @@ def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, tur
     ]
     plain = {done.request_id: done for done in given.plain}
     done: dict[str, Completion] = {}
-    for request in given.requests:
-        engine.submit(request)
+    pending = sorted(zip(arrivals, range(12), strict=True))
     turns, clock = {**turns, 0: first}, 0
-    while engine.num_unfinished:
+    while pending or engine.num_unfinished:
+        while pending and pending[0][0] <= clock:
+            engine.submit(given.requests[pending.pop(0)[1]])
         if (turn := turns.get(clock)) is not None:
             speculation = None
             if turn.drafter is not None:
@@ -315,7 +307,7 @@ def test_nothing_that_happens_between_steps_changes_a_text(family, sketches, tur
             engine.speculate(speculation)
             if turn.leaves is not None:
                 request = given.requests[turn.leaves]
-                if request.request_id not in done:
+                if engine.is_unfinished(request.request_id):
                     gone = engine.abort(request.request_id)
                     kept = plain[request.request_id].tokens[: len(gone.tokens)]
                     assert gone.tokens == kept
@@ -354,28 +346,3 @@ def test_a_name_that_returns_with_another_text_gets_its_own():
     ]
     written, _ = write(engine, renamed)
     assert_same_texts(written, expected)
-
-
-def multiplies_natively(family: Family, dtype: torch.dtype) -> bool:
-    """Return whether product.c takes every weight of the tiny model here."""
-    model = tiny_model(family, dtype=dtype, head_dim=16)
-    model.pack()
-    return all(each.native is not None for each in model.modules() if isinstance(each, Linear))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_texts_are_the_same_to_the_last_bit_of_their_logprobs(family, dtype):
-    """On native kernels all may vary: tree sizes, batches, who shares a prompt's beginning."""
-    if not multiplies_natively(family, dtype):
-        pytest.skip("product.c does not take every product here")
-    given = task(family, dtype)
-    for script, max_running in ((RIGHT, 16), (ragged(0), 5)):
-        limits = dataclasses.replace(ROOMY, max_running=max_running)
-        engine = make_engine(family, limits, dtype)
-        drafter = ScriptedDrafter(given.texts, script)
-        engine.speculate(Speculation.fixed(drafter, TREE))
-        written, _ = write(engine, given.requests)
-        assert drafter.num_nodes > 0
-        assert_same_texts(written, given.plain, tolerance=0.0)

@@ -135,21 +135,16 @@ def test_greedy_takes_the_best_token_whatever_the_noise():
 
 CHAIN = torch.randn(6, 6, generator=torch.Generator().manual_seed(1)).double()
 """Scores of the next token of a Markov chain, by the last."""
-BELIEFS = {
-    "none": None,
-    "right": CHAIN / 1.3,
-    "flat": torch.zeros(6, 6).double(),  # drafts are the argmax of the noise alone
-}
-"""Transition matrices q of drafters, which draft argmax(log q + g) with the noise of the target."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("belief", BELIEFS)
-def test_the_whole_engine_samples_a_known_markov_chain(belief):
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_whole_engine_samples_a_known_markov_chain(drafts):
     """Through submit, prefill, decode and groups: transitions have their exact probabilities.
 
     So, too, where drafts are made of the very noise that tokens are drawn with: which of them are
-    accepted depends on the noise, and it could favour tokens that the drafter believes in.
+    accepted depends on the noise, and it could favour tokens that the drafter believes in. This one
+    believes in nothing: it drafts the argmax of the noise.
     """
     params = SamplingParams(temperature=1.3, top_k=5, min_p=0.02, max_tokens=100)
     engine = RolloutEngine(
@@ -157,9 +152,8 @@ def test_the_whole_engine_samples_a_known_markov_chain(belief):
         lambda tokens: "",
         EngineLimits(max_running=80, max_step_tokens=400, max_len=128),
     )
-    scores, drafter = BELIEFS[belief], None
-    if scores is not None:
-        drafter = CoupledMarkovDrafter(scores)
+    drafter = CoupledMarkovDrafter(torch.zeros(6, 6).double())
+    if drafts:
         engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     requests = [
         Request(
@@ -180,11 +174,8 @@ def test_the_whole_engine_samples_a_known_markov_chain(belief):
     for last in range(6):
         probs = truncated(CHAIN[last].tolist(), params)
         assert chi_square_p(counts[last].tolist(), probs) > FALSE_ALARM
-    if drafter is not None:
-        assert 0 < drafter.num_accepted < drafter.num_nodes
-        # Coupling: even one who knows nothing but the noise is right more often than 1 in 6.
-        share = drafter.num_accepted / drafter.num_nodes
-        assert share > (0.6 if belief == "right" else 0.2)
+    if drafts:  # coupled, they are right more often than 1 in 6
+        assert 0.2 < drafter.num_accepted / drafter.num_nodes < 1.0
 
 
 def test_noise_has_the_gumbel_distribution():

@@ -1,8 +1,11 @@
-"""Law 4 to the last bit: on native kernels no text and no logprob depends on the batch.
+"""Law 4: a request does not see its neighbours; to the last bit on native kernels.
 
 Whatever else runs, in whichever order and on whichever worker, however steps are limited, prompts
 cut, requests preempted and computed again, or drafted for: in float32 and in bfloat16 a request
-gets the bits that it gets alone, read in one piece.
+gets the bits that it gets alone, read in one piece. In float64 it gets the same text
+(test_law1_speculation.py). Elsewhere a neighbour may change the order of a sum at working precision
+(a product of other height, a prompt cut elsewhere), and a near-tie may then fall the other way; the
+share of texts in which that happens is bounded.
 """
 
 import functools
@@ -18,6 +21,8 @@ from hypothesis import strategies as st
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import Verified
+from longtail.model.kernels import native
 from longtail.sampling import draw_rows, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
@@ -92,7 +97,7 @@ def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     order=st.permutations(range(len(REQUESTS))),
@@ -134,6 +139,77 @@ def test_being_computed_again_changes_no_bit(dtype):
     expected = [alone("qwen3", dtype, REQUESTS.index(each)) for each in again]
     assert engine.scheduler.num_preemptions > 2
     assert bits(done) == bits([*expected, *expected])
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES[:1])
+def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
+    """Text, logprobs, and how every single draft fared, to the last bit."""
+
+    def write(requests: Sequence[Request]) -> tuple[list[Completion], list[Verified]]:
+        limits = EngineLimits(max_running=8, max_step_tokens=900, max_len=MAX_LEN)
+        engine = make_engine("mistral", dtype, limits, ragged_drafts("mistral", dtype, 3))
+        verified: list[Verified] = []
+        ungrouped = [replace(each, group_id="") for each in requests]
+        return engine.generate(ungrouped, lambda step: verified.extend(step.verified)), verified
+
+    # One request of each prompt: with shared KV a draft begins a token earlier.
+    requests = REQUESTS[2:8]
+    together, fared = write(requests)
+    for request, one in zip(requests, together, strict=True):
+        (other,), expected = write([request])
+        assert one == other
+        assert [each for each in fared if each.request_id == request.request_id] == expected
+        assert sum(each.num_accepted for each in expected) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "most", "tolerance"),
+    [
+        # Two perturbed scores lie within d of each other with probability at most about 2 d, d
+        # being the rounding error of a logit: 2e-6 in float32, mostly below 0.01 in bfloat16. A
+        # text has 16 chances, a set 16 texts: 0.001 expected differences, and at most 6.
+        (torch.float32, 1, 1e-5),
+        (torch.bfloat16, 3, 0.1),
+    ],
+    ids=["float32", "bfloat16"],
+)
+def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, tolerance):
+    monkeypatch.setattr(native, "layout", lambda dtype: None)
+    monkeypatch.setattr(native, "functions", lambda dtype: None)
+    requests = [
+        Request(
+            request_id=str(i),
+            prompt_tokens=tuple((7 * i + 3 * j) % 128 for j in range(5 + i % 20)),
+            noise_key=noise_key(1, i),
+            sampling=SamplingParams(max_tokens=16),
+        )
+        for i in range(16)
+    ]
+
+    def write(running: int, budget: int, drafts: Speculation | None = None) -> list[Completion]:
+        limits = EngineLimits(max_running=running, max_step_tokens=budget, max_len=64)
+        model = tiny_model("qwen3", dtype=dtype)
+        return RolloutEngine(model, lambda tokens: "", limits, speculation=drafts).generate(
+            requests
+        )
+
+    alone = write(1, 32)
+    texts = {
+        request.request_id: (*request.prompt_tokens, *done.tokens)
+        for request, done in zip(requests, alone, strict=True)
+    }
+    drafter = ScriptedDrafter(texts, ragged(0))
+    fixed = Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
+    for others in (write(7, 9), write(16, 300, fixed)):
+        differing = 0
+        for one, other in zip(alone, others, strict=True):
+            pairs = list(zip(one.tokens, other.tokens, one.logprobs, other.logprobs, strict=True))
+            same = next((i for i, pair in enumerate(pairs) if pair[0] != pair[1]), len(pairs))
+            differing += same < len(pairs)
+            assert all(abs(p - q) < tolerance for _, _, p, q in pairs[:same])
+        assert differing <= most
+    assert drafter.num_accepted > 0
 
 
 @pytest.mark.parametrize("vocab_size", [128, 1000, 4099])

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.reader import Interrupted
@@ -125,7 +123,7 @@ def test_a_measurement_stopped_anywhere_says_nothing() -> None:
 
 @pytest.mark.slow
 def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
-    """Every fifth call of `stopped` in the first updates and around a measurement.
+    """Every ninth call of `stopped` in the first updates and around a measurement.
 
     An update that was not made goes on in the next stretch.
     """
@@ -139,7 +137,7 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
 
     counted.train(done)
     assert len(calls) > 4 * NUM_STEPS  # several micro-batches an update, and a measurement
-    for call, steps in list(enumerate(calls))[::5]:
+    for call, steps in list(enumerate(calls))[::9]:
         room = SpotSetup()
         report = room.train(stop_at(call))
         assert (report.reason, report.num_steps) == (SpotEnd.STOPPED, steps)
@@ -150,26 +148,21 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=8)
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8))
-def test_any_number_of_stretches_is_one_stretch(calls: list[int]) -> None:
+def test_any_number_of_stretches_is_one_stretch() -> None:
     apart, whole = SpotSetup(), SpotSetup()
-    for call in calls:
+    for call in (3, 0, 9, 1, 4, 8, 2):
         apart.train(stop_at(call))
-    steps = apart.spot._trainer.steps
-    whole.train(_after(whole, steps))
+    whole.train(_after(whole, apart.spot._trainer.steps))
     assert same(apart.tensors(), whole.tensors())
 
 
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(st.integers(0, 20))
-def test_no_micro_batch_is_begun_after_the_stop(num_passes: int) -> None:
+def test_no_micro_batch_is_begun_after_the_stop() -> None:
     """The word comes in the middle of some pass, of an update or a measurement: it is the last."""
-    room = SpotSetup()
-    report = room.train(lambda: room.num_passes >= num_passes)
-    assert room.num_passes == num_passes
-    assert report.reason is SpotEnd.STOPPED
+    for num_passes in (0, 1, 6, 17):
+        room = SpotSetup()
+        report = room.train(lambda room=room, last=num_passes: room.num_passes >= last)
+        assert room.num_passes == num_passes
+        assert report.reason is SpotEnd.STOPPED
 
 
 def test_who_was_told_to_stop_once_is_not_asked_again() -> None:

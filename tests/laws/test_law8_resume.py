@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from end_to_end import processes
-from end_to_end.workshop import Workshop, build
+from end_to_end.processes import signalled
+from end_to_end.workshop import PLAIN, Workshop, build
 
 STEPS = 3
 QUICK = (
@@ -20,60 +21,64 @@ QUICK = (
     "--rollout.max_tokens=10",
     "--learner.mini_batches=2",
 )
+DRAFTED = (*QUICK, "--speculation.drafter=fresh+history")
 EVALUATED = 8  # completions of an evaluation: 4 held-out problems x 2
 GRADED = 16  # completions of a step: 4 prompts x 4
 
 VARIANTS = {
-    "KL to the initial policy, schedule, decay, tied embeddings": [
-        "--model.path=tied",
-        "--learner.mini_batches=3",
-        "--learner.kl_coef=0.1",
-        "--learner.schedule=cosine",
-        "--learner.warmup_steps=2",
-        "--learner.weight_decay=0.1",
-        "--learner.gradient_checkpointing=true",
-    ],
-    "dynamic sampling, penalty, importance cap, truncation": [
-        "--learner.loss=dapo",
-        "--learner.max_refills=0",
-        "--learner.overlong_buffer=4",
-        "--learner.tis_cap=2.0",
-        "--rollout.top_p=0.95",
-        "--rollout.temperature=0.9",
-    ],
-    "transformers' code, KL, recomputation": [
-        "--learner.model=transformers",
-        "--learner.kl_coef=0.1",
-        "--learner.gradient_checkpointing=true",
-    ],
-    "adapters with dropout, KL, several updates": [
-        "--learner.lora.rank=16",
-        "--learner.learning_rate=0.05",
-        "--learner.lora.dropout=0.1",
-        "--learner.kl_coef=0.01",
-        "--learner.gradient_checkpointing=true",
-    ],
-    "bfloat16, one update a step": [
-        "--learner.mini_batches=1",
-        "--learner.loss=reinforce_pp",
-        "--learner.schedule=linear",
-        "--rollout.dtype=bfloat16",
-        "--learner.autocast=true",
-    ],
+    "KL to the initial policy, schedule, decay, tied embeddings, bfloat16, one update a step": (
+        EVALUATED + GRADED + 5,  # in step 2, which then completes
+        [
+            "--model.path=tied",
+            "--learner.mini_batches=1",
+            "--learner.loss=reinforce_pp",
+            "--learner.kl_coef=0.1",
+            "--learner.schedule=cosine",
+            "--learner.warmup_steps=2",
+            "--learner.weight_decay=0.1",
+            "--learner.gradient_checkpointing=true",
+            "--rollout.dtype=bfloat16",
+            "--learner.autocast=true",
+        ],
+    ),
+    "transformers' code, dynamic sampling, penalty, importance cap, truncation": (
+        EVALUATED + 3 * GRADED + 5,  # in the second round of step 2
+        [
+            "--learner.model=transformers",
+            "--learner.gradient_checkpointing=true",
+            "--learner.loss=dapo",
+            "--learner.max_refills=1",
+            "--learner.overlong_buffer=4",
+            "--learner.tis_cap=2.0",
+            "--rollout.top_p=0.95",
+            "--rollout.temperature=0.9",
+        ],
+    ),
+    "adapters with dropout, KL, several updates": (
+        EVALUATED + GRADED + 5,
+        [
+            "--learner.lora.rank=16",
+            "--learner.learning_rate=0.05",
+            "--learner.lora.dropout=0.1",
+            "--learner.kl_coef=0.01",
+            "--learner.gradient_checkpointing=true",
+        ],
+    ),
 }
+"""Options of a run, and the call of the reward that interrupts it."""
 
 
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
     monkeypatch.chdir(tmp_path)
-    return build(tmp_path)
+    return build(tmp_path, PLAIN)
 
 
 @functools.cache
 def _uninterrupted(*words: str) -> dict[str, Any]:
     """Return the outcome of a run that is not interrupted."""
     with tempfile.TemporaryDirectory() as place:
-        workshop = build(Path(place))
+        workshop = build(Path(place), PLAIN)
         said = workshop.train("whole", *words)
         assert said.code == 0, said.err
         return workshop.outcome("whole", len(workshop.metrics("whole")))
@@ -89,8 +94,9 @@ def _interrupt_at(call: int) -> None:
 def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     workshop: Workshop, variant: str
 ) -> None:
-    words = [*QUICK, "--reward.name=end_to_end.rewards:interrupting", *VARIANTS[variant]]
-    _interrupt_at(EVALUATED + GRADED + 5)  # in step 2, which then completes
+    call, more = VARIANTS[variant]
+    words = [*QUICK, "--reward.name=end_to_end.rewards:interrupting", *more]
+    _interrupt_at(call)
     stopped = workshop.train("parts", *words)
     assert stopped.code == 130
     assert "stopped after step 2; the same command continues from there" in stopped.err
@@ -102,17 +108,8 @@ def test_a_run_that_was_interrupted_ends_like_one_that_was_not(
     assert ended == _uninterrupted(*words)
     # The run learned after it was resumed, else equality would be cheap.
     assert ended["weights"] != workshop.outcome("parts", 2)["weights"]
-
-
-@pytest.mark.slow
-def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop) -> None:
-    words = [*QUICK, "--learner.loss=dapo", "--learner.max_refills=3"]
-    words.append("--reward.name=end_to_end.rewards:interrupting")
-    _interrupt_at(EVALUATED + 5 * GRADED)
-    assert workshop.train("parts", *words).code == 130
-    assert workshop.train("parts", *words).code == 0
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*words)
-    assert max(row["rollout/rounds"] for row in workshop.metrics("parts")) > 1
+    if "--learner.max_refills=1" in words:
+        assert workshop.metrics("parts")[1]["rollout/rounds"] > 1
 
 
 @pytest.mark.slow
@@ -120,7 +117,6 @@ def test_a_refilled_step_may_be_interrupted_in_any_round(workshop: Workshop) -> 
     ("call", "left"),
     [
         (3, []),  # in the evaluation before the first step
-        (EVALUATED + GRADED + 5, [2]),  # stops in the evaluation after step 2
         (EVALUATED + 2 * GRADED + 3, [2]),  # in the grading of that evaluation
     ],
 )
@@ -140,14 +136,14 @@ def test_an_evaluation_may_be_interrupted_too(
 def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
     workshop: Workshop,
 ) -> None:
-    assert workshop.train("parts", *QUICK, "--run.steps=2").code == 0
-    assert workshop.train("parts", *QUICK).code == 0
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
+    assert workshop.train("parts", *DRAFTED, "--run.steps=2").code == 0
+    assert workshop.train("parts", *DRAFTED).code == 0
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*DRAFTED)
 
 
 @pytest.mark.slow
 def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
-    words = [*QUICK, "--run.checkpoint_every=2"]
+    words = [*DRAFTED, "--run.checkpoint_every=2"]
     moments = random.Random(1)
     log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
     for _ in range(2):
@@ -157,53 +153,22 @@ def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
         process.join(wait_s)
         process.kill()
         assert processes.finish(process) in (0, -signal.SIGKILL), log.read_text()
-    process = processes.start(workshop.words("parts", *words), log)
-    assert processes.finish(process) == 0, log.read_text()
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*QUICK)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_killed_while_it_is_written_is_none(workshop: Workshop) -> None:
-    words, steps = [*QUICK, "--run.checkpoint_every=1", "--run.steps=6"], 6
-    log, checkpoints = workshop.path / "log", workshop.path / "parts" / "checkpoints"
-
-    def half_written() -> bool:
-        return any(checkpoints.glob(".new-*"))
-
-    process = processes.start(workshop.words("parts", *words), log)
-    while processes.wait_until(half_written, process, poll_s=0.0001):
-        assert process.pid is not None
-        os.kill(process.pid, signal.SIGSTOP)  # hold it, and look whether it was too late
-        if half_written() or not process.is_alive():
-            break
-        os.kill(process.pid, signal.SIGCONT)
-    assert half_written(), "every checkpoint was written too quickly to be caught"
-    process.kill()
-    assert processes.finish(process) == -signal.SIGKILL
-    complete = workshop.steps_saved("parts")
-    assert len(complete) < steps
-    process = processes.start(workshop.words("parts", *words), log)
-    assert processes.finish(process) == 0, log.read_text()
-    assert not half_written()
-    if complete:
-        assert f"resumed after step {complete[-1]}" in log.read_text()
-    assert workshop.outcome("parts", steps) == _uninterrupted(*QUICK, "--run.steps=6")
+    assert workshop.train("parts", *words).code == 0
+    assert workshop.outcome("parts", STEPS) == _uninterrupted(*DRAFTED)
 
 
 @pytest.mark.slow
 def test_a_signal_in_a_long_rollout_stops_at_once_and_keeps_the_last_complete_step(
     workshop: Workshop,
 ) -> None:
-    words = [*QUICK, "--rollout.max_tokens=480", "--data.heldout_size=0", "--run.steps=1000"]
-    log, metrics = workshop.path / "log", workshop.path / "parts" / "metrics.jsonl"
-    process = processes.start(workshop.words("parts", *words), log)
-    assert processes.wait_until(lambda: _num_lines(metrics) > 0, process), log.read_text()
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGTERM)
-    assert processes.finish(process) == 130, log.read_text()
+    words = [*QUICK, "--rollout.max_tokens=240", "--data.heldout_size=0", "--run.steps=1000"]
+    metrics = workshop.path / "parts" / "metrics.jsonl"
+    with signalled(signal.SIGTERM, lambda: _num_lines(metrics) > 0):
+        said = workshop.train("parts", *words)
+    assert said.code == 130
     last = workshop.metrics("parts")[-1]["step"]
     assert workshop.steps_saved("parts") == [last]
-    assert log.read_text().splitlines()[-1].startswith(f"stopped after step {last};")
+    assert said.err.splitlines()[-1].startswith(f"stopped after step {last};")
 
 
 def _num_lines(path: Path) -> int:

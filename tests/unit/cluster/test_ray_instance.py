@@ -1,4 +1,4 @@
-"""A Ray of our own, and the check of an address; end_to_end/test_open_ports.py runs Ray itself."""
+"""A Ray of our own, and the check of an address; end_to_end/test_cluster.py runs Ray itself."""
 
 import contextlib
 import multiprocessing
