@@ -1,4 +1,4 @@
-"""What a configuration comes to with its model on this machine, decided and checked once."""
+"""The plan of a run: its configuration, and the decisions that follow from model and machine."""
 
 from dataclasses import dataclass
 from importlib import util
@@ -33,7 +33,7 @@ class RunPlan:
     shape: ModelConfig
     """Shape of the model; of a family that our decoder lacks, that of a decoder as large."""
     device: torch.device
-    """Where the policy learns; the generator is there, too."""
+    """Device of the learner and of the generator."""
     gpus: float
     """GPUs of a worker: 0 on a CPU; below 1 several workers share one."""
     on_vllm: bool

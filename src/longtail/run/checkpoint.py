@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longtail.config import files as configfile
-from longtail.drafter.formats.checkpoint import UNWRITABLE
 from longtail.errors import CheckpointError, ConfigError
 from longtail.system.files import remove_folder, replace_folder, write_atomically
 
@@ -60,6 +60,8 @@ _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
     "trace.json", "summary.json", "report.html", "drafter", "tensorboard",
 )  # fmt: skip
+UNWRITABLE = (OSError, SafetensorError)
+"""Errors of a failed write of tensors, or of a read."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -21,16 +21,12 @@ from typing import final
 import torch
 
 from longtail.cluster.work.publisher import DrafterState
-from longtail.drafter.formats.checkpoint import (
-    UNWRITABLE,
-    LoadedDrafter,
-    is_drafter,
-    load_drafter,
-)
+from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import (
+    UNWRITABLE,
     load_tensors,
     put_step,
     read_state,

@@ -193,7 +193,6 @@ class _EagleWalker(Walker):
         features = layer.fuse_features(self._windows.features[rows, slots])
         stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
         roots = _LayerQueries(*(each[pending.lasts] for each in stored))
-        none = torch.zeros_like(self._rows)
         logits = self._score(roots, text_places(self._rows, self._ends - 1))
         self.seconds += time.perf_counter() - started
         return logits
