@@ -309,7 +309,7 @@ def transformers_turn(model: Any, work: Mapping[str, Any]) -> Turn:
         prompts = [torch.tensor(each) for each in work["prompts"][some]]
         masks = [torch.ones_like(each) for each in prompts]
         num_new = max(work["lengths"][some])
-        settings = GenerationConfig(
+        settings = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=num_new,
             min_new_tokens=num_new, pad_token_id=0, eos_token_id=None,
         )  # fmt: skip

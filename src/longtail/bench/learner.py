@@ -194,7 +194,7 @@ class Reference:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=autocasts):
                 loss = self._loss(tokens, mask, advantages)
             middle = now(self._device)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             forward += middle - start
             backward += now(self._device) - middle
         start = now(self._device)
