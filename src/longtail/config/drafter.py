@@ -113,9 +113,6 @@ class DrafterTrainSection(OptimizerSection):
     matrix_rate: NotNegative = 0.03
     """Peak learning rate of Muon, for the matrices; 0 uses AdamW for them, too (then set
     `learning_rate` to 1e-3 or less)."""
-    fit_tokens: Amount = 0
-    """eagle1: trained tokens whose regression is the start of the gradient steps, which then need
-    small rates, as `matrix_rate` 0.001; 0 starts from random weights."""
     schedule: Schedule = "cosine"
     """Learning rate after warm-up; linear and cosine reach 0 at the last step."""
     warmup_steps: Amount = 10
@@ -167,11 +164,6 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
             yield "train.steps: drafter.recipe = 'ridge' makes one pass; leave it out"
     elif drafter.slots != DrafterSection.model_fields["slots"].default:
         yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
-    if config.train.fit_tokens and (drafter.recipe != "eagle1" or drafter.init is not None):
-        yield (
-            f"train.fit_tokens = {config.train.fit_tokens}: it is for a fresh drafter with "
-            "drafter.recipe = 'eagle1'; leave it out"
-        )
     if any(b <= a for a, b in zip(drafter.layers, drafter.layers[1:], strict=False)):
         yield f"drafter.layers = {list(drafter.layers)}: they must be in rising order"
     if any(layer < 0 for layer in drafter.layers):

@@ -29,7 +29,7 @@ from longtail.drafter.formats.checkpoint import (
     load_drafter,
 )
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.trainer import RidgeTrainer, regress
+from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
@@ -236,7 +236,7 @@ def assemble(
     if given is not None:
         layer, ids, head = given.layer, given.draft_ids, given.head
     else:
-        layer, ids = _fresh_layer(config, drafter, target, corpus, interruption, console)
+        layer, ids = _fresh_layer(config, drafter, target, corpus)
         head = None
     trainer = _trainer(config, layer, target, ids, head)
     if given is not None and given.sums:
@@ -299,23 +299,16 @@ def _fresh_layer(
     drafter: DraftConfig,
     target: Target,
     corpus: Corpus,
-    interruption: Interruption,
-    console: Console,
 ) -> tuple[DraftLayer, torch.Tensor | None]:
-    """Return a layer to train, drawn or from a regression, and the ids of its vocabulary."""
-    model, most, num = target.model, config.train.tokens_per_micro_batch, config.train.fit_tokens
+    """Return a layer to train, and the ids of its vocabulary."""
+    model = target.model
     if isinstance(drafter, RidgeConfig):
         return RidgeLayer(drafter).to(model.device, _working(model)), None
     texts, size = corpus.training, drafter.draft_vocab_size
     ids = commonest_tokens(texts, size, target.tokenizer.eos_ids) if size else None
-    sample = pack_texts(texts[:_SAMPLE], most)[0]
+    sample = pack_texts(texts[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(config.run.seed)
-    layer = fresh_drafter(drafter, model, sample, generator).to(_working(model))
-    if num:
-        check = interruption.check
-        count = regress(layer, model, texts, num_tokens=num, budget=most, check=check)
-        console.log(f"the drafter begins as a regression over {count:,} tokens")
-    return layer, ids
+    return fresh_drafter(drafter, model, sample, generator).to(_working(model)), ids
 
 
 def _working(target: Transformer) -> torch.dtype:

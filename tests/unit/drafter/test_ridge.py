@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.eagle.drafter import EagleDrafter
-from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TrainingRecord,
@@ -22,8 +21,7 @@ from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
-from longtail.drafter.ridge.trainer import RidgeTrainer, regress
-from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
+from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.weights import copy_parameters
 from longtail.errors import CheckpointError, ConfigError, DataError
 from longtail.model.hf.tokenizer import Tokenizer
@@ -34,7 +32,7 @@ from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.types import PackedSequences, SamplingParams
-from support.eagle_requests import KEY, KeyedNoise, make_layer, ridge_layer, text
+from support.eagle_requests import KEY, KeyedNoise, ridge_layer, text
 from support.engine_requests import features_of
 from support.regression import ridge
 from support.spot_training import same
@@ -185,29 +183,6 @@ def test_learned_texts_are_predicted_better() -> None:
     after = trainer.evaluate(_batch(5), SLOTS + 3)
     assert len(after.overlap) == SLOTS
     assert all(b > a for a, b in zip(before.overlap, after.overlap, strict=True))
-
-
-def test_eagle1_begins_as_slot_1_and_predicts_better_than_random_weights() -> None:
-    """Over whole texts; what is added to the regression comes with gradients."""
-    target, asked = tiny_model(), list[bool]()
-    layer = make_layer(target, "eagle1", 8)
-    assert isinstance(layer, EagleLayer)
-    trainer = DrafterTrainer(layer, target, TrainerSettings(unroll_steps=2))
-    texts = [Example(tokens=tuple(text(20, seed=n)), prompt_len=3) for n in range(220)]
-    heldout = pack_texts(texts[200:], 50)
-    before = trainer.evaluate(heldout, 2)
-    count = regress(
-        layer, target, texts, num_tokens=16 * 200 - 3, budget=60, check=lambda: asked.append(True)
-    )
-    assert (count, len(asked)) == (16 * 200, 67), "before each pass of three texts"
-    first = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.config, slots=1)), target)
-    first.step(pack_texts(texts[:200], 500))
-    state, embedding = first.layer.get_parameter("streams.0.weight").split(32, 1)
-    assert torch.equal(layer.fc.weight, torch.cat((embedding, state), 1))
-    after = trainer.evaluate(heldout, 2)
-    assert all(b > a + 0.02 for a, b in zip(before.overlap, after.overlap, strict=True))
-    trainer.step(heldout)
-    assert not torch.equal(layer.output.weight, torch.zeros(32, 64)), "gradients reach it"
 
 
 @torch.no_grad()
