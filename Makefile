@@ -22,7 +22,7 @@ help:
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
-	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
+	@echo "make coverage     the fast tests with checks of every call's shapes and their coverage, in twice their time"
 	@echo "make fuzz         random input to every reader, other cases each time"
 	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV) with what the quickstart needs"
@@ -81,10 +81,11 @@ $(MODEL): | install
 # stay together and share their fixtures. Hosts have steps of their own.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/hosts
 
-# The fast tests check shapes and types of every call, which doubles their time; so the others do not.
+# Shapes and types of every call are checked in the whole runs that are marked `shapes`, and of all
+# fast tests by `make coverage`: the checks double their time.
 UNCHECKED = -o addopts="-q --strict-markers --import-mode=importlib"
 
-# Each test runs once, the fast ones first. Their coverage takes twice as long, hence its own target.
+# Each test runs once, the fast ones first.
 test: test-fast
 	$(PYTEST) $(UNCHECKED) -m "slow and not shapes"
 
@@ -115,7 +116,8 @@ test-capped: develop
 		--rollout.prompts_per_step=2 --rollout.max_tokens=256 --data.heldout_size=4
 
 test-fast: develop
-	$(PYTEST) -m "not slow or shapes"
+	$(PYTEST) $(UNCHECKED) -m "not slow"
+	$(BIN)/python -m pytest -m shapes tests/end_to_end
 
 coverage: develop
 	$(PYTEST) -m "not slow" --cov --cov-report=term:skip-covered
@@ -123,7 +125,7 @@ coverage: develop
 # Its own environment, since the oldest versions must not replace those of $(VENV).
 test-min: BIN := $(VENV)-min/bin
 test-min: $(VENV)-min/.installed
-	$(PYTEST) -m "not slow or shapes"
+	$(PYTEST) $(UNCHECKED) -m "not slow"
 
 $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 	test -x $(VENV)-min/bin/python || $(PYTHON) -m venv $(VENV)-min
