@@ -192,23 +192,6 @@ LIMITS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limits", LIMITS)
-def test_tight_limits_change_no_text(limits):
-    """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
-    given, engine = task("mistral"), make_engine("mistral", LIMITS[limits])
-    drafter = ScriptedDrafter(given.texts, DRAFTERS["ragged"])
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    written, steps = write(engine, given.requests)
-    assert_same_texts(written, given.plain)
-    assert drafter.num_accepted > 0
-    assert max(step.num_tokens for step in steps) <= LIMITS[limits].max_step_tokens
-    counts = engine.scheduler
-    assert (counts.num_preemptions > 0) == (limits == "little memory")
-    assert drafter.num_restarts <= counts.num_preemptions
-    assert counts.num_shared_tokens > 0
-
-
 def test_what_lies_behind_the_end_of_a_text_is_not_written():
     """The model counts; the draft counts on, six numbers at a time, past every kind of end."""
     pieces = [chr(97 + i) for i in range(20)]
@@ -321,28 +304,3 @@ def test_nothing_that_happens_between_steps_changes_a_text(
     assert engine.kv_usage().free == engine.kv_usage().total
     ended = [each for each in done.values() if each.finish_reason is not FinishReason.ABORT]
     assert_same_texts(ended, [plain[each.request_id] for each in ended])
-
-
-def test_a_name_that_returns_with_another_text_gets_its_own():
-    """The drafter still takes it for the old one; the noise and the KV are the new one's."""
-    given, engine = task("qwen3"), make_engine("qwen3")
-    drafter = ScriptedDrafter(given.texts, RIGHT)
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    names = [each.request_id for each in given.requests]
-    for request in given.requests:
-        engine.submit(request)
-    for _ in range(2):
-        engine.step()
-    for name in names:
-        if engine.is_unfinished(name):
-            engine.abort(name)
-    renamed = [
-        dataclasses.replace(each, request_id=name)
-        for each, name in zip(given.requests[::-1], names, strict=True)
-    ]
-    expected = [
-        dataclasses.replace(each, request_id=name)
-        for each, name in zip(given.plain[::-1], names, strict=True)
-    ]
-    written, _ = write(engine, renamed)
-    assert_same_texts(written, expected)

@@ -45,18 +45,6 @@ def test_greedy_rows_are_those_of_transformers(directory: Path, family: Family) 
             assert torch.equal(model.generate(**inputs, **options), rows)
 
 
-@pytest.mark.slow
-def test_a_sample_depends_on_its_seed_and_index_and_on_no_drafter_or_neighbour(
-    model: PreTrainedModel, directory: Path
-) -> None:
-    rows = sampled(model, *PROMPTS)
-    assert rows == sampled(model, *PROMPTS, drafter="history")
-    assert rows[1] != rows[3]  # the second sample of the same prompt
-    assert rows[:2] == sampled(model, *PROMPTS[:2])
-    assert [rows[1], rows[3]] == sampled(model, "12", num_return_sequences=2)
-    assert rows != sampled(model, *PROMPTS, seed=4)
-
-
 def test_a_sample_is_the_text_that_the_engine_writes_for_the_seed(model: PreTrainedModel) -> None:
     limits = EngineLimits(max_running=2, max_step_tokens=64, max_len=128)
     engine = RolloutEngine(tiny_model(dtype=torch.float64), tiny_tokenizer().decode, limits)

@@ -216,19 +216,6 @@ def test_noise_of_neighbouring_entries_positions_and_keys_is_uncorrelated(lag):
         assert abs(z) < Z, name
 
 
-def test_all_pairs_of_positions_win_together_as_often_as_chance_has_it():
-    """Argmaxes at two positions coincide with probability 1 / vocabulary, for every pair."""
-    vocab_size, number = 8, 4000
-    keys = torch.arange(number)
-    winners = torch.stack(
-        [gumbel_noise(keys, torch.full_like(keys, p), vocab_size).argmax(-1) for p in range(12)]
-    )
-    expected = number / vocab_size
-    for one, other in itertools.combinations(winners, 2):
-        deviation = abs(int((one == other).sum()) - expected)
-        assert deviation < Z * math.sqrt(expected * (1 - 1 / vocab_size)) + 1
-
-
 @pytest.mark.parametrize("truncation", TRUNCATIONS[1:], ids=str)
 def test_a_token_of_probability_zero_is_not_drawn_if_the_noise_is_in_its_favour(truncation):
     params = SamplingParams(temperature=1.7, **truncation)

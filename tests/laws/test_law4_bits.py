@@ -9,7 +9,6 @@ share of texts in which that happens is bounded.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,9 +20,8 @@ from hypothesis import strategies as st
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.generator import Verified
 from longtail.model.kernels import native
-from longtail.sampling import draw_rows, gumbel_noise, noise_key
+from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
@@ -124,44 +122,6 @@ def test_no_setting_changes_a_bit(
         assert bits(done) == bits([alone(family, dtype, number) for number in share])
 
 
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-def test_being_computed_again_changes_no_bit(dtype):
-    """KV for little more than one request: the others lose theirs and are computed again."""
-    limits = EngineLimits(max_running=8, max_step_tokens=23, max_len=MAX_LEN, kv_tokens=416)
-    engine = make_engine("qwen3", dtype, limits)
-    again = [each for each in REQUESTS if each.group_id != "250"]
-    done = engine.generate(
-        [
-            *again,
-            *(replace(each, request_id=f"{each.request_id}-again", group_id="") for each in again),
-        ]
-    )
-    expected = [alone("qwen3", dtype, REQUESTS.index(each)) for each in again]
-    assert engine.scheduler.num_preemptions > 2
-    assert bits(done) == bits([*expected, *expected])
-
-
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES[:1])
-def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
-    """Text, logprobs, and how every single draft fared, to the last bit."""
-
-    def write(requests: Sequence[Request]) -> tuple[list[Completion], list[Verified]]:
-        limits = EngineLimits(max_running=8, max_step_tokens=900, max_len=MAX_LEN)
-        engine = make_engine("mistral", dtype, limits, ragged_drafts("mistral", dtype, 3))
-        verified: list[Verified] = []
-        ungrouped = [replace(each, group_id="") for each in requests]
-        return engine.generate(ungrouped, lambda step: verified.extend(step.verified)), verified
-
-    # One request of each prompt: with shared KV a draft begins a token earlier.
-    requests = REQUESTS[2:8]
-    together, fared = write(requests)
-    for request, one in zip(requests, together, strict=True):
-        (other,), expected = write([request])
-        assert one == other
-        assert [each for each in fared if each.request_id == request.request_id] == expected
-        assert sum(each.num_accepted for each in expected) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most", "tolerance"),
@@ -210,21 +170,3 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
             assert all(abs(p - q) < tolerance for _, _, p, q in pairs[:same])
         assert differing <= most
     assert drafter.num_accepted > 0
-
-
-@pytest.mark.parametrize("vocab_size", [128, 1000, 4099])
-def test_a_row_is_drawn_alike_wherever_it_lies(vocab_size):
-    """Noise, token and logprob, of one row or of a slice of many, each with its parameters."""
-    keys = torch.tensor([noise_key(0, i) for i in range(11)])
-    positions = torch.arange(11) * 37
-    logits = torch.randn(11, vocab_size, generator=torch.Generator().manual_seed(0))
-    kinds = ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 4})
-    params = [SamplingParams(**kinds[i % 4]) for i in range(11)]
-    noise = gumbel_noise(keys, positions, vocab_size)
-    whole = draw_rows(logits, noise, params)
-    for start, end in itertools.combinations(range(12), 2):
-        part = slice(start, end)
-        assert gumbel_noise(keys[part], positions[part], vocab_size).equal(noise[part])
-        drawn = draw_rows(logits[part], noise[part], params[part])
-        assert drawn.tokens.equal(whole.tokens[part])
-        assert drawn.logprobs.equal(whole.logprobs[part])

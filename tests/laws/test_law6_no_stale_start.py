@@ -57,18 +57,6 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
     assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
 
 
-def test_an_aborted_group_leaves_no_stale_kv_behind():
-    """A prompt computed under the old weights must not reach a sample of the new ones."""
-    engine = make_engine(seed=0, dtype=torch.float64)
-    engine.submit(ask(0))
-    engine.step()
-    engine.step()
-    engine.abort("0")
-    pull(engine, weights(seed=1, dtype=torch.float64))
-    fresh = make_engine(seed=1, dtype=torch.float64, version=1)
-    assert engine.generate([ask(0)]) == fresh.generate([ask(0)])
-
-
 def test_published_tensors_are_copied():
     """The learner goes on with its parameters while the engine generates."""
     published = weights(seed=1)

@@ -171,11 +171,3 @@ def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):
     drafted = [plan.strategy is not None for plan in run.plans]
     assert any(drafted[3000:])  # it may always try again
     assert "paused" in run.reasons[0]
-
-
-def test_the_guard_leaves_those_alone_who_win():
-    chain = FixedTuner(Strategy(depth=4))
-    run = simulate(chain, steps=3000, truth=lambda _: GOOD, running=lambda _: 4, guarded=True)
-    assert not run.reasons
-    drafted = [plan.strategy is not None for plan in run.plans]
-    assert sum(drafted) > 0.98 * len(drafted)  # from time to time a plain step is measured

@@ -140,13 +140,3 @@ def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recip
     ]
     assert together == alone  # to the last bit of every margin
     assert len({max(depths(tree.parents)) for tree in together}) >= 3
-
-
-def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
-    drafter = drafter_of("eagle1")
-    promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]
-    needed = (max(promises) + sum(promises)) / 2
-    strategy = replace(CHAIN, thresholds=DraftThresholds(level=needed))
-    assert all(tree.size > 1 for tree in drafter.propose(asked([9] * 5), strategy, None))
-    for each in asked([9] * 5):
-        assert drafter.propose([each], strategy, None)[0].size == 1

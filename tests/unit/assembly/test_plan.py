@@ -9,9 +9,12 @@ import torch
 
 from longtail.assembly import plan
 from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.policy import open_policy
 from longtail.config.rl import load
-from longtail.errors import ConfigError
-from longtail.model.hf.model import save_model
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel
+from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.system import machine
 from support.causal import random_model
 from support.tiny_models import tiny_config, tiny_model
@@ -121,3 +124,27 @@ def test_workers_have_whole_gpus_or_share_one(models: Path, monkeypatch, words, 
             planned(models / "llama", *words)
     else:
         assert planned(models / "llama", *words).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "kind"),
+    [
+        ("llama", (), PolicyTransformer),
+        ("llama", ("--learner.model=own",), PolicyTransformer),
+        ("llama", ("--learner.model=transformers",), CausalModel),
+        ("llama", ("--learner.lora.rank=2",), AdaptedModel),
+        ("mixtral", (), CausalModel),
+        ("mixtral", ("--learner.lora.rank=2",), AdaptedModel),
+    ],
+)
+def test_the_code_that_learns_follows_from_family_and_configuration(models, family, words, kind):
+    assert (
+        type(open_policy(models / family, load(None, ["--run.device=cpu", *words]), "cpu")) is kind
+    )
+
+
+def test_our_decoder_refuses_a_family_that_it_lacks(models):
+    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM"):
+        open_policy(
+            models / "mixtral", load(None, ["--run.device=cpu", "--learner.model=own"]), "cpu"
+        )
