@@ -25,7 +25,7 @@ from longtail.generator import StepReport
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request
 from support.drafters import (
     RIGHT,
     WRONG,
@@ -36,7 +36,7 @@ from support.drafters import (
     listed,
     ragged,
 )
-from support.fakes import decode_pieces, scripted_model
+from support.engine_requests import known_texts, request_of
 from support.tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -83,10 +83,7 @@ def write_on(engine: RolloutEngine, requests: Sequence[Request]) -> dict[str, tu
         )
         for each in requests
     ]
-    return {
-        done.request_id: (*each.prompt_tokens, *done.tokens)
-        for each, done in zip(endless, engine.generate(endless), strict=True)
-    }
+    return known_texts(endless, engine.generate(endless))
 
 
 def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
@@ -105,12 +102,12 @@ def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
 def task(family: Family) -> Task:
     """Every distribution with two ends; two keys of the first prompt are a group."""
     bare = [
-        Request(
-            request_id=f"r{i}",
-            prompt_tokens=PROMPTS[i % 4 % 3],
-            noise_key=noise_key(1, i),
-            sampling=SamplingParams(**DISTRIBUTIONS[i % 6]),
-            group_id="first" if i % 4 % 3 == 0 else "",
+        request_of(
+            f"r{i}",
+            PROMPTS[i % 4 % 3],
+            noise_key(1, i),
+            "first" if i % 4 % 3 == 0 else "",
+            **DISTRIBUTIONS[i % 6],
         )
         for i in range(12)
     ]
@@ -190,29 +187,6 @@ LIMITS = {
     "one at a time": EngineLimits(max_running=1, max_step_tokens=5, max_len=80),
     "little memory": EngineLimits(max_running=6, max_step_tokens=60, max_len=80, kv_tokens=128),
 }
-
-
-def test_what_lies_behind_the_end_of_a_text_is_not_written():
-    """The model counts; the draft counts on, six numbers at a time, past every kind of end."""
-    pieces = [chr(97 + i) for i in range(20)]
-    for end, length in (
-        ({"stop_token_ids": (5,)}, 5),
-        ({"stop": ("ef",)}, 5),
-        ({"max_tokens": 4}, 4),
-        ({"max_tokens": 1}, 1),
-    ):
-        engine = RolloutEngine(scripted_model(20), decode_pieces(pieces), ROOMY)
-        drafter = ScriptedDrafter({"a": range(20)}, RIGHT, vocab_size=20)
-        engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
-        sampling = SamplingParams(**{"max_tokens": 15, **end})
-        request = Request(request_id="a", prompt_tokens=(0,), noise_key=3, sampling=sampling)
-        (done,), (step,) = write(engine, [request])
-        assert done.tokens == tuple(range(1, length + 1))
-        assert [emitted.token for emitted in step.emitted] == [*done.tokens]
-        assert done.finish_reason == ("length" if "max_tokens" in end else "stop")
-        assert done.text == "bcdef"[: 3 if "stop" in end else length]
-        observed = drafter.gone[0][1]
-        assert observed.tokens == [*range(length + 1)][: observed.end]
 
 
 SKETCHES = st.lists(

@@ -30,9 +30,10 @@ from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.records import Batch, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, ragged
 from support.eagle_requests import make_layer
+from support.engine_requests import known_texts, request_of
 from support.tiny_models import tiny_model
 from support.worked import reach_probabilities
 
@@ -145,14 +146,13 @@ TUNERS = {
 
 def make_requests() -> list[Request]:
     return [
-        Request(
-            request_id=f"r{i}",
-            prompt_tokens=tuple((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 11 * (i // 3))),
-            noise_key=noise_key(3, i),
-            sampling=SamplingParams(
-                max_tokens=(30, 7, 22)[i % 3], temperature=(1.0, 0.0, 0.7)[i % 3]
-            ),
-            group_id=str(i // 3),
+        request_of(
+            f"r{i}",
+            ((5 * (i // 3) + 3 * j) % 128 for j in range(1 + 11 * (i // 3))),
+            noise_key(3, i),
+            str(i // 3),
+            max_tokens=(30, 7, 22)[i % 3],
+            temperature=(1.0, 0.0, 0.7)[i % 3],
         )
         for i in range(9)
     ]
@@ -170,11 +170,7 @@ def plain_texts() -> tuple[list[Completion], dict[str, tuple[int, ...]]]:
         dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, max_tokens=45))
         for each in requests
     ]
-    texts = {
-        done.request_id: (*each.prompt_tokens, *done.tokens)
-        for each, done in zip(endless, engine.generate(endless), strict=True)
-    }
-    return engine.generate(requests), texts
+    return engine.generate(requests), known_texts(endless, engine.generate(endless))
 
 
 def written(completions: Sequence[Completion]) -> list[object]:

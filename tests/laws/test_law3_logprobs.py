@@ -19,6 +19,7 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
+from support.engine_requests import known_texts
 from support.tiny_models import tiny_model
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -46,11 +47,8 @@ def write(
         ),
     )
     if drafted:
-        texts = {
-            done.request_id: (*request.prompt_tokens, *done.tokens)
-            for request, done in write(model, sampling)
-        }
-        drafter = ScriptedDrafter(texts, ragged(5))
+        requests, plain = zip(*write(model, sampling), strict=True)
+        drafter = ScriptedDrafter(known_texts(requests, plain), ragged(5))
         engine.speculate(Speculation.fixed(drafter, Strategy(depth=4, size=6)))
     requests = [
         Request(

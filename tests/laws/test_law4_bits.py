@@ -23,8 +23,9 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.kernels import native
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
 from support.drafters import ScriptedDrafter, ragged
+from support.engine_requests import known_texts, request_of
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 MAX_LEN = 400
@@ -34,13 +35,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def ask(number: int, prompt_len: int, **sampling: object) -> Request:
     """Requests of one prompt length are a group, whose prompt is computed once."""
-    return Request(
-        request_id=f"r{number}",
-        prompt_tokens=tuple((7 * i * i + 3 * i + prompt_len) % 128 for i in range(prompt_len)),
-        noise_key=noise_key(4, number),
-        sampling=SamplingParams(**sampling),
-        group_id=str(prompt_len),
-    )
+    prompt = ((7 * i * i + 3 * i + prompt_len) % 128 for i in range(prompt_len))
+    return request_of(f"r{number}", prompt, noise_key(4, number), str(prompt_len), **sampling)
 
 
 # Prompts that are cut in many places, texts that outgrow a block of 256 keys, and short ones.
@@ -85,11 +81,8 @@ def alone(family: str, dtype: torch.dtype, number: int) -> Completion:
 
 def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
     """Trees of all shapes, made of what each request writes alone and of errors."""
-    texts = {
-        request.request_id: (*request.prompt_tokens, *alone(family, dtype, number).tokens)
-        for number, request in enumerate(REQUESTS)
-    }
-    drafter = ScriptedDrafter(texts, ragged(seed))
+    done = [alone(family, dtype, number) for number in range(len(REQUESTS))]
+    drafter = ScriptedDrafter(known_texts(REQUESTS, done), ragged(seed))
     return Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
 
 
@@ -138,11 +131,8 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
     monkeypatch.setattr(native, "layout", lambda dtype: None)
     monkeypatch.setattr(native, "functions", lambda dtype: None)
     requests = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=tuple((7 * i + 3 * j) % 128 for j in range(5 + i % 20)),
-            noise_key=noise_key(1, i),
-            sampling=SamplingParams(max_tokens=16),
+        request_of(
+            str(i), ((7 * i + 3 * j) % 128 for j in range(5 + i)), noise_key(1, i), max_tokens=16
         )
         for i in range(16)
     ]
@@ -155,11 +145,7 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
         )
 
     alone = write(1, 32)
-    texts = {
-        request.request_id: (*request.prompt_tokens, *done.tokens)
-        for request, done in zip(requests, alone, strict=True)
-    }
-    drafter = ScriptedDrafter(texts, ragged(0))
+    drafter = ScriptedDrafter(known_texts(requests, alone), ragged(0))
     fixed = Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
     for others in (write(7, 9), write(16, 300, fixed)):
         differing = 0

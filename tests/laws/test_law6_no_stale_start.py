@@ -11,7 +11,8 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.model.hf.weights import hf_rows
 from longtail.sampling import noise_key
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
+from support.engine_requests import request_of
 from support.tiny_models import tiny_model
 
 
@@ -33,13 +34,8 @@ def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngin
 
 
 def ask(number: int) -> Request:
-    return Request(
-        request_id=str(number),
-        prompt_tokens=tuple(range(number + 1, number + 12)),
-        noise_key=noise_key(6, number),
-        sampling=SamplingParams(max_tokens=12),
-        group_id=str(number),
-    )
+    prompt = range(number + 1, number + 12)
+    return request_of(str(number), prompt, noise_key(6, number), str(number), max_tokens=12)
 
 
 def write(engine: RolloutEngine) -> list[Completion]:

@@ -145,20 +145,6 @@ def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
     assert len(looks) < 40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_profile_that_was_wrong_is_corrected(factor):
-    """The whole machine was slower, or quicker, while it was measured."""
-    run = simulate(
-        BudgetTuner(),
-        steps=1200,
-        truth=lambda _: GOOD,
-        running=lambda _: 16,
-        profile_error=factor,
-    )
-    assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
-
-
 @pytest.mark.parametrize("depth", [1, 4, 16])
 @pytest.mark.parametrize("running", [1, 48])
 def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):

@@ -60,12 +60,12 @@ class Machine:
         """Return the seconds of a step of `num_tokens`."""
         return self.step_s + self.token_s * num_tokens
 
-    def costs(self, factor: float = 1.0) -> CostModel:
-        """Return the cost model of a profile that is wrong by a factor."""
+    def costs(self) -> CostModel:
+        """Return the cost model of an exact profile."""
         counts = (1, 8, 64, 512)
-        curve = TimeCurve(counts, [factor * self.verify_s(count) for count in counts])
+        curve = TimeCurve(counts, [self.verify_s(count) for count in counts])
         model = CostModel(curve, pair_s=0.0, node_pair_s=0.0)
-        model.drafts = [self.draft.scaled(factor)]
+        model.drafts = [self.draft]
         return model
 
 
@@ -94,11 +94,10 @@ def simulate(
     running: Callable[[int], int],
     machine: Machine = MACHINE,
     guarded: bool = False,
-    profile_error: float = 1.0,
 ) -> Run:
     """Run a tuner; `truth` and `running` are functions of the step."""
     rng = random.Random(0)
-    costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
+    costs, curve, run = machine.costs(), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
     pending: list[tuple[Outcome, list[tuple[DraftTree, Accepted]]]] = []

@@ -54,14 +54,6 @@ def test_a_mistake_names_the_field(workshop: Workshop, subject: Subject) -> None
         opened(workshop, **{"model.path": str(workshop.path / "no")})
 
 
-def test_requests_are_groups_of_the_prompts_in_the_order_of_a_run(subject: Subject) -> None:
-    assert len(subject.prompts) == 4
-    requests = subject.requests(6, first=2)
-    places = [subject.prompts.index(each.prompt_tokens) for each in requests]
-    assert places == [0, 0, 1, 1, 1, 1]
-    assert len({each.noise_key for each in requests}) == 6
-
-
 @pytest.mark.parametrize("warm", [0, 8])
 def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
     subject: Subject, warm: int

@@ -11,8 +11,9 @@ from longtail.errors import RequestError
 from longtail.generator import StepReport
 from longtail.model.hf.weights import hf_rows
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request
 from support.drafters import RIGHT, ScriptedDrafter
+from support.engine_requests import request_of
 from support.fakes import decode_pieces, markov_model, scripted_model
 from support.tiny_models import tiny_model
 
@@ -30,10 +31,7 @@ def scripted_engine(limits: EngineLimits = LIMITS) -> RolloutEngine:
 
 
 def ask(name: str = "a", prompt: tuple[int, ...] = (0,), **sampling: object) -> Request:
-    sampling = {"max_tokens": 20, **sampling}
-    return Request(
-        request_id=name, prompt_tokens=prompt, noise_key=7, sampling=SamplingParams(**sampling)
-    )
+    return request_of(name, prompt, 7, **{"max_tokens": 20, **sampling})
 
 
 def joined(pieces: list[Piece]) -> str:

@@ -17,9 +17,17 @@ from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
-from longtail.types import Request, SamplingParams
+from longtail.types import Request
 from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
-from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
+from support.engine_requests import (
+    CROWDED,
+    ROOMY,
+    TREE,
+    features_of,
+    known_texts,
+    make_requests,
+    request_of,
+)
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
 
@@ -40,8 +48,7 @@ def nothing(tokens: Sequence[int]) -> str:
 
 def write_plainly(family: Family, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
     engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
-    texts = write(engine, requests)
-    return {request.request_id: text for request, text in zip(requests, texts, strict=True)}
+    return known_texts(requests, engine.generate(requests))
 
 
 def assert_true_to_the_text(
@@ -202,8 +209,7 @@ def test_a_step_reports_the_result_of_each_draft():
     engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
     drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
     engine.speculate(Speculation.fixed(drafter, TREE))
-    sampling = SamplingParams(max_tokens=8)
-    engine.submit(Request(request_id="a", prompt_tokens=(0, 1), noise_key=0, sampling=sampling))
+    engine.submit(request_of("a", (0, 1), max_tokens=8))
     assert engine.step().verified == ()
     for position in (1, 4):
         step = engine.step()
@@ -264,10 +270,7 @@ def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.
     tuner = Turns(log)
     engine.speculate(Speculation(drafters=(drafter,), tuner=tuner, guarded=False))
     for name in ("a", "b"):
-        sampling = SamplingParams(max_tokens=30)
-        engine.submit(
-            Request(request_id=name, prompt_tokens=(0, 1), noise_key=0, sampling=sampling)
-        )
+        engine.submit(request_of(name, (0, 1), max_tokens=30))
     steps = []
     while engine.num_unfinished:
         steps.append(engine.step())
