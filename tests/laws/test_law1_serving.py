@@ -21,8 +21,8 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
 from support.drafters import ModelChains
+from support.engine_requests import request_of
 from support.serving import NAME, live, make_engine, make_model_server, shared_tokenizer
 from support.tiny_models import tiny_model
 
@@ -44,25 +44,14 @@ ASKED: tuple[dict[str, Any], ...] = (
 def reference(asked: dict[str, Any]) -> list[str]:
     """Return the text of each choice by the definition."""
     tokenizer, engine = shared_tokenizer(), make_engine()
-    sampling = SamplingParams(
-        temperature=float(asked.get("temperature", 1.0)),
-        top_k=asked.get("top_k", 0),
-        top_p=asked.get("top_p", 1.0),
-        min_p=asked.get("min_p", 0.0),
-        max_tokens=asked["max_tokens"],
-        stop=tuple(asked.get("stop", ())),
-        stop_token_ids=tokenizer.eos_ids,
-    )
+    sampling = {name: asked[name] for name in asked.keys() - {"prompt", "seed", "n"}}
+    sampling |= {"stop": tuple(asked.get("stop", ())), "stop_token_ids": tokenizer.eos_ids}
     prompts = asked["prompt"] if isinstance(asked["prompt"], list) else [asked["prompt"]]
     texts = []
     for prompt in prompts:
         for index in range(asked.get("n", 1)):
-            request = Request(
-                request_id="alone",
-                prompt_tokens=tokenizer.encode(prompt),
-                noise_key=completion_key(asked["seed"], index),
-                sampling=sampling,
-            )
+            key = completion_key(asked["seed"], index)
+            request = request_of("alone", tokenizer.encode(prompt), key, **sampling)
             texts += [done.text for done in engine.generate([request])]
     return texts
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -201,21 +202,8 @@ SKETCHES = st.lists(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Events before a step: another drafter (None: none), an abort, and a request that returns."""
-
-    drafter: int | None
-    shape: Strategy
-    coupled: bool
-    max_running: int
-    leaves: int | None
-    returns: bool
-    goes_on: bool
-
-
 TURNS = st.builds(
-    Turn,
+    SimpleNamespace,
     drafter=st.sampled_from([None, 0, 1, 2]),
     shape=st.sampled_from([TREE, Strategy(depth=1), Strategy(depth=12, width=4, size=14)]),
     coupled=st.booleans(),
@@ -224,6 +212,7 @@ TURNS = st.builds(
     returns=st.booleans(),
     goes_on=st.booleans(),
 )
+"""Events before a step: another drafter (None: none), an abort, and a request that returns."""
 
 
 @pytest.mark.slow

@@ -216,14 +216,6 @@ def test_noise_of_neighbouring_entries_positions_and_keys_is_uncorrelated(lag):
         assert abs(z) < Z, name
 
 
-@pytest.mark.parametrize("truncation", TRUNCATIONS[1:], ids=str)
-def test_a_token_of_probability_zero_is_not_drawn_if_the_noise_is_in_its_favour(truncation):
-    params = SamplingParams(temperature=1.7, **truncation)
-    probs = truncated(LOGITS, params)
-    noise = torch.where(torch.tensor(probs) == 0.0, 1e30, 0.0)[None]
-    assert probs[int(draw(torch.tensor([LOGITS]), noise, params).tokens)] > 0
-
-
 @pytest.mark.parametrize(
     ("sampled", "claimed"),
     [

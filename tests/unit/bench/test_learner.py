@@ -37,15 +37,6 @@ def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     assert result["state_mb"]["adapters"] < result["state_mb"]["modelled"]
 
 
-@pytest.mark.slow
-def test_trainers_that_would_not_fit_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = measured(tmp_path, capsys, contestants=("adapters",))
-    assert set(result["seconds"]) == {"longtail", "adapters", "products"}
-    assert result["transformers_ratio"] is None
-
-
 def test_the_products_of_a_step_are_counted() -> None:
     options = LearnerBenchOptions(mean_tokens=10, prompt_tokens=4)
     model = tiny_model("llama")

@@ -63,11 +63,6 @@ def chain(tokens: Sequence[int], reach: Sequence[float] = ()) -> DraftTree:
     )
 
 
-def test_the_documented_example_buys_two_nodes():
-    found = optimal_budget(np.array([0.9, 0.8, 0.1]), 1.0, 1, lambda nodes: 0.010 + 0.001 * nodes)
-    assert found == (2, pytest.approx(2.7 / 0.012))
-
-
 @given(
     st.lists(st.floats(0.0, 1.0), max_size=7),
     st.lists(st.floats(0.0, 1.0), min_size=8, max_size=8),

@@ -45,23 +45,18 @@ def test_the_environment_sets_the_cache_directory(
     assert cache_directory() == Path.home() / ".cache" / "longtail"
 
 
-def test_an_entry_is_built_once_and_only_its_user_can_write_to_it(root: Path) -> None:
-    entry = build_once("kernels", "1f", _library())
-    assert build_once("kernels", "1f", _refuse) == entry
+def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = build_once("kernels", "1f", _library(), announce="compiling, once")
+    assert build_once("kernels", "1f", _refuse, announce="compiling, once") == entry
+    assert caplog.messages == ["compiling, once"]
     assert (entry / "library.so").read_bytes() == b"code"
     for folder in (root, root / "kernels"):
         assert folder.stat().st_mode & 0o777 == 0o700
     root.chmod(0o777)
     build_once("kernels", "1f", _refuse)
     assert root.stat().st_mode & 0o777 == 0o755
-
-
-def test_a_build_is_announced_and_an_entry_is_not(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for build in (_library(), _refuse):
-        build_once("kernels", "1f", build, announce="compiling, once")
-    assert caplog.messages == ["compiling, once"]
 
 
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
