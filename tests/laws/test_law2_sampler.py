@@ -17,8 +17,9 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
+from longtail.types import SamplingParams
 from support.drafters import CoupledMarkovDrafter
+from support.engine_requests import request_of
 from support.fakes import markov_model
 
 FALSE_ALARM = 1e-9
@@ -146,7 +147,7 @@ def test_the_whole_engine_samples_a_known_markov_chain(drafts):
     accepted depends on the noise, and it could favour tokens that the drafter believes in. This one
     believes in nothing: it drafts the argmax of the noise.
     """
-    params = SamplingParams(temperature=1.3, top_k=5, min_p=0.02, max_tokens=100)
+    params = {"temperature": 1.3, "top_k": 5, "min_p": 0.02, "max_tokens": 100}
     engine = RolloutEngine(
         markov_model(CHAIN, torch.float32),
         lambda tokens: "",
@@ -156,13 +157,7 @@ def test_the_whole_engine_samples_a_known_markov_chain(drafts):
     if drafts:
         engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     requests = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=(1, i // 8 % 6),
-            noise_key=noise_key(5, "chain", i),
-            sampling=params,
-            group_id=str(i // 8),
-        )
+        request_of(str(i), (1, i // 8 % 6), noise_key(5, "chain", i), str(i // 8), **params)
         for i in range(160)
     ]
     completions = engine.generate(requests)
@@ -172,7 +167,7 @@ def test_the_whole_engine_samples_a_known_markov_chain(drafts):
             counts[last, token] += 1
     assert int(counts.sum()) == 160 * 100
     for last in range(6):
-        probs = truncated(CHAIN[last].tolist(), params)
+        probs = truncated(CHAIN[last].tolist(), SamplingParams(**params))
         assert chi_square_p(counts[last].tolist(), probs) > FALSE_ALARM
     if drafts:  # coupled, they are right more often than 1 in 6
         assert 0.2 < drafter.num_accepted / drafter.num_nodes < 1.0

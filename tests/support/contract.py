@@ -27,6 +27,7 @@ from longtail.rl.packing import lay_out
 from longtail.sampling import noise_key
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from support import toy
+from support.engine_requests import request_of
 
 LIMITS = EngineLimits(max_running=4, max_step_tokens=48, max_len=112)
 NUM_REQUESTS = 12
@@ -77,14 +78,10 @@ def requests(num: int = NUM_REQUESTS, max_tokens: int = 40) -> list[Request]:
     for index in range(num):
         text = f"{index // 2} : {index // 2 + 13} {index % 3} " * (6 if index == 7 else 1)
         kind = {"max_tokens": max_tokens, **_KINDS[index % len(_KINDS)]}
+        prompt, key = target.tokenizer.encode(text), noise_key(3, "contract", index)
+        ends = target.tokenizer.eos_ids
         made.append(
-            Request(
-                request_id=f"r{index}",
-                prompt_tokens=tuple(target.tokenizer.encode(text)),
-                noise_key=noise_key(3, "contract", index),
-                sampling=SamplingParams(stop_token_ids=target.tokenizer.eos_ids, **kind),
-                group_id=f"g{index // 2}",
-            )
+            request_of(f"r{index}", prompt, key, f"g{index // 2}", stop_token_ids=ends, **kind)
         )
     return made
 

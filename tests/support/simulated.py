@@ -118,7 +118,7 @@ def simulate(
     repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
-        batch = decoding_batch(num)
+        batch = _batch(num)
         if repeats and num == repeated:  # as the engine does: plan and feedback are skipped
             repeats -= 1
             if guard is not None:
@@ -155,7 +155,7 @@ def simulate(
     return run
 
 
-def decoding_batch(num: int) -> Batch:
+def _batch(num: int) -> Batch:
     return Batch(num_draftable=num, num_sampled=num, num_tokens=num, num_pairs=0, room=512 - num)
 
 
@@ -278,7 +278,7 @@ def rate_of(
     costs.drafts = [source.cost for source in sources]
     tuner.begin(costs, len(sources))
     curves = [ConfidenceCurve() for _ in sources]
-    batch = decoding_batch(num)
+    batch = _batch(num)
     for _ in range(steps):
         plan, timings, proposals = tuner.plan(batch), [], []
         for index in plan.drafters if plan.strategy is not None else ():

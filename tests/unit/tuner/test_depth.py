@@ -5,10 +5,19 @@ import random
 import pytest
 
 from longtail.tuner.depth import DepthTuner
-from longtail.tuner.records import Outcome
-from support.simulated import decoding_batch
+from longtail.tuner.records import Batch, Outcome
 
 DEEPEST = 8
+
+
+def batch(running: int) -> Batch:
+    return Batch(
+        num_draftable=running,
+        num_sampled=running,
+        num_tokens=running,
+        num_pairs=0,
+        room=DEEPEST * running,
+    )
 
 
 def seconds(running: int, depth: int, slope: float) -> float:
@@ -26,14 +35,14 @@ class Simulated:
         """Return tokens per second over some plans, over those of plain decoding."""
         tokens = total = 0.0
         for _ in range(plans):
-            plan = self.tuner.plan(decoding_batch(running))
+            plan = self.tuner.plan(batch(running))
             depth = plan.strategy.depth if plan.strategy else 0
             for _ in range(6):
                 accepted = sum(self.draft(depth, chance) for _ in range(running))
                 took = seconds(running, depth, slope) * self.random.uniform(0.9, 1.1)
                 self.tuner.learn(
                     Outcome(
-                        batch=decoding_batch(running),
+                        batch=batch(running),
                         plan=plan,
                         timings=(),
                         num_drafts=running if depth else 0,
