@@ -16,8 +16,8 @@ from support.engine_requests import request_of
 from support.tiny_models import tiny_model
 
 
-def weights(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return dict(hf_rows(tiny_model("qwen2", seed=seed, dtype=dtype)))  # its head is its embedding
+def weights() -> dict[str, Tensor]:
+    return dict(hf_rows(tiny_model("qwen2", seed=1)))  # its head is its embedding
 
 
 def pull(engine: RolloutEngine, published: dict[str, Tensor]) -> None:
@@ -47,7 +47,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
     """Parameters, packed copies, tied ones, rounded: the engine is as good as a fresh one."""
     engine = make_engine(seed=0, dtype=dtype)
     old = write(engine)
-    pull(engine, weights(seed=1))
+    pull(engine, weights())
     new = write(engine)
     assert new == write(make_engine(seed=1, dtype=dtype, version=1))
     assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
@@ -55,7 +55,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
 
 def test_published_tensors_are_copied():
     """The learner goes on with its parameters while the engine generates."""
-    published = weights(seed=1)
+    published = weights()
     engine = make_engine(seed=0, dtype=torch.float32)
     pull(engine, published)
     before = write(engine)

@@ -46,7 +46,7 @@ def drafter_of(recipe: str, dtype: torch.dtype = torch.float32, *, reduced: bool
     return drafter
 
 
-def asked(max_depths: Sequence[int] = (1, 3, 9, 9, 9)) -> list[Draftable]:
+def asked() -> list[Draftable]:
     return [
         Draftable(
             request_id=str(length),
@@ -55,7 +55,9 @@ def asked(max_depths: Sequence[int] = (1, 3, 9, 9, 9)) -> list[Draftable]:
             sampling=SamplingParams(temperature=temperature),
             max_depth=max_depth,
         )
-        for length, temperature, max_depth in zip(LENGTHS, TEMPERATURES, max_depths, strict=True)
+        for length, temperature, max_depth in zip(
+            LENGTHS, TEMPERATURES, (1, 3, 9, 9, 9), strict=True
+        )
     ]
 
 

@@ -266,9 +266,7 @@ class Source:
         return self.first * sum(self.next**depth for depth in range(count))
 
 
-def rate_of(
-    sources: Sequence[Source], num: int, *, steps: int = 1500, machine: Machine = MACHINE
-) -> float:
+def rate_of(sources: Sequence[Source], num: int, *, machine: Machine = MACHINE) -> float:
     """Return the tokens per second of the budget with drafters, of the later half of the steps.
 
     Expected tokens are counted, so that only the decisions matter.
@@ -279,7 +277,7 @@ def rate_of(
     tuner.begin(costs, len(sources))
     curves = [ConfidenceCurve() for _ in sources]
     batch = _batch(num)
-    for _ in range(steps):
+    for _ in range(1500):
         plan, timings, proposals = tuner.plan(batch), [], []
         for index in plan.drafters if plan.strategy is not None else ():
             chains = [_chain(sources[index], curves[index], plan.strategy) for _ in range(num)]
@@ -299,7 +297,7 @@ def rate_of(
         expected = sum(source.expected(tree) for source in sources for tree in selected)
         rates.append((num + expected, took + sum(timing.seconds for timing in timings)))
         rates += [(num, machine.verify_s(num))] * plan.repeat_steps
-    tokens, seconds = zip(*rates[steps // 2 :], strict=True)
+    tokens, seconds = zip(*rates[750:], strict=True)
     return sum(tokens) / sum(seconds)
 
 

@@ -14,7 +14,7 @@ from longtail.run.step_metrics import (
     group_metrics,
     rollout_metrics,
 )
-from longtail.types import Completion, FinishReason, Group, Prompt, Rollout
+from longtail.types import Completion, Group, Prompt, Rollout
 from support.rollouts import completion
 
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
@@ -25,8 +25,8 @@ REPORT = replace(
 )
 
 
-def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Completion:
-    return completion(f"p@0#{length}", (1,) * length, finish_reason=reason)
+def _completion(length: int) -> Completion:
+    return completion(f"p@0#{length}", (1,) * length)
 
 
 def _rollout(reward: float) -> Rollout:

@@ -26,9 +26,9 @@ LIKELY = ranked(replace(TREE, reach=TREE_REACH))
 
 
 @st.composite
-def any_sketch(draw: st.DrawFn, most: int = 12) -> tuple[list[int], list[int], list[float]]:
+def any_sketch(draw: st.DrawFn) -> tuple[list[int], list[int], list[float]]:
     """Parents, tokens and confidences; the record is made outside, its checks use `random`."""
-    size = draw(st.integers(0, most))
+    size = draw(st.integers(0, 12))
     return (
         [draw(st.integers(0, node)) for node in range(size)],
         draw(st.lists(st.integers(0, 3), min_size=size, max_size=size)),
