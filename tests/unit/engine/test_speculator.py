@@ -232,6 +232,9 @@ def test_a_drafter_keeps_no_finished_request_and_follows_new_weights(removed):
     engine.step()
     engine.step()
     assert drafter.memories.keys() == {"r0", "r1", "r2"}
+    engine.abort("r1")
+    engine.step()
+    assert drafter.memories.keys() == {"r0", "r2"}
     if removed:
         engine.speculate(None)
     while engine.num_unfinished:
