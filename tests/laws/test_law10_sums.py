@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.errors import ClusterError, NonFiniteError
+from longtail.errors import NonFiniteError
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import fixed, native
 from longtail.rl.advantage import shaped_rewards
-from longtail.rl.collectives import ProcessGroup
 from longtail.rl.data.requests import regroup
 from longtail.rl.learner import Learner
 from longtail.rl.loss import LOSSES, LossInputs, LossSettings
@@ -191,10 +190,3 @@ def test_what_was_accumulated_can_be_dropped_and_does_not_survive_other_weights(
     other.step([BATCH], passes.append)
     assert passes.count(False) == COUNT
     assert other.digest() == usual.digest()
-
-
-def test_shards_refuse_to_accumulate():
-    learner = new_learner()
-    learner._shards = ProcessGroup()
-    with pytest.raises(ClusterError, match=r"learner\.sharding = 'full'"):
-        learner.accumulate(BATCH.micro_batches[0], BATCH.sampling)

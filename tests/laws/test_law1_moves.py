@@ -22,9 +22,10 @@ from longtail.model.transformer import Transformer
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request
 from support.contract import wander
 from support.eagle_requests import make_layer, text
+from support.engine_requests import request_of
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 LIMITS = EngineLimits(max_running=8, max_step_tokens=40, max_len=64)
@@ -61,12 +62,12 @@ def ask(plain: Generator) -> tuple[list[Request], list[Completion]]:
         {"max_tokens": 12},
     )
     asked = [
-        Request(
-            request_id=f"r{number}",
-            prompt_tokens=tuple(text(4 + 17 * (number % 3), seed=number % 3)),
-            noise_key=noise_key(8, number),
-            sampling=SamplingParams(**{"max_tokens": 24, **kinds[number % 5]}),
-            group_id=f"g{number % 3}" if number < 6 else "",
+        request_of(
+            f"r{number}",
+            text(4 + 17 * (number % 3), seed=number % 3),
+            noise_key(8, number),
+            f"g{number % 3}" if number < 6 else "",
+            **{"max_tokens": 24, **kinds[number % 5]},
         )
         for number in range(10)
     ]

@@ -21,10 +21,10 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
 from support.drafters import ModelChains
+from support.engine_requests import request_of
 from support.serving import NAME, live, make_engine, make_model_server, shared_tokenizer
-from support.tiny_models import NATIVE_DTYPES, tiny_model
+from support.tiny_models import tiny_model
 
 CHAIN = Strategy(depth=4, size=4)
 DRAFTERS: dict[str, Callable[[], Drafter] | None] = {
@@ -44,25 +44,14 @@ ASKED: tuple[dict[str, Any], ...] = (
 def reference(asked: dict[str, Any]) -> list[str]:
     """Return the text of each choice by the definition."""
     tokenizer, engine = shared_tokenizer(), make_engine()
-    sampling = SamplingParams(
-        temperature=float(asked.get("temperature", 1.0)),
-        top_k=asked.get("top_k", 0),
-        top_p=asked.get("top_p", 1.0),
-        min_p=asked.get("min_p", 0.0),
-        max_tokens=asked["max_tokens"],
-        stop=tuple(asked.get("stop", ())),
-        stop_token_ids=tokenizer.eos_ids,
-    )
+    sampling = {name: asked[name] for name in asked.keys() - {"prompt", "seed", "n"}}
+    sampling |= {"stop": tuple(asked.get("stop", ())), "stop_token_ids": tokenizer.eos_ids}
     prompts = asked["prompt"] if isinstance(asked["prompt"], list) else [asked["prompt"]]
     texts = []
     for prompt in prompts:
         for index in range(asked.get("n", 1)):
-            request = Request(
-                request_id="alone",
-                prompt_tokens=tokenizer.encode(prompt),
-                noise_key=completion_key(asked["seed"], index),
-                sampling=sampling,
-            )
+            key = completion_key(asked["seed"], index)
+            request = request_of("alone", tokenizer.encode(prompt), key, **sampling)
             texts += [done.text for done in engine.generate([request])]
     return texts
 
@@ -121,22 +110,3 @@ def test_generate_writes_the_text_that_a_server_answers(
     with live(make_model_server(make_engine())) as client:
         asked = {"prompt": "3+4=", "seed": 7, "max_tokens": 50, "n": 2}
         assert whole(client, asked) == written
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-def test_neighbours_change_no_bit_of_an_answer(dtype: torch.dtype) -> None:
-    """Law 4 over HTTP: four prompts that do not fit one step, beside each other and alone."""
-    asked = {"model": NAME, "seed": 5, "max_tokens": 40, "logprobs": 0}
-    prompts = [f"{i}+" * 20 + "=" for i in range(4)]
-
-    def answers(prompt: str | list[str]) -> list[tuple[str, list[float]]]:
-        found = client.post("/v1/completions", json={**asked, "prompt": prompt}).raise_for_status()
-        choices = found.json()["choices"]
-        return [(each["text"], each["logprobs"]["token_logprobs"]) for each in choices]
-
-    with live(make_model_server(make_engine(dtype=dtype))) as client:
-        alone = [answers(prompt)[0] for prompt in prompts]
-        assert answers(prompts) == alone
-        with ThreadPoolExecutor(4) as callers:
-            assert [each for (each,) in callers.map(answers, prompts)] == alone

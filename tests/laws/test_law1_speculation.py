@@ -12,6 +12,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from longtail.generator import StepReport
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request
 from support.drafters import (
     RIGHT,
     WRONG,
@@ -36,7 +37,7 @@ from support.drafters import (
     listed,
     ragged,
 )
-from support.fakes import decode_pieces, scripted_model
+from support.engine_requests import known_texts, request_of
 from support.tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
@@ -83,10 +84,7 @@ def write_on(engine: RolloutEngine, requests: Sequence[Request]) -> dict[str, tu
         )
         for each in requests
     ]
-    return {
-        done.request_id: (*each.prompt_tokens, *done.tokens)
-        for each, done in zip(endless, engine.generate(endless), strict=True)
-    }
+    return known_texts(endless, engine.generate(endless))
 
 
 def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
@@ -105,12 +103,12 @@ def ends(text: Sequence[int]) -> tuple[dict[str, object], ...]:
 def task(family: Family) -> Task:
     """Every distribution with two ends; two keys of the first prompt are a group."""
     bare = [
-        Request(
-            request_id=f"r{i}",
-            prompt_tokens=PROMPTS[i % 4 % 3],
-            noise_key=noise_key(1, i),
-            sampling=SamplingParams(**DISTRIBUTIONS[i % 6]),
-            group_id="first" if i % 4 % 3 == 0 else "",
+        request_of(
+            f"r{i}",
+            PROMPTS[i % 4 % 3],
+            noise_key(1, i),
+            "first" if i % 4 % 3 == 0 else "",
+            **DISTRIBUTIONS[i % 6],
         )
         for i in range(12)
     ]
@@ -192,46 +190,6 @@ LIMITS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("limits", LIMITS)
-def test_tight_limits_change_no_text(limits):
-    """Prompts in chunks, preemption, prompts shared by a group, drafts in what is left over."""
-    given, engine = task("mistral"), make_engine("mistral", LIMITS[limits])
-    drafter = ScriptedDrafter(given.texts, DRAFTERS["ragged"])
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    written, steps = write(engine, given.requests)
-    assert_same_texts(written, given.plain)
-    assert drafter.num_accepted > 0
-    assert max(step.num_tokens for step in steps) <= LIMITS[limits].max_step_tokens
-    counts = engine.scheduler
-    assert (counts.num_preemptions > 0) == (limits == "little memory")
-    assert drafter.num_restarts <= counts.num_preemptions
-    assert counts.num_shared_tokens > 0
-
-
-def test_what_lies_behind_the_end_of_a_text_is_not_written():
-    """The model counts; the draft counts on, six numbers at a time, past every kind of end."""
-    pieces = [chr(97 + i) for i in range(20)]
-    for end, length in (
-        ({"stop_token_ids": (5,)}, 5),
-        ({"stop": ("ef",)}, 5),
-        ({"max_tokens": 4}, 4),
-        ({"max_tokens": 1}, 1),
-    ):
-        engine = RolloutEngine(scripted_model(20), decode_pieces(pieces), ROOMY)
-        drafter = ScriptedDrafter({"a": range(20)}, RIGHT, vocab_size=20)
-        engine.speculate(Speculation.fixed(drafter, Strategy(depth=6)))
-        sampling = SamplingParams(**{"max_tokens": 15, **end})
-        request = Request(request_id="a", prompt_tokens=(0,), noise_key=3, sampling=sampling)
-        (done,), (step,) = write(engine, [request])
-        assert done.tokens == tuple(range(1, length + 1))
-        assert [emitted.token for emitted in step.emitted] == [*done.tokens]
-        assert done.finish_reason == ("length" if "max_tokens" in end else "stop")
-        assert done.text == "bcdef"[: 3 if "stop" in end else length]
-        observed = drafter.gone[0][1]
-        assert observed.tokens == [*range(length + 1)][: observed.end]
-
-
 SKETCHES = st.lists(
     st.lists(st.tuples(st.integers(0, 60), st.integers(0, 2)), max_size=14).map(
         lambda nodes: Sketch(
@@ -244,21 +202,8 @@ SKETCHES = st.lists(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """Events before a step: another drafter (None: none), an abort, and a request that returns."""
-
-    drafter: int | None
-    shape: Strategy
-    coupled: bool
-    max_running: int
-    leaves: int | None
-    returns: bool
-    goes_on: bool
-
-
 TURNS = st.builds(
-    Turn,
+    SimpleNamespace,
     drafter=st.sampled_from([None, 0, 1, 2]),
     shape=st.sampled_from([TREE, Strategy(depth=1), Strategy(depth=12, width=4, size=14)]),
     coupled=st.booleans(),
@@ -267,6 +212,7 @@ TURNS = st.builds(
     returns=st.booleans(),
     goes_on=st.booleans(),
 )
+"""Events before a step: another drafter (None: none), an abort, and a request that returns."""
 
 
 @pytest.mark.slow
@@ -321,28 +267,3 @@ def test_nothing_that_happens_between_steps_changes_a_text(
     assert engine.kv_usage().free == engine.kv_usage().total
     ended = [each for each in done.values() if each.finish_reason is not FinishReason.ABORT]
     assert_same_texts(ended, [plain[each.request_id] for each in ended])
-
-
-def test_a_name_that_returns_with_another_text_gets_its_own():
-    """The drafter still takes it for the old one; the noise and the KV are the new one's."""
-    given, engine = task("qwen3"), make_engine("qwen3")
-    drafter = ScriptedDrafter(given.texts, RIGHT)
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    names = [each.request_id for each in given.requests]
-    for request in given.requests:
-        engine.submit(request)
-    for _ in range(2):
-        engine.step()
-    for name in names:
-        if engine.is_unfinished(name):
-            engine.abort(name)
-    renamed = [
-        dataclasses.replace(each, request_id=name)
-        for each, name in zip(given.requests[::-1], names, strict=True)
-    ]
-    expected = [
-        dataclasses.replace(each, request_id=name)
-        for each, name in zip(given.plain[::-1], names, strict=True)
-    ]
-    written, _ = write(engine, renamed)
-    assert_same_texts(written, expected)

@@ -16,7 +16,7 @@ from longtail.engine.request import EngineLimits
 from longtail.integrations import transformers as ours
 from longtail.integrations.transformers import generate
 from longtail.model.transformer import Family
-from longtail.types import Request, SamplingParams
+from support.engine_requests import request_of
 from support.hf_models import EOS, PAD, batch, opened, sampled
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -45,37 +45,20 @@ def test_greedy_rows_are_those_of_transformers(directory: Path, family: Family) 
             assert torch.equal(model.generate(**inputs, **options), rows)
 
 
-@pytest.mark.slow
-def test_a_sample_depends_on_its_seed_and_index_and_on_no_drafter_or_neighbour(
-    model: PreTrainedModel, directory: Path
-) -> None:
-    rows = sampled(model, *PROMPTS)
-    assert rows == sampled(model, *PROMPTS, drafter="history")
-    assert rows[1] != rows[3]  # the second sample of the same prompt
-    assert rows[:2] == sampled(model, *PROMPTS[:2])
-    assert [rows[1], rows[3]] == sampled(model, "12", num_return_sequences=2)
-    assert rows != sampled(model, *PROMPTS, seed=4)
-
-
 def test_a_sample_is_the_text_that_the_engine_writes_for_the_seed(model: PreTrainedModel) -> None:
     limits = EngineLimits(max_running=2, max_step_tokens=64, max_len=128)
     engine = RolloutEngine(tiny_model(dtype=torch.float64), tiny_tokenizer().decode, limits)
-    sampling = SamplingParams(
-        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, max_tokens=24, stop_token_ids=(EOS,)
-    )
-    tokens = tiny_tokenizer().encode("3+4=")
+    tokens, options = tiny_tokenizer().encode("3+4="), dict(temperature=0.8, top_k=20, top_p=0.9)
+    options |= dict(min_p=0.02)
+    ends = {"max_tokens": 24, "stop_token_ids": (EOS,)}
     requests = [
-        Request(
-            request_id=str(index),
-            prompt_tokens=tokens,
-            noise_key=completion_key(3, index),
-            sampling=sampling,
-        )
+        request_of(str(index), tokens, completion_key(3, index), **options, **ends)
         for index in range(2)
     ]
     expected = [list(each.tokens) for each in engine.generate(requests)]
-    options = dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, num_return_sequences=2)
-    assert sampled(model, "3+4=", **options) == expected
+    for drafter in ("none", "history"):
+        found = sampled(model, "3+4=", **options, num_return_sequences=2, drafter=drafter)
+        assert found == expected
 
 
 @pytest.mark.slow

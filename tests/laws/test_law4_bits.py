@@ -9,7 +9,6 @@ share of texts in which that happens is bounded.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,12 +20,12 @@ from hypothesis import strategies as st
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.generator import Verified
 from longtail.model.kernels import native
-from longtail.sampling import draw_rows, gumbel_noise, noise_key
+from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
 from support.drafters import ScriptedDrafter, ragged
+from support.engine_requests import known_texts, request_of
 from support.tiny_models import NATIVE_DTYPES, tiny_model
 
 MAX_LEN = 400
@@ -36,13 +35,8 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def ask(number: int, prompt_len: int, **sampling: object) -> Request:
     """Requests of one prompt length are a group, whose prompt is computed once."""
-    return Request(
-        request_id=f"r{number}",
-        prompt_tokens=tuple((7 * i * i + 3 * i + prompt_len) % 128 for i in range(prompt_len)),
-        noise_key=noise_key(4, number),
-        sampling=SamplingParams(**sampling),
-        group_id=str(prompt_len),
-    )
+    prompt = ((7 * i * i + 3 * i + prompt_len) % 128 for i in range(prompt_len))
+    return request_of(f"r{number}", prompt, noise_key(4, number), str(prompt_len), **sampling)
 
 
 # Prompts that are cut in many places, texts that outgrow a block of 256 keys, and short ones.
@@ -87,11 +81,8 @@ def alone(family: str, dtype: torch.dtype, number: int) -> Completion:
 
 def ragged_drafts(family: str, dtype: torch.dtype, seed: int) -> Speculation:
     """Trees of all shapes, made of what each request writes alone and of errors."""
-    texts = {
-        request.request_id: (*request.prompt_tokens, *alone(family, dtype, number).tokens)
-        for number, request in enumerate(REQUESTS)
-    }
-    drafter = ScriptedDrafter(texts, ragged(seed))
+    done = [alone(family, dtype, number) for number in range(len(REQUESTS))]
+    drafter = ScriptedDrafter(known_texts(REQUESTS, done), ragged(seed))
     return Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
 
 
@@ -124,44 +115,6 @@ def test_no_setting_changes_a_bit(
         assert bits(done) == bits([alone(family, dtype, number) for number in share])
 
 
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES)
-def test_being_computed_again_changes_no_bit(dtype):
-    """KV for little more than one request: the others lose theirs and are computed again."""
-    limits = EngineLimits(max_running=8, max_step_tokens=23, max_len=MAX_LEN, kv_tokens=416)
-    engine = make_engine("qwen3", dtype, limits)
-    again = [each for each in REQUESTS if each.group_id != "250"]
-    done = engine.generate(
-        [
-            *again,
-            *(replace(each, request_id=f"{each.request_id}-again", group_id="") for each in again),
-        ]
-    )
-    expected = [alone("qwen3", dtype, REQUESTS.index(each)) for each in again]
-    assert engine.scheduler.num_preemptions > 2
-    assert bits(done) == bits([*expected, *expected])
-
-
-@pytest.mark.parametrize("dtype", NATIVE_DTYPES[:1])
-def test_a_draft_fares_alone_as_it_does_among_the_drafts_of_others(dtype):
-    """Text, logprobs, and how every single draft fared, to the last bit."""
-
-    def write(requests: Sequence[Request]) -> tuple[list[Completion], list[Verified]]:
-        limits = EngineLimits(max_running=8, max_step_tokens=900, max_len=MAX_LEN)
-        engine = make_engine("mistral", dtype, limits, ragged_drafts("mistral", dtype, 3))
-        verified: list[Verified] = []
-        ungrouped = [replace(each, group_id="") for each in requests]
-        return engine.generate(ungrouped, lambda step: verified.extend(step.verified)), verified
-
-    # One request of each prompt: with shared KV a draft begins a token earlier.
-    requests = REQUESTS[2:8]
-    together, fared = write(requests)
-    for request, one in zip(requests, together, strict=True):
-        (other,), expected = write([request])
-        assert one == other
-        assert [each for each in fared if each.request_id == request.request_id] == expected
-        assert sum(each.num_accepted for each in expected) > 0
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "most", "tolerance"),
@@ -178,11 +131,8 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
     monkeypatch.setattr(native, "layout", lambda dtype: None)
     monkeypatch.setattr(native, "functions", lambda dtype: None)
     requests = [
-        Request(
-            request_id=str(i),
-            prompt_tokens=tuple((7 * i + 3 * j) % 128 for j in range(5 + i % 20)),
-            noise_key=noise_key(1, i),
-            sampling=SamplingParams(max_tokens=16),
+        request_of(
+            str(i), ((7 * i + 3 * j) % 128 for j in range(5 + i)), noise_key(1, i), max_tokens=16
         )
         for i in range(16)
     ]
@@ -195,11 +145,7 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
         )
 
     alone = write(1, 32)
-    texts = {
-        request.request_id: (*request.prompt_tokens, *done.tokens)
-        for request, done in zip(requests, alone, strict=True)
-    }
-    drafter = ScriptedDrafter(texts, ragged(0))
+    drafter = ScriptedDrafter(known_texts(requests, alone), ragged(0))
     fixed = Speculation.fixed(drafter, Strategy(depth=5, width=3, size=8))
     for others in (write(7, 9), write(16, 300, fixed)):
         differing = 0
@@ -210,21 +156,3 @@ def test_without_native_kernels_few_texts_differ(monkeypatch, dtype, most, toler
             assert all(abs(p - q) < tolerance for _, _, p, q in pairs[:same])
         assert differing <= most
     assert drafter.num_accepted > 0
-
-
-@pytest.mark.parametrize("vocab_size", [128, 1000, 4099])
-def test_a_row_is_drawn_alike_wherever_it_lies(vocab_size):
-    """Noise, token and logprob, of one row or of a slice of many, each with its parameters."""
-    keys = torch.tensor([noise_key(0, i) for i in range(11)])
-    positions = torch.arange(11) * 37
-    logits = torch.randn(11, vocab_size, generator=torch.Generator().manual_seed(0))
-    kinds = ({}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 0.0}, {"top_k": 4})
-    params = [SamplingParams(**kinds[i % 4]) for i in range(11)]
-    noise = gumbel_noise(keys, positions, vocab_size)
-    whole = draw_rows(logits, noise, params)
-    for start, end in itertools.combinations(range(12), 2):
-        part = slice(start, end)
-        assert gumbel_noise(keys[part], positions[part], vocab_size).equal(noise[part])
-        drawn = draw_rows(logits[part], noise[part], params[part])
-        assert drawn.tokens.equal(whole.tokens[part])
-        assert drawn.logprobs.equal(whole.logprobs[part])

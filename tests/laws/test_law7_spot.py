@@ -147,15 +147,6 @@ def test_wherever_a_stretch_stops_it_goes_on_as_if_it_had_not() -> None:
         assert same(room.tensors(), ends[NUM_STEPS]), f"went on from call {call}"
 
 
-@pytest.mark.slow
-def test_any_number_of_stretches_is_one_stretch() -> None:
-    apart, whole = SpotSetup(), SpotSetup()
-    for call in (3, 0, 9, 1, 4, 8, 2):
-        apart.train(stop_at(call))
-    whole.train(_after(whole, apart.spot._trainer.steps))
-    assert same(apart.tensors(), whole.tensors())
-
-
 def test_no_micro_batch_is_begun_after_the_stop() -> None:
     """The word comes in the middle of some pass, of an update or a measurement: it is the last."""
     for num_passes in (0, 1, 6, 17):
@@ -163,12 +154,6 @@ def test_no_micro_batch_is_begun_after_the_stop() -> None:
         report = room.train(lambda room=room, last=num_passes: room.num_passes >= last)
         assert room.num_passes == num_passes
         assert report.reason is SpotEnd.STOPPED
-
-
-def test_who_was_told_to_stop_once_is_not_asked_again() -> None:
-    room = SpotSetup()
-    answers = iter([False, False, True])
-    assert room.train(lambda: next(answers)).reason is SpotEnd.STOPPED
 
 
 def test_a_stop_while_the_published_drafter_is_measured_leaves_the_replica_in_place() -> None:

@@ -22,9 +22,10 @@ from longtail.sampling import noise_key
 from longtail.speculation.drafter import Sums
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.tuner import OffTuner
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
 from support.contract import wander
 from support.eagle_requests import text
+from support.engine_requests import request_of
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -33,14 +34,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def _request(index: int) -> Request:
-    return Request(
-        request_id=str(index),
-        prompt_tokens=tuple(text(3 + index % 5, seed=index)),
-        noise_key=noise_key(3, index),
-        sampling=SamplingParams(
-            max_tokens=5 + 7 * index % 40, temperature=0.3, stop_token_ids=tuple(range(0, 128, 16))
-        ),
-    )
+    sampling = {"temperature": 0.3, "stop_token_ids": tuple(range(0, 128, 16))}
+    prompt, most = text(3 + index % 5, seed=index), 5 + 7 * index % 40
+    return request_of(str(index), prompt, noise_key(3, index), max_tokens=most, **sampling)
 
 
 def _engine(

@@ -133,15 +133,6 @@ def test_an_evaluation_may_be_interrupted_too(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_finished_goes_on_when_more_steps_are_asked_for(
-    workshop: Workshop,
-) -> None:
-    assert workshop.train("parts", *DRAFTED, "--run.steps=2").code == 0
-    assert workshop.train("parts", *DRAFTED).code == 0
-    assert workshop.outcome("parts", STEPS) == _uninterrupted(*DRAFTED)
-
-
-@pytest.mark.slow
 def test_kill_at_any_moment_loses_nothing_but_time(workshop: Workshop) -> None:
     words = [*DRAFTED, "--run.checkpoint_every=2"]
     moments = random.Random(1)

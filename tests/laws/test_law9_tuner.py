@@ -145,20 +145,6 @@ def test_a_useless_drafter_costs_next_to_nothing(num, guarded):
     assert len(looks) < 40
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_profile_that_was_wrong_is_corrected(factor):
-    """The whole machine was slower, or quicker, while it was measured."""
-    run = simulate(
-        BudgetTuner(),
-        steps=1200,
-        truth=lambda _: GOOD,
-        running=lambda _: 16,
-        profile_error=factor,
-    )
-    assert run.rate(600) > 0.98 * oracle_rate(GOOD, 16)
-
-
 @pytest.mark.parametrize("depth", [1, 4, 16])
 @pytest.mark.parametrize("running", [1, 48])
 def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):
@@ -171,11 +157,3 @@ def test_a_useless_drafter_loses_one_percent_with_any_strategy(depth, running):
     drafted = [plan.strategy is not None for plan in run.plans]
     assert any(drafted[3000:])  # it may always try again
     assert "paused" in run.reasons[0]
-
-
-def test_the_guard_leaves_those_alone_who_win():
-    chain = FixedTuner(Strategy(depth=4))
-    run = simulate(chain, steps=3000, truth=lambda _: GOOD, running=lambda _: 4, guarded=True)
-    assert not run.reasons
-    drafted = [plan.strategy is not None for plan in run.plans]
-    assert sum(drafted) > 0.98 * len(drafted)  # from time to time a plain step is measured

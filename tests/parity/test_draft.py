@@ -46,7 +46,7 @@ def drafter_of(recipe: str, dtype: torch.dtype = torch.float32, *, reduced: bool
     return drafter
 
 
-def asked(max_depths: Sequence[int] = (1, 3, 9, 9, 9)) -> list[Draftable]:
+def asked() -> list[Draftable]:
     return [
         Draftable(
             request_id=str(length),
@@ -55,7 +55,9 @@ def asked(max_depths: Sequence[int] = (1, 3, 9, 9, 9)) -> list[Draftable]:
             sampling=SamplingParams(temperature=temperature),
             max_depth=max_depth,
         )
-        for length, temperature, max_depth in zip(LENGTHS, TEMPERATURES, max_depths, strict=True)
+        for length, temperature, max_depth in zip(
+            LENGTHS, TEMPERATURES, (1, 3, 9, 9, 9), strict=True
+        )
     ]
 
 
@@ -140,13 +142,3 @@ def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recip
     ]
     assert together == alone  # to the last bit of every margin
     assert len({max(depths(tree.parents)) for tree in together}) >= 3
-
-
-def test_a_level_that_none_is_worth_alone_is_drafted_if_they_are_together():
-    drafter = drafter_of("eagle1")
-    promises = [tree.reach[0] for tree in drafter.propose(asked([9] * 5), CHAIN, None)]
-    needed = (max(promises) + sum(promises)) / 2
-    strategy = replace(CHAIN, thresholds=DraftThresholds(level=needed))
-    assert all(tree.size > 1 for tree in drafter.propose(asked([9] * 5), strategy, None))
-    for each in asked([9] * 5):
-        assert drafter.propose([each], strategy, None)[0].size == 1

@@ -103,15 +103,3 @@ def test_a_value_that_is_not_finite_stays_in_its_row(dtype):
     finite = apply(layer, x).isfinite()
     assert not finite[[3, 13]].any()
     assert finite[[row for row in range(14) if row not in (3, 13)]].all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_changed_weight_is_packed_anew(dtype):
-    layer = Linear(32, 64).to(dtype)
-    with torch.inference_mode():
-        layer.weight.fill_(1.0)
-        layer.pack()
-        assert layer(torch.ones(1, 32, dtype=dtype)).eq(32.0).all()
-        layer.weight.fill_(2.0)
-        layer.pack()
-        assert layer(torch.ones(1, 32, dtype=dtype)).eq(64.0).all()

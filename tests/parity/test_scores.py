@@ -84,18 +84,6 @@ def test_a_direct_gradient_is_added_to_the_weights_own(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_without_gradients_nothing_is_kept_and_the_scores_are_the_same(dtype: torch.dtype) -> None:
-    hidden, weight, tokens = tensors(dtype)
-    head = Head(weight=weight, computed=weight, direct=False)
-    own = plan(dtype, 128, 128)
-    with torch.no_grad():
-        first = token_scores(hidden, head, tokens, 0.8, own)
-    second = token_scores(hidden.requires_grad_(), head, tokens, 0.8, own)
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype: torch.dtype, broken: float) -> None:
     hidden, weight, tokens = tensors(dtype)

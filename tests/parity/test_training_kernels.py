@@ -183,14 +183,6 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-@pytest.mark.usefixtures("maker")
-def test_a_frozen_weight_of_a_product_gets_no_gradient() -> None:
-    x, weight = tensors(0, (3, 8), (5, 8))
-    training_product(x, weight.detach(), None).sum().backward()
-    assert x.grad is not None
-    assert weight.grad is None
-
-
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner meets another number of tokens in every micro-batch; what is compiled is kept."""
     shapes: list[torch.Size] = []

@@ -1,6 +1,7 @@
 """Requests of the engine's tests, and the features of a text by their definition."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -11,7 +12,7 @@ from longtail.model.transformer import Family, Transformer
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Taps
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
+from longtail.types import Completion, Request, SamplingParams
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TREE = Strategy(depth=5, width=3, size=8)
@@ -42,10 +43,30 @@ def make_requests(prompts: str = "apart", *, seed: int = 9, **sampling: object) 
     ]
 
 
+def request_of(
+    name: str, prompt: Iterable[int], key: int = 0, group: str = "", **sampling: Any
+) -> Request:
+    """Return a request; `sampling` are fields of its parameters."""
+    return Request(
+        request_id=name,
+        prompt_tokens=tuple(prompt),
+        noise_key=key,
+        sampling=SamplingParams(**sampling),
+        group_id=group,
+    )
+
+
+def known_texts(
+    requests: Sequence[Request], done: Sequence[Completion]
+) -> dict[str, tuple[int, ...]]:
+    """Return prompt and completion of each request by its name."""
+    pairs = zip(requests, done, strict=True)
+    return {each.request_id: (*each.prompt_tokens, *one.tokens) for each, one in pairs}
+
+
 def write(engine: RolloutEngine, requests: Sequence[Request]) -> list[tuple[int, ...]]:
     """Return prompts and completions."""
-    done = engine.generate(requests)
-    return [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
+    return list(known_texts(requests, engine.generate(requests)).values())
 
 
 @torch.no_grad()

@@ -57,12 +57,11 @@ def shared_tokenizer() -> Tokenizer:
 def make_engine(
     kind: type[RolloutEngine] = RolloutEngine,
     speculation: Speculation | None = None,
-    dtype: torch.dtype = torch.float64,
 ) -> RolloutEngine:
     limits = EngineLimits(
         max_running=OPTIONS.max_running, max_step_tokens=64, max_len=OPTIONS.max_len
     )
-    model = tiny_model(dtype=dtype)
+    model = tiny_model(dtype=torch.float64)
     return kind(model, shared_tokenizer().decode, limits, speculation=speculation)
 
 

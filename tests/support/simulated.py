@@ -60,12 +60,12 @@ class Machine:
         """Return the seconds of a step of `num_tokens`."""
         return self.step_s + self.token_s * num_tokens
 
-    def costs(self, factor: float = 1.0) -> CostModel:
-        """Return the cost model of a profile that is wrong by a factor."""
+    def costs(self) -> CostModel:
+        """Return the cost model of an exact profile."""
         counts = (1, 8, 64, 512)
-        curve = TimeCurve(counts, [factor * self.verify_s(count) for count in counts])
+        curve = TimeCurve(counts, [self.verify_s(count) for count in counts])
         model = CostModel(curve, pair_s=0.0, node_pair_s=0.0)
-        model.drafts = [self.draft.scaled(factor)]
+        model.drafts = [self.draft]
         return model
 
 
@@ -94,11 +94,10 @@ def simulate(
     running: Callable[[int], int],
     machine: Machine = MACHINE,
     guarded: bool = False,
-    profile_error: float = 1.0,
 ) -> Run:
     """Run a tuner; `truth` and `running` are functions of the step."""
     rng = random.Random(0)
-    costs, curve, run = machine.costs(profile_error), ConfidenceCurve(), Run()
+    costs, curve, run = machine.costs(), ConfidenceCurve(), Run()
     guard = Guard(costs) if guarded else None
     tuner.begin(costs, 1)
     pending: list[tuple[Outcome, list[tuple[DraftTree, Accepted]]]] = []
@@ -267,9 +266,7 @@ class Source:
         return self.first * sum(self.next**depth for depth in range(count))
 
 
-def rate_of(
-    sources: Sequence[Source], num: int, *, steps: int = 1500, machine: Machine = MACHINE
-) -> float:
+def rate_of(sources: Sequence[Source], num: int, *, machine: Machine = MACHINE) -> float:
     """Return the tokens per second of the budget with drafters, of the later half of the steps.
 
     Expected tokens are counted, so that only the decisions matter.
@@ -280,7 +277,7 @@ def rate_of(
     tuner.begin(costs, len(sources))
     curves = [ConfidenceCurve() for _ in sources]
     batch = _batch(num)
-    for _ in range(steps):
+    for _ in range(1500):
         plan, timings, proposals = tuner.plan(batch), [], []
         for index in plan.drafters if plan.strategy is not None else ():
             chains = [_chain(sources[index], curves[index], plan.strategy) for _ in range(num)]
@@ -300,7 +297,7 @@ def rate_of(
         expected = sum(source.expected(tree) for source in sources for tree in selected)
         rates.append((num + expected, took + sum(timing.seconds for timing in timings)))
         rates += [(num, machine.verify_s(num))] * plan.repeat_steps
-    tokens, seconds = zip(*rates[steps // 2 :], strict=True)
+    tokens, seconds = zip(*rates[750:], strict=True)
     return sum(tokens) / sum(seconds)
 
 

@@ -74,7 +74,7 @@ def trace_lines(step: int) -> list[str]:
     return [json.dumps(event) + ",\n" for event in events]
 
 
-def rollout_rows(step: int, num: int = 4) -> list[dict[str, Any]]:
+def rollout_rows(step: int) -> list[dict[str, Any]]:
     """Completions of a step: lengths 10, 20, 40, ..., the first with a reward of 1."""
     return [
         {
@@ -89,7 +89,7 @@ def rollout_rows(step: int, num: int = 4) -> list[dict[str, Any]]:
             "prompt": f"What is {step} + {index}?",
             "text": f"step {step}, completion {index}: <b>not bold</b>",
         }
-        for index in range(num)
+        for index in range(4)
     ]
 
 

@@ -96,17 +96,3 @@ def test_a_union_wants_what_either_wants_in_rising_order():
     assert EAGLE1.union(EAGLE3) == Taps(layers=(2, 4, 5), final=True)
     assert EAGLE1.union(NO_TAPS) == EAGLE1
     assert not NO_TAPS.union(NO_TAPS).any
-
-
-def features_of(taps: Taps) -> torch.Tensor:
-    """Three tokens of two numbers a state: the layer's number, 99 for the final state."""
-    states = [float(layer) for layer in taps.layers] + [99.0] * taps.final
-    return torch.tensor(states).repeat_interleave(2).repeat(3, 1)
-
-
-def test_what_is_picked_of_a_union_is_what_was_wanted_alone():
-    whole = Taps(layers=(2, 4, 5, 9), final=True)
-    for wanted in (EAGLE1, EAGLE3, Taps(layers=(2, 9), final=True), whole):
-        assert torch.equal(whole.pick(wanted, features_of(whole)), features_of(wanted))
-    assert EAGLE3.pick(NO_TAPS, features_of(EAGLE3)) is None
-    assert EAGLE3.pick(EAGLE3, None) is None

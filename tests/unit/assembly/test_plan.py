@@ -7,11 +7,18 @@ from typing import Any
 import pytest
 import torch
 
+from longtail import Engine
 from longtail.assembly import plan
+from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.policy import open_policy
+from longtail.config.files import resolve
 from longtail.config.rl import load
-from longtail.errors import ConfigError
-from longtail.model.hf.model import save_model
+from longtail.config.sft import SftConfig
+from longtail.errors import ConfigError, UnsupportedModelError
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel
+from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.system import machine
 from support.causal import random_model
 from support.tiny_models import tiny_config, tiny_model
@@ -121,3 +128,55 @@ def test_workers_have_whole_gpus_or_share_one(models: Path, monkeypatch, words, 
             planned(models / "llama", *words)
     else:
         assert planned(models / "llama", *words).gpus == gpus
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "kind"),
+    [
+        ("llama", (), PolicyTransformer),
+        ("llama", ("--learner.model=own",), PolicyTransformer),
+        ("llama", ("--learner.model=transformers",), CausalModel),
+        ("llama", ("--learner.lora.rank=2",), AdaptedModel),
+        ("mixtral", (), CausalModel),
+        ("mixtral", ("--learner.lora.rank=2",), AdaptedModel),
+    ],
+)
+def test_the_code_that_learns_follows_from_family_and_configuration(models, family, words, kind):
+    assert (
+        type(open_policy(models / family, load(None, ["--run.device=cpu", *words]), "cpu")) is kind
+    )
+
+
+def test_our_decoder_refuses_a_family_that_it_lacks(models):
+    with pytest.raises(UnsupportedModelError, match="MixtralForCausalLM"):
+        open_policy(
+            models / "mixtral", load(None, ["--run.device=cpu", "--learner.model=own"]), "cpu"
+        )
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_the_own_engine_is_on_the_cpu_even_beside_a_gpu(name: str, tmp_path: Path) -> None:
+    words = [f"--run.dir={tmp_path}", f"--run.device={name}", "--rollout.engine=own"]
+    assert run_device(load(None, words)) == own_engine_device(name, "device") == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_gpu_is_refused_by_the_setting_that_names_it(tmp_path: Path) -> None:
+    words = [f"--run.dir={tmp_path}", "--run.device=cuda:1", "--rollout.engine=own"]
+    with pytest.raises(ConfigError, match=r"^run\.device = 'cuda:1': .*vLLM.*docs/vllm\.md"):
+        run_device(load(None, words))
+    with pytest.raises(ConfigError, match=r"^device = 'cuda': .*vLLM"):
+        Engine("smollm2", device="cuda")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_learning_and_vllm_use_the_gpu(tmp_path: Path) -> None:
+    words = [f"--run.dir={tmp_path}", "--run.device=auto"]
+    assert run_device(load(None, [*words, "--rollout.engine=vllm"])).type == "cuda"
+    assert run_device(resolve(SftConfig, None, words)).type == "cuda"

@@ -12,12 +12,7 @@ from longtail.cluster.workers.pool import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
-from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import save_model
-from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.rl.packing import pack_rollouts
-from longtail.types import Request, SamplingParams, TrainBatch
-from support.rollouts import rollout
 from support.tiny_models import tiny_model
 
 DRAFTERS = ("fresh", "history")
@@ -40,12 +35,6 @@ def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = _config(workshop, *words)
     limits = _assemble(workshop, *words).limits
     return build_components(plan_run(config, workshop.model), DRAFTERS, limits, Place())
-
-
-def _batch() -> TrainBatch:
-    """Cut from a made-up rollout."""
-    made = rollout((3, 4, 5, 7, 8, 9), 3, reward=1.0, logprobs=(-4.0,) * 3)
-    return pack_rollouts([made], [1.0], sampling=SamplingParams(max_tokens=16), budget=100)
 
 
 def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
@@ -94,37 +83,6 @@ def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
     assert _assemble(workshop, "--rollout.max_tokens=503")
     with pytest.raises(ConfigError, match="503 of its 512 positions left"):
         _assemble(workshop, "--rollout.max_tokens=504")
-
-
-def test_the_engine_writes_under_the_weights_that_were_published(
-    workshop: Workshop, tmp_path: Path
-) -> None:
-    # Tied embeddings: the head has no weights of its own to be published.
-    save_model(tiny_model("qwen2", dtype=torch.float64), tmp_path, eos_ids=(1,))
-    load_tokenizer(workshop.model).save(tmp_path)
-    words = ("--learner.dtype=float64", "--rollout.dtype=float64", "--learner.learning_rate=0.1")
-    config = _config(workshop, *words)
-    parts = assemble(config, tmp_path, lambda rows: {})
-    components = build_components(plan_run(config, tmp_path), DRAFTERS, parts.limits, Place())
-    worker = Worker(components)
-    worker.learn([_batch()])
-    assert components.generator.policy_version == 0
-    assert worker.publish() == components.generator.policy_version == 1
-    prompt = parts.heldout[0]
-    request = Request(
-        request_id="r", prompt_tokens=prompt.tokens, noise_key=5, sampling=parts.sampling
-    )
-    (completion,) = worker.generate([request]).completions
-    tokens = (*prompt.tokens, *completion.tokens)
-    policy = components.policy
-    with torch.no_grad():
-        hidden = policy(
-            torch.tensor(tokens), torch.arange(len(tokens)), PackedAttention((0, len(tokens)))
-        )
-        scores = policy.logits(hidden).log_softmax(-1)
-    start = len(prompt.tokens)
-    expected = [scores[start + i - 1, t].item() for i, t in enumerate(completion.tokens)]
-    assert completion.logprobs == pytest.approx(expected, abs=1e-9)
 
 
 def test_broken_weights_are_not_published(workshop: Workshop) -> None:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from longtail.bench.common.card import Table, print_card
-from longtail.bench.common.timing import Spread, paired, ratios
+from longtail.bench.common.timing import paired
 
 
 def test_contestants_run_in_turns_and_the_warm_up_is_discarded():
@@ -24,19 +24,6 @@ def test_contestants_run_in_turns_and_the_warm_up_is_discarded():
     assert found == {"a": [3.0, 5.0], "b": [104.0, 106.0]}
     timed_outside = paired({"a": lambda: None}, repeats=3)["a"]
     assert len(timed_outside) == 3
-
-
-def test_ratios_are_taken_within_each_pair():
-    # The second pair ran on a machine twice as slow: the ratio is the same.
-    assert ratios([2.0, 4.0, 3.0], [1.0, 2.0, 1.0]) == Spread(median=2.0, low=2.0, high=3.0)
-
-
-def test_a_cell_is_written_as_its_kind():
-    spread = Spread(median=1.5, low=1.0, high=2.0)
-    rows = [("a", 0.126), ("b", spread), ("c", None), ("d", 7)]
-    table = Table("title", ("name", "value"), rows)
-    expected = [["a", "0.13"], ["b", "1.50 (1.00-2.00)"], ["c", ""], ["d", "7"]]
-    assert table.cells() == expected
 
 
 @pytest.mark.parametrize("json_only", [False, True])

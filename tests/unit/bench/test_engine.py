@@ -16,9 +16,7 @@ from longtail.bench.common.vllm_process import VllmProcess
 from longtail.bench.engine import PLAIN, TUNED, Turn, measure, summarize
 from longtail.bench.options import EngineBenchOptions
 from longtail.config.rl import load
-from longtail.drafter.history import HistoryDrafter
 from longtail.errors import ConfigError, DataError
-from longtail.speculation.drafter import Observed
 
 OPTIONS = EngineBenchOptions(batches=(2,), texts=8, repeats=1)
 WORDS = (
@@ -56,14 +54,6 @@ def test_a_mistake_names_the_field(workshop: Workshop, subject: Subject) -> None
         opened(workshop, **{"model.path": str(workshop.path / "no")})
 
 
-def test_requests_are_groups_of_the_prompts_in_the_order_of_a_run(subject: Subject) -> None:
-    assert len(subject.prompts) == 4
-    requests = subject.requests(6, first=2)
-    places = [subject.prompts.index(each.prompt_tokens) for each in requests]
-    assert places == [0, 0, 1, 1, 1, 1]
-    assert len({each.noise_key for each in requests}) == 6
-
-
 @pytest.mark.parametrize("warm", [0, 8])
 def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
     subject: Subject, warm: int
@@ -80,21 +70,6 @@ def test_drafters_alone_and_together_write_the_texts_of_plain_decoding(
     assert 8 <= cell["num_tokens"] <= 8 * 8
     assert (rows[PLAIN]["accept_length"], rows[PLAIN]["seconds_share"]) == (0, 0)
     assert all(row["seconds_share"] > 0 for row in rows.values() if row["nodes_share"])
-
-
-def test_engines_have_drafters_of_their_own_that_keep_the_first_texts(subject: Subject) -> None:
-    drafters = Drafters("history", subject, 4, print)
-    (first,), (second,) = drafters.open(["history"]), drafters.open(["history"])
-    assert isinstance(first, HistoryDrafter)
-    assert isinstance(second, HistoryDrafter)
-    before = first.num_tokens
-    assert before > 0
-    seen = Observed(
-        request_id="a", tokens=[5, 6, 7, 8], start=0, num_tokens=4, prompt_len=2, is_finished=True
-    )
-    first.observe([seen], None)
-    assert first.num_tokens > before
-    assert second.num_tokens == before
 
 
 def turns(seconds: list[float], text: tuple[int, ...] = (1, 2), **more: Any) -> list[Turn]:

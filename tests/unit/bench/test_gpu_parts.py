@@ -4,8 +4,6 @@ import argparse
 import runpy
 from pathlib import Path
 
-import pytest
-
 from longtail.config import files
 from longtail.config.rl import load
 from support.benches import parse
@@ -31,9 +29,3 @@ def test_the_commands_are_known_and_change_no_other_field_than_they_say() -> Non
             paths.add(config.model.path)
             assert config.rollout.vllm or name == "learner"
     assert paths == {"/m", "/l", "/r"}
-
-
-@pytest.mark.parametrize("only", ["learner", "exact,engines"])
-def test_parts_can_be_chosen(only: str) -> None:
-    given = argparse.Namespace(**{**vars(GIVEN), "only": only})
-    assert set(runpy.run_path(str(SCRIPT))["parts"](given)) == set(only.split(","))

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,38 +11,22 @@ from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
 
 
-def measured(place: Path, capsys: pytest.CaptureFixture[str], **more: Any) -> dict[str, Any]:
-    """Measure a tiny model; return the JSON."""
-    save_model(tiny_model("llama"), place)
-    words = ("--rollout.prompts_per_step=4", "--rollout.group_size=4")
-    overrides = (f"--model.path={place}", "--learner.tokens_per_micro_batch=64", *words)
-    options = LearnerBenchOptions(
-        mean_tokens=10, prompt_tokens=4, repeats=1, overrides=overrides, **more
-    )
-    assert learner.run(options) == 0
-    return json.loads(capsys.readouterr().out.splitlines()[-1])
-
-
 @pytest.mark.slow
 def test_a_step_of_a_model_makes_the_gradient_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = measured(tmp_path, capsys)
+    save_model(tiny_model("llama"), tmp_path)
+    words = ("--rollout.prompts_per_step=4", "--rollout.group_size=4")
+    overrides = (f"--model.path={tmp_path}", "--learner.tokens_per_micro_batch=64", *words)
+    options = LearnerBenchOptions(mean_tokens=10, prompt_tokens=4, repeats=1, overrides=overrides)
+    assert learner.run(options) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["over_products"]["median"] > 1
     assert result["transformers_ratio"]["median"] > 0
     norms = result["grad_norm"]
     assert norms["longtail"] == pytest.approx(norms["transformers"], rel=0.1)
     assert norms["longtail"] == pytest.approx(norms["modelled"], rel=0.1)
     assert result["state_mb"]["adapters"] < result["state_mb"]["modelled"]
-
-
-@pytest.mark.slow
-def test_trainers_that_would_not_fit_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    result = measured(tmp_path, capsys, contestants=("adapters",))
-    assert set(result["seconds"]) == {"longtail", "adapters", "products"}
-    assert result["transformers_ratio"] is None
 
 
 def test_the_products_of_a_step_are_counted() -> None:

@@ -1,4 +1,3 @@
-import tomllib
 import typing
 from pathlib import Path
 
@@ -172,15 +171,6 @@ def test_malformed_toml_names_file_and_line(tmp_path: Path, text: str, place: st
     assert place in message
 
 
-def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    message = _refusal(
-        "--run.seed=x", toml="[run]\nsteps = 0\n[data]\nsize = 0\n[nope]", at=tmp_path
-    )
-    assert "run.toml: 4 problems" in message
-    for name in ("--run.seed = x", "nope: unknown key", "run.steps = 0", "data.size = 0"):
-        assert name in message
-
-
 @pytest.mark.parametrize(
     ("words", "names"),
     [
@@ -252,23 +242,6 @@ def test_only_functions_compare_the_completions_of_a_group() -> None:
     assert "reward.name = 'exact' grades each completion by itself" in _refusal(
         "--reward.per=group", "--reward.name=exact"
     )
-
-
-def test_a_dump_holds_every_field_that_is_set() -> None:
-    tables = tomllib.loads(configfile.render(RunConfig()))
-    for name, info in configfile.fields_of(RunConfig).items():
-        section, _, key = name.partition(".")
-        is_set = info.default is not None and not key.startswith("lora.")  # which is unset itself
-        assert (key in tables[section]) is is_set
-
-
-def test_differences_are_keyed_by_dotted_name() -> None:
-    old = configfile.render(RunConfig())
-    new = configfile.render(load(None, ["--run.steps=7", "--learner.clip_low=0.1"]))
-    assert configfile.differences(old, new) == {
-        "run.steps": (100, 7),
-        "learner.clip_low": (None, 0.1),
-    }
 
 
 @pytest.mark.parametrize("name", configfile.recipes())

@@ -1,7 +1,5 @@
 """The engine from outside: how completions end, what is refused, what is left behind (nothing)."""
 
-import math
-
 import pytest
 import torch
 
@@ -9,12 +7,13 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Piece, stream
-from longtail.errors import NonFiniteError, RequestError
+from longtail.errors import RequestError
 from longtail.generator import StepReport
 from longtail.model.hf.weights import hf_rows
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, FinishReason, Request
 from support.drafters import RIGHT, ScriptedDrafter
+from support.engine_requests import request_of
 from support.fakes import decode_pieces, markov_model, scripted_model
 from support.tiny_models import tiny_model
 
@@ -32,10 +31,7 @@ def scripted_engine(limits: EngineLimits = LIMITS) -> RolloutEngine:
 
 
 def ask(name: str = "a", prompt: tuple[int, ...] = (0,), **sampling: object) -> Request:
-    sampling = {"max_tokens": 20, **sampling}
-    return Request(
-        request_id=name, prompt_tokens=prompt, noise_key=7, sampling=SamplingParams(**sampling)
-    )
+    return request_of(name, prompt, 7, **{"max_tokens": 20, **sampling})
 
 
 def joined(pieces: list[Piece]) -> str:
@@ -75,12 +71,6 @@ def test_a_stream_marks_drafted_pieces():
         (" answer is <", True), ("b>4", False), ("2</b", True), (">, ", False),
         ("\u65e5", True), (" done", False), ("!", True),
     ]  # fmt: skip
-
-
-def test_a_stream_that_ends_inside_a_character_flushes_its_text():
-    *pieces, done = stream(scripted_engine(), DECODE, ask(prompt=(5,), max_tokens=2))
-    assert isinstance(done, Completion)
-    assert joined(pieces) == done.text == ">, \ufffd"
 
 
 def test_closing_a_stream_aborts_the_request():
@@ -146,14 +136,6 @@ def test_a_request_that_cannot_be_served_is_refused_before_any_work(request_, me
     assert is_idle(engine)
 
 
-def test_the_longest_request_that_is_admitted_can_be_served():
-    engine = scripted_engine(
-        EngineLimits(max_running=2, max_step_tokens=4, max_len=64, kv_tokens=64)
-    )
-    longest = [ask(name, prompt=(0,) * 44) for name in "ab"]
-    assert [len(done.tokens) for done in engine.generate(longest)] == [20, 20]
-
-
 def test_duplicate_ids_leave_no_request_in_progress():
     """The first of the two used to stay behind and block the next pull."""
     engine = scripted_engine()
@@ -199,18 +181,6 @@ def test_more_length_than_the_model_has_positions_is_refused():
             decode_pieces(PIECES),
             EngineLimits(max_running=1, max_step_tokens=1, max_len=513),
         )
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_weights_that_are_not_finite_stop_the_rollout_by_name(temperature):
-    model = scripted_model(len(PIECES))
-    with torch.no_grad():
-        model.embedding.weight[2] = math.nan  # token 2 is the second one drawn
-    engine = RolloutEngine(model, decode_pieces(PIECES), LIMITS, policy_version=5)
-    message = "logits of request 'a' at token 3 are not finite under policy version 5"
-    with pytest.raises(NonFiniteError, match=message):
-        engine.generate([ask(temperature=temperature)])
-    assert is_idle(engine)
 
 
 @pytest.mark.parametrize("drafted", [False, True])

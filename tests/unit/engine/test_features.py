@@ -52,10 +52,9 @@ def make_engine(
     script: Script = silent,
     requests: Sequence[Request] = (),
     max_bytes: int = 10**6,
-    taps: Taps = TAPS,
 ) -> tuple[RolloutEngine, FeatureStore]:
     """An engine that keeps features, and drafts what the script says of the requests' texts."""
-    engine, store = RolloutEngine(model, str, limits), FeatureStore(taps, max_bytes)
+    engine, store = RolloutEngine(model, str, limits), FeatureStore(TAPS, max_bytes)
     texts: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
     texts |= zip((r.request_id for r in requests), write(engine, requests), strict=True)
     # The drafter reads only the final state: the store picks its own columns.

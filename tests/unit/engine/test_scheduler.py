@@ -80,16 +80,6 @@ def test_the_youngest_request_is_preempted_and_recomputed():
     assert step(scheduler) == [("b", 1), ("c", 4)]
 
 
-def test_several_that_gave_way_wait_in_their_old_order_in_front():
-    scheduler = make_scheduler(num_tokens=16, max_running=3)
-    for each in (active("a", 8), active("b", 4), active("c", 4), active("d", 1)):
-        scheduler.add(each)
-    assert step(scheduler) == [("a", 8), ("b", 4), ("c", 4)]
-    # a takes the room of c, then b has none and gives way itself: c was younger, and waits behind.
-    assert step(scheduler) == [("a", 1)]
-    assert [each.request_id for each in scheduler.waiting] == ["b", "c", "d"]
-
-
 def test_siblings_wait_for_their_prompt_while_others_pass():
     scheduler = make_scheduler(max_running=6, max_step_tokens=8)
     for each in (

@@ -17,9 +17,17 @@ from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
-from longtail.types import Request, SamplingParams
+from longtail.types import Request
 from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
-from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
+from support.engine_requests import (
+    CROWDED,
+    ROOMY,
+    TREE,
+    features_of,
+    known_texts,
+    make_requests,
+    request_of,
+)
 from support.fakes import scripted_model, unchecked_shapes
 from support.tiny_models import tiny_model
 
@@ -40,8 +48,7 @@ def nothing(tokens: Sequence[int]) -> str:
 
 def write_plainly(family: Family, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
     engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
-    texts = write(engine, requests)
-    return {request.request_id: text for request, text in zip(requests, texts, strict=True)}
+    return known_texts(requests, engine.generate(requests))
 
 
 def assert_true_to_the_text(
@@ -202,8 +209,7 @@ def test_a_step_reports_the_result_of_each_draft():
     engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
     drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
     engine.speculate(Speculation.fixed(drafter, TREE))
-    sampling = SamplingParams(max_tokens=8)
-    engine.submit(Request(request_id="a", prompt_tokens=(0, 1), noise_key=0, sampling=sampling))
+    engine.submit(request_of("a", (0, 1), max_tokens=8))
     assert engine.step().verified == ()
     for position in (1, 4):
         step = engine.step()
@@ -216,7 +222,9 @@ def test_a_step_reports_the_result_of_each_draft():
         assert step.draft_s > 0
 
 
-def test_finished_requests_are_forgotten_and_new_weights_are_followed():
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_drafter_keeps_no_finished_request_and_follows_new_weights(removed):
+    """Otherwise its state grows, and a reused id matches an old request."""
     engine, _ = asking()
     drafter = drafter_in(engine)
     for request in make_requests()[:3]:
@@ -227,26 +235,15 @@ def test_finished_requests_are_forgotten_and_new_weights_are_followed():
     engine.abort("r1")
     engine.step()
     assert drafter.memories.keys() == {"r0", "r2"}
+    if removed:
+        engine.speculate(None)
     while engine.num_unfinished:
         engine.step()
     assert not drafter.memories
     before = drafter.num_refreshes
     other = tiny_model("llama", seed=1, dtype=torch.float64)
     engine.load_policy(1, hf_rows(other).items())
-    assert drafter.num_refreshes == before + 1
-
-
-def test_a_removed_drafter_keeps_no_finished_request():
-    """Otherwise its state grows, and a reused id matches an old request."""
-    engine, _ = asking()
-    drafter = drafter_in(engine)
-    for request in make_requests()[:3]:
-        engine.submit(request)
-    engine.step()
-    engine.speculate(None)
-    while engine.num_unfinished:
-        engine.step()
-    assert not drafter.memories
+    assert drafter.num_refreshes == before + (not removed)
 
 
 class Turns(Tuner):
@@ -276,10 +273,7 @@ def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.
     tuner = Turns(log)
     engine.speculate(Speculation(drafters=(drafter,), tuner=tuner, guarded=False))
     for name in ("a", "b"):
-        sampling = SamplingParams(max_tokens=30)
-        engine.submit(
-            Request(request_id=name, prompt_tokens=(0, 1), noise_key=0, sampling=sampling)
-        )
+        engine.submit(request_of(name, (0, 1), max_tokens=30))
     steps = []
     while engine.num_unfinished:
         steps.append(engine.step())

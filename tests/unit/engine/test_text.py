@@ -89,16 +89,6 @@ def test_streamed_pieces_join_to_the_text_even_of_broken_bytes(tokens):
     assert in_steps(tokens, BYTES) == BYTES(tokens)
 
 
-@given(text=TEXTS, cuts=st.lists(st.integers(1, 5)))
-def test_tokens_may_arrive_several_at_a_time_or_none(text, cuts):
-    tokens, reader, pieces, at = list(text.encode()), Reader(BYTES, ()), [], 0
-    for cut in cuts:
-        pieces += [reader.feed(tokens[at : at + cut]), reader.feed([])]
-        at += cut
-    pieces += [reader.feed(tokens[at:]), reader.finish(text)]
-    assert "".join(pieces) == text
-
-
 @pytest.mark.parametrize("gap", [1, 20])
 def test_tokens_without_text_are_passed_over(gap):
     decode = decode_pieces(["", "a", "b"])

@@ -1,5 +1,13 @@
-"""Noise keys of a trainer's prompts: by seed, prompt, step and sample, over processes and turns."""
+"""A trainer's prompts and rollouts: noise keys over processes and turns, and metrics."""
 
+from dataclasses import replace
+
+import pytest
+import torch
+
+from longtail.engine.report import RolloutMeter
+from longtail.integrations.trl.host import Ranks
+from longtail.integrations.trl.session import SessionMetrics
 from longtail.integrations.trl.turns import Batch, Turns
 
 A, B = (3, 9, 4), (7, 7)
@@ -68,3 +76,22 @@ def test_a_second_batch_of_one_step_has_keys_of_its_own() -> None:
     second, is_first = turns.begin([A, B], batch())
     assert is_first
     assert {each.key for each in second}.isdisjoint(first)
+
+
+def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    metrics = SessionMetrics(ranks)
+    report = replace(
+        RolloutMeter().report(), num_generated=30, num_drafted=20, num_accepted=6, num_verified=10
+    )
+    assert metrics.drain() == {}
+    for seconds in (2.0, 4.0):
+        ranks.add("rollouts", 1.0)
+        metrics.add(report, seconds)
+    found = metrics.drain()
+    assert found["timing_s/gen"] == pytest.approx(3.0)
+    assert found["rollout/generated_tokens"] == pytest.approx(30.0)
+    assert found["rollout/tokens_per_s"] == pytest.approx(10.0)
+    assert found["rollout/spec_accept_length"] == pytest.approx(1.6)
+    assert found["rollout/spec_accept_rate"] == pytest.approx(0.3)
+    assert metrics.drain() == {}

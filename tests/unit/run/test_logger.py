@@ -1,6 +1,6 @@
 import json
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from longtail.cluster.records import ShardResult
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.workers.pool import TaskResult
 from longtail.config.rl import RunConfig, load
-from longtail.engine.report import RolloutReport
+from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
 from longtail.generator import Switch
 from longtail.rl.grading.pool import Graded
@@ -42,19 +42,10 @@ def _record(
     drafted: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StepRecord:
     """Return the records of a step of one worker."""
-    report = RolloutReport(**{each.name: each.type(0) for each in fields(RolloutReport)})
-    shard = ShardResult(
-        completions=(),
-        report=report,
-        series=series,
-        drafted=drafted or {},
-    )
-    rollout = RolloutResult(
-        completions=(),
-        shards=(TaskResult(worker=0, result=shard),),
-        spots=(),
-        seconds=1.0,
-    )
+    report = RolloutMeter().report()
+    shard = ShardResult(completions=(), report=report, series=series, drafted=drafted or {})
+    shards = (TaskResult(worker=0, result=shard),)
+    rollout = RolloutResult(completions=(), shards=shards, spots=(), seconds=1.0)
     graded = Graded(rollouts=rollouts, failures=())
     return StepRecord(
         rounds=[SampleRound(num_prompts=1, rollout=rollout, graded=graded)],

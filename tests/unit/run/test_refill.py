@@ -65,11 +65,9 @@ def _config(*words: str) -> RunConfig:
     return load(None, ["--learner.loss=dapo", *sizes, *words])
 
 
-def _source(seed: int = 0, num_prompts: int = 40) -> PromptSource:
-    prompts = [
-        Prompt(prompt_id=f"p/{number}", tokens=(1,), text="") for number in range(num_prompts)
-    ]
-    rows = tuple(range(num_prompts))
+def _source(seed: int = 0) -> PromptSource:
+    rows = tuple(range(40))
+    prompts = [Prompt(prompt_id=f"p/{number}", tokens=(1,), text="") for number in rows]
     return PromptSource(PromptSet(source="s", prompts=tuple(prompts), rows=rows), seed=seed)
 
 

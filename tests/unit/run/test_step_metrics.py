@@ -5,7 +5,7 @@ import pytest
 from longtail.cluster.records import ShardResult
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.workers.pool import TaskResult
-from longtail.engine.report import RolloutReport, merge_reports
+from longtail.engine.report import RolloutMeter, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
 from longtail.run.step_metrics import (
@@ -14,31 +14,19 @@ from longtail.run.step_metrics import (
     group_metrics,
     rollout_metrics,
 )
-from longtail.types import Completion, FinishReason, Group, Prompt, Rollout
+from longtail.types import Completion, Group, Prompt, Rollout
 from support.rollouts import completion
 
 P = Prompt(prompt_id="p", tokens=(1,), text="?")
-REPORT = RolloutReport(
-    seconds=2.0,
-    engine_s=2.0,
-    forward_s=1.0,
-    sample_s=0.5,
-    num_steps=10,
-    num_generated=40,
-    num_computed=50,
-    num_drafted=0,
-    num_accepted=0,
-    num_verified=0,
-    draft_s=0.0,
-    draft_forward_s=0.0,
-    tuner_s=0.0,
-    max_running=4,
-    running_s=6.0,
+REPORT = replace(
+    RolloutMeter().report(),
+    **{"seconds": 2.0, "engine_s": 2.0, "forward_s": 1.0, "sample_s": 0.5, "running_s": 6.0},
+    **{"num_steps": 10, "num_generated": 40, "num_computed": 50, "max_running": 4},
 )
 
 
-def _completion(length: int, reason: FinishReason = FinishReason.STOP) -> Completion:
-    return completion(f"p@0#{length}", (1,) * length, finish_reason=reason)
+def _completion(length: int) -> Completion:
+    return completion(f"p@0#{length}", (1,) * length)
 
 
 def _rollout(reward: float) -> Rollout:

@@ -22,9 +22,9 @@ def confidence(curve: ConfidenceCurve, margin: float) -> float:
     return confidences(curve, [margin])[0]
 
 
-def teach(curve: ConfidenceCurve, margin: float, hits: float, number: int, seed: int = 0) -> None:
+def teach(curve: ConfidenceCurve, margin: float, hits: float, number: int) -> None:
     """Show a margin `number` times, right with probability `hits`; ask after each."""
-    rng = Random(seed)
+    rng = Random(0)
     for _ in range(number):
         curve.learn(one_node(margin), RIGHT if rng.random() < hits else WRONG)
         curve.table()

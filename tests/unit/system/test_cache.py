@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,10 @@ from longtail.errors import ConfigError, LongtailError
 from longtail.system.cache import build_once, cache_directory
 
 
-def _library(content: bytes = b"code") -> Callable[[Path], None]:
-    def build(folder: Path) -> None:
-        (folder / "sub").mkdir(parents=True)
-        (folder / "library.so").write_bytes(content)
-        (folder / "sub" / "more").write_bytes(b"more")
-
-    return build
+def _library(folder: Path) -> None:
+    (folder / "sub").mkdir(parents=True)
+    (folder / "library.so").write_bytes(b"code")
+    (folder / "sub" / "more").write_bytes(b"more")
 
 
 def _refuse(folder: Path) -> None:
@@ -45,9 +41,12 @@ def test_the_environment_sets_the_cache_directory(
     assert cache_directory() == Path.home() / ".cache" / "longtail"
 
 
-def test_an_entry_is_built_once_and_only_its_user_can_write_to_it(root: Path) -> None:
-    entry = build_once("kernels", "1f", _library())
-    assert build_once("kernels", "1f", _refuse) == entry
+def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    entry = build_once("kernels", "1f", _library, announce="compiling, once")
+    assert build_once("kernels", "1f", _refuse, announce="compiling, once") == entry
+    assert caplog.messages == ["compiling, once"]
     assert (entry / "library.so").read_bytes() == b"code"
     for folder in (root, root / "kernels"):
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -56,19 +55,11 @@ def test_an_entry_is_built_once_and_only_its_user_can_write_to_it(root: Path) ->
     assert root.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_build_is_announced_and_an_entry_is_not(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    for build in (_library(), _refuse):
-        build_once("kernels", "1f", build, announce="compiling, once")
-    assert caplog.messages == ["compiling, once"]
-
-
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
 def test_files_of_another_user_are_refused(
     monkeypatch: pytest.MonkeyPatch, root: Path, place: str
 ) -> None:
-    build_once("kernels", "1f", _library())
+    build_once("kernels", "1f", _library)
     real, foreign = Path.stat, root / place
 
     def stat(path: Path, **words: bool) -> os.stat_result:
@@ -84,7 +75,7 @@ def test_files_of_another_user_are_refused(
 def test_the_error_of_an_unwritable_cache_names_the_remedy(root: Path) -> None:
     root.parent.write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*set LONGTAIL_CACHE"):
-        build_once("kernels", "1f", _library())
+        build_once("kernels", "1f", _library)
 
 
 def test_a_failed_build_leaves_nothing_and_raises_its_own_error(root: Path) -> None:

@@ -25,16 +25,14 @@ def model() -> CostModel:
     return costs
 
 
-def outcome(
-    verify_s: float, *, timings: tuple[DraftTiming, ...] = (), num_nodes: int = 0
-) -> Outcome:
+def outcome(verify_s: float, *, timings: tuple[DraftTiming, ...] = ()) -> Outcome:
     """A step of eight requests."""
     return Outcome(
         batch=Batch(num_draftable=8, num_sampled=8, num_tokens=8, num_pairs=800, room=500),
         plan=Plan(strategy=None),
         timings=timings,
         num_drafts=len(timings),
-        num_nodes=num_nodes,
+        num_nodes=0,
         num_accepted=0,
         verify_s=verify_s,
     )

@@ -117,13 +117,6 @@ def test_reading_what_was_written_in_a_pause_ends_no_trial_and_is_paid_before_th
     assert longer == pytest.approx(plain + pauses / LOSS_SHARE, abs=1 / LOSS_SHARE)
 
 
-def test_gains_pay_for_no_more_than_a_full_account():
-    guard = make_guard()
-    for _ in range(1000):
-        assert not guard.learn(WINNING)
-    assert lose(guard, step(2.0)) <= MOST + 1
-
-
 def test_drafting_that_loses_less_than_one_percent_goes_on_forever():
     guard = make_guard()
     assert not any(guard.learn(step(1.009)) for _ in range(2000))

@@ -47,21 +47,6 @@ def test_a_feature_that_cannot_be_coupled_is_refused(given, said):
         admit(given)
 
 
-def test_an_ordinary_engine_is_admitted_without_a_cache_of_draft_logits():
-    admit(SimpleNamespace(speculative_config=None))
-    asked = config(use_local_argmax_reduction=False, draft_sample_method="probabilistic")
-    admit(asked)
-    assert asked.speculative_config.draft_sample_method == "greedy"
-
-
-def test_a_known_release_is_accepted(monkeypatch):
-    release(monkeypatch)
-    coupled = {str(patch) for patch in v2.patches(VllmSettings())}
-    matched = {str(patch) for patch in v2.patches(VllmSettings(drafts="match"))}
-    assert "rejection_sampler.rejection_sample" in matched
-    assert [name.rsplit(".", 1)[1] for name in coupled - matched] == ["sample_draft"]
-
-
 @pytest.mark.parametrize(
     ("place", "name"),
     [

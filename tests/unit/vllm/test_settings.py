@@ -1,7 +1,5 @@
 """Settings of the vLLM plugin: strict, and asked for in one of two ways."""
 
-from dataclasses import asdict
-
 import pytest
 
 from longtail.errors import ConfigError
@@ -25,13 +23,6 @@ def test_additional_config_goes_before_the_variable_unless_that_says_off():
     asked = {"longtail": {"drafts": "match"}}
     assert requested(asked, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings(drafts="match")
     assert requested(asked, {"LONGTAIL_VLLM": "off"}) is None
-
-
-def test_written_settings_are_read_back():
-    settings = VllmSettings(
-        drafts="match", block_rows=32, drafter="learned", depth=6, history=False, begin="d"
-    )
-    assert parse_settings(asdict(settings)) == settings
 
 
 @pytest.mark.parametrize(

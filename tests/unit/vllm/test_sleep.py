@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from longtail.types import Request, SamplingParams
 from longtail.vllm.generator import VllmGenerator
+from support.engine_requests import request_of
 
 
 class Engine:
@@ -56,9 +56,7 @@ def generator(may_sleep: bool) -> tuple[VllmGenerator, Engine]:
     return made, engine
 
 
-REQUEST = Request(
-    request_id="a", prompt_tokens=(1, 2), noise_key=0, sampling=SamplingParams(max_tokens=4)
-)
+REQUEST = request_of("a", (1, 2), max_tokens=4)
 
 
 @pytest.mark.parametrize("may_sleep", [True, False])
