@@ -67,31 +67,6 @@ def test_an_interval_without_texts_ends_at_once() -> None:
     assert room.num_passes == 0
 
 
-def test_the_same_version_continues_and_another_starts_from_its_weights() -> None:
-    room = SpotSetup()
-    room.train(lambda: room.spot._trainer.steps == 2)
-    trained = room.tensors()
-    room.spot.begin(room.published)
-    assert same(room.tensors(), trained)
-    room.spot.begin(replace(room.published, version=2))  # another draft vocabulary
-    assert same(room.tensors(), trained)
-    merged = DrafterWeights(
-        version=3, tensors={n: t + 0.5 for n, t in room.published.tensors.items()}
-    )
-    room.spot.begin(merged)
-    now = room.tensors()
-    for name, tensor in merged.tensors.items():
-        moved = trained[f"layer/{name}"] - room.published.tensors[name]
-        assert torch.equal(now[f"layer/{name}"], tensor + moved), "no measurement has seen them"
-    moments = {name for name in trained if name.startswith("optimizer/")}
-    assert moments
-    assert all(torch.equal(now[name], trained[name]) for name in moments)
-    room.train(lambda: len(room.measured) == 1)
-    other = {name: 2 * tensor for name, tensor in merged.tensors.items()}
-    room.spot.begin(DrafterWeights(version=4, tensors=other))
-    assert same(room.spot._trainer.weights(), other), "what was measured was no gain"
-
-
 def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
     room = SpotSetup()
     before = room.tensors()
