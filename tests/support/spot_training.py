@@ -79,6 +79,20 @@ class SpotSetup:
         return self.spot._trainer.tensors()
 
 
+def replica(
+    gain: float, seconds: float = 1.0, *, base: int = 0, weight: float = 1.0, tokens: int = 100
+) -> Replica:
+    """Return a replica of one weight, which accepts a share of `gain` more than 2 tokens."""
+    return Replica(
+        base_version=base,
+        weights={"w": torch.tensor([weight])},
+        num_tokens=tokens,
+        seconds=seconds,
+        accept_len=2.0 * (1.0 + gain),
+        base_accept_len=2.0,
+    )
+
+
 def stop_at(call: int) -> Callable[[], bool]:
     """Return a function that is true from the call with this number on, counted from 0."""
     calls = iter(range(10**9))

@@ -9,20 +9,9 @@ from hypothesis import strategies as st
 
 from longtail.cluster.work.publisher import MIN_GAIN, Publisher
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.replica import Replica
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean
 from support.fake_worker import drafter
-
-
-def replica(gain: float, *, base: int = 0, weight: float = 1.0, tokens: int = 100) -> Replica:
-    return Replica(
-        base_version=base,
-        weights={"w": torch.tensor([weight])},
-        num_tokens=tokens,
-        seconds=1.0,
-        accept_len=2.0 * (1 + gain),
-        base_accept_len=2.0,
-    )
+from support.spot_training import replica
 
 
 def publisher(tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = None) -> Publisher:

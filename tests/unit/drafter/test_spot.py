@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.gain import DrafterGain
-from longtail.drafter.training.replica import Replica, SpotEnd
+from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError
 from longtail.rl.packing import pack_texts
-from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, same
+from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, replica, same
 
 ROLLOUT_S = 20.0
 amounts = st.floats(0.01, 100.0)
@@ -97,17 +97,6 @@ def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     for name, tensor in room.published.tensors.items():
         assert torch.equal(room.tensors()[f"layer/{name}"].nan_to_num(7), tensor.nan_to_num(7))
     assert room.spot._trainer.steps == 0
-
-
-def replica(gain: float, seconds: float, *, base: int = 0) -> Replica:
-    return Replica(
-        base_version=base,
-        weights={},
-        num_tokens=1,
-        seconds=seconds,
-        accept_len=2.0 * (1.0 + gain),
-        base_accept_len=2.0,
-    )
 
 
 @given(st.lists(st.tuples(st.floats(-0.5, 2.0), amounts), max_size=6), amounts, amounts)

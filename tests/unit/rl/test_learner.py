@@ -172,21 +172,6 @@ def test_gradient_checkpointing_gives_the_same_weights():
     assert forwards[True] == 2 * forwards[False] == 2 * len(BATCHES[0].micro_batches)
 
 
-@pytest.mark.slow
-def test_autocast_comes_close_to_float32():
-    model = tiny_model()
-    both = pack_rollouts(rollouts(model), ADVANTAGES, sampling=SAMPLING, budget=12)
-    plain = learner(model)
-    mixed = learner(tiny_model(), autocast=True, gradient_checkpointing=True)
-    exact, rounded = plain.step([both]).metrics, mixed.step([both]).metrics
-    # bfloat16 has 8 bits: logits of +-3 err by about 0.02, a gradient by a few per cent.
-    assert rounded["actor/grad_norm"] == pytest.approx(exact["actor/grad_norm"], rel=0.1)
-    gap = "training/rollout_logprob_gap_mean"
-    assert exact[gap] < 1e-5 < 1e-4 < rounded[gap] < 0.1
-    assert all(tensor.dtype == torch.float32 for tensor in mixed.learned().values())
-    assert F.cosine_similarity(moved(plain), moved(mixed), dim=0) > 0.98
-
-
 def moved(one: Learner) -> torch.Tensor:
     """Return all movements of the weights since their initialization."""
     start = dict(tiny_model().named_parameters())
