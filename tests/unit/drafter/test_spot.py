@@ -49,7 +49,7 @@ def test_without_held_out_text_a_replica_is_unmeasured() -> None:
     room = SpotSetup()
     held = {text.tokens for text in make_buffer().heldout(10**6)}
     room.buffer = DrafterBuffer(10**6, seed=4)
-    room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
+    room.buffer.add(t for t in make_buffer().snapshots() if t.tokens not in held)
     report = room.train(lambda: len(room.measured) == 2)
     assert report.replica is room.measured[-1]
     assert math.isnan(report.replica.gain)
