@@ -7,7 +7,6 @@ from torch import Tensor
 from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.weights import copy_parameters
-from longtail.errors import CheckpointError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
@@ -20,7 +19,10 @@ LENGTHS = (9, 31, 90)
 CHAIN, SIBLINGS = Strategy(depth=5), Strategy(depth=4, width=2, beam=1, size=8)
 TREE = Strategy(depth=3, width=2, size=7)
 EVEN, UPPER = torch.arange(0, 128, 2), torch.arange(64, 128)
-CASES = (("eagle1", None, None), ("eagle3", EVEN, None), ("eagle3", EVEN, UPPER))
+CASES = (
+    *(("eagle1", None, None), ("eagle3", None, None)),
+    *(("eagle3", EVEN, None), ("eagle3", EVEN, UPPER)),
+)
 """Recipe, draft vocabulary, and the one that comes with other weights; None: it stays."""
 
 
@@ -118,17 +120,3 @@ def test_confidences_are_kept_when_weights_are_loaded():
     for one, other in zip(_ask(drafter, CHAIN, 1), _ask(fresh, CHAIN, 1), strict=True):
         assert one.tokens == other.tokens
         assert one.reach[0] < other.reach[0]
-
-
-def test_weights_of_another_drafter_are_refused_and_nothing_changes():
-    model = tiny_model()
-    drafter = _drafter(model, "eagle1", 1)
-    _see(drafter, _features(model, drafter), -1000, 1)
-    before = _ask(drafter, CHAIN, 1)
-    others = copy_parameters(_layer(model, "eagle3", 2))
-    mine = copy_parameters(_layer(model, "eagle1", 2))
-    with_head = mine | {"head.weight": model.head.weight.detach()}
-    for wrong in (others, with_head, {}, {n: t for n, t in mine.items() if n != "fc.weight"}):
-        with pytest.raises(CheckpointError, match="another drafter"):
-            drafter.load_weights(wrong)
-        assert _ask(drafter, CHAIN, 1) == before
