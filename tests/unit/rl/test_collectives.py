@@ -40,14 +40,10 @@ def test_micro_batches_are_assigned_once_and_nearly_as_evenly_as_possible(tokens
 
 
 def together(
-    size: int,
-    run: Callable[[ProcessGroup], object],
-    *,
-    address: str | None = None,
-    timeout_s: float = PATIENCE_S,
+    size: int, run: Callable[[ProcessGroup], object], *, timeout_s: float = PATIENCE_S
 ) -> list:
     """Run a function on each rank of a group of threads; return results or error messages."""
-    address = free_address() if address is None else address
+    address = free_address()
 
     def run_rank(rank: int) -> object:
         group = TorchProcessGroup(rank, size, address, backend="gloo", timeout_s=timeout_s)
