@@ -86,8 +86,6 @@ class SpotScript:
     reason: SpotEnd = SpotEnd.NO_TEXTS
     stop_s: float = 0.05
     """Seconds from `stop` to the end; infinite: it never stops."""
-    weight: float | None = None
-    """Weight of the replica, in place of the trained one."""
     error: Exception | None = None
 
 
@@ -245,7 +243,7 @@ class FakeWorker:
             self._learned += 100
             if round(elapsed / BEAT_S) % round(spot_script.measures_s / BEAT_S) == 0:
                 self._quality *= 1 + spot_script.gain
-                self._best = self._candidate = self._measured(spot_script)
+                self._best = self._candidate = self._measured()
         if spot_script.error is not None:
             raise spot_script.error
         return self._report(
@@ -426,12 +424,11 @@ class FakeWorker:
             self.adopt(self._offers[-1])
             self._offers.clear()
 
-    def _measured(self, spot_script: SpotScript) -> Replica:
+    def _measured(self) -> Replica:
         assert self._base is not None
-        weight = self._quality if spot_script.weight is None else spot_script.weight
         return Replica(
             base_version=self._base.version,
-            weights={"w": torch.tensor([weight])},
+            weights={"w": torch.tensor([self._quality])},
             num_tokens=self._learned,
             seconds=self._learned / 100 * BEAT_S,
             accept_len=self._quality,

@@ -15,7 +15,7 @@ from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
 from longtail.rl.gradient_sums import GradientSums
-from longtail.rl.learner import Learner, LearnerState
+from longtail.rl.learner import Learner
 from longtail.rl.packing import pack_mini_batches
 from longtail.types import SamplingParams, TrainBatch
 from support.rollouts import rollout
@@ -224,13 +224,6 @@ class _Rank:
         state = self._learner.state()
         weights = self._learner.learned()
         return dict(state.numbers), arrays(state.tensors), arrays(weights)
-
-    def restore(self, numbers: Any, tensors: Any, weights: Any) -> None:
-        moments = {name: torch.from_numpy(array) for name, array in tensors.items()}
-        self._learner.restore(
-            LearnerState(tensors=moments, numbers=numbers),
-            {name: torch.from_numpy(array) for name, array in weights.items()},
-        )
 
     def break_backward(self) -> None:
         """Make all gradients of this rank's next pass infinite."""

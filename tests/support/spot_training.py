@@ -20,9 +20,8 @@ from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
 from support.tiny_models import tiny_model
 
-TEACHING = TrainerSettings(unroll_steps=2, optimizer=OptimizerSection(learning_rate=1e-2))
 SETTINGS = SpotSettings(
-    trainer=TEACHING,
+    trainer=TrainerSettings(unroll_steps=2, optimizer=OptimizerSection(learning_rate=1e-2)),
     batch_tokens=60,
     tokens_per_micro_batch=24,
     heldout_tokens=60,
@@ -43,9 +42,9 @@ def counting(number: int, length: int, *, step: int = 0, is_finished: bool = Tru
     )
 
 
-def make_buffer(count: int = 30) -> DrafterBuffer:
+def make_buffer() -> DrafterBuffer:
     buffer = DrafterBuffer(10**6, seed=4)
-    buffer.add(counting(number, 9 + number % 20) for number in range(count))
+    buffer.add(counting(number, 9 + number % 20) for number in range(30))
     return buffer
 
 
@@ -77,6 +76,20 @@ class SpotSetup:
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments."""
         return self.spot._trainer.tensors()
+
+
+def replica(
+    gain: float, seconds: float = 1.0, *, base: int = 0, weight: float = 1.0, tokens: int = 100
+) -> Replica:
+    """Return a replica of one weight, which accepts a share of `gain` more than 2 tokens."""
+    return Replica(
+        base_version=base,
+        weights={"w": torch.tensor([weight])},
+        num_tokens=tokens,
+        seconds=seconds,
+        accept_len=2.0 * (1.0 + gain),
+        base_accept_len=2.0,
+    )
 
 
 def stop_at(call: int) -> Callable[[], bool]:

@@ -10,8 +10,6 @@ from longtail.rl.learner import LearnerState
 from support.fake_worker import WORKER_TIMEOUT_S, Fault, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
-BEFORE_THE_SUM, AFTER_IT = 1.0, 2.2
-
 
 def assert_learned(pool: ScriptedPool, *learned: int) -> None:
     """Assert that every worker has learned just these batches, once and in order."""
@@ -30,24 +28,6 @@ def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> N
 
 
 # ---- learning
-
-
-@pytest.mark.parametrize("worker", [0, 1])
-@pytest.mark.parametrize("after_s", [0.0, BEFORE_THE_SUM, AFTER_IT])
-@pytest.mark.parametrize("kind", ["lost", "frozen"])
-def test_a_step_is_made_once_if_a_worker_is_lost_in_it(worker, after_s, kind):
-    pool = ScriptedPool(
-        3, faults=[Fault(worker=worker, task="learn", nth=1, after_s=after_s, kind=kind)]
-    )
-    group = begun(pool)
-    group.learn([batch(1)])
-    assert group.learn([batch(2), batch(3)]).version == 2
-    assert_learned(pool, 1, 2)
-    # A member that made the step passes it on; if none did, it is made again by a new team.
-    was_made = after_s == AFTER_IT
-    assert len(pool.starts("learn")) == (6 if was_made else 9)
-    assert_next_step(pool, group, 1, 2)
-    assert len({address for address in pool.meetings}) == 2
 
 
 def test_a_worker_that_hangs_while_learning_is_replaced():
@@ -127,19 +107,6 @@ def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     assert group.num_parameters == 12
     assert group.published is not None
     assert pool.births == [1, 0]
-
-
-def test_workers_lost_or_hanging_while_they_start_are_replaced():
-    faults = [
-        Fault(worker=0, task="ready", kind="hangs"),
-        Fault(worker=1, task="ready", after_s=1.0),
-        Fault(worker=1, task="ready", nth=1, after_s=1.0),
-    ]
-    pool = ScriptedPool(2, faults=faults)
-    group = begun(pool)
-    assert pool.births == [1, 2]
-    assert READY_S < pool.clock.now < READY_S + 20.0
-    assert_next_step(pool, group)
 
 
 def test_a_new_worker_waits_for_the_policy_that_is_copied_to_another():

@@ -95,15 +95,6 @@ def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once
     assert held(pool) == sorted(groups(TAIL) + groups(more))
 
 
-def test_a_lost_worker_takes_nothing_with_it():
-    deaths = [Death(worker=1, at_s=12.0)]
-    pool = ScriptedPool(3, has_drafter=False, token_s=token_s, accumulate_s=0.02, deaths=deaths)
-    group, _ = rolled(pool, TAIL)
-    group.learn([batch(2)])
-    assert pool.births == [0, 1, 0]
-    assert set(held(pool)) == set(groups(TAIL))
-
-
 @settings(max_examples=60)
 @example(
     [52, 399, 173, 1], 4, [(0, 14.546), (0, 5.0)], 0.0, None

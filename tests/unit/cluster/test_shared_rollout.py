@@ -7,12 +7,11 @@ import pytest
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.result import reused_share
-from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Span
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import STOP_S
 from longtail.system.interrupt import Interrupted
-from support.fake_worker import READY_S, Fault, SpotScript, text
+from support.fake_worker import SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 TAIL = requests(100, 10, 50)
@@ -84,33 +83,6 @@ def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():
     assert texts(group.rollout(2, TAIL)) == [text(each) for each in TAIL]
 
 
-def test_the_shard_of_a_lost_worker_is_given_to_one_that_was_training():
-    faults = [Fault(worker=0, task="generate", after_s=5.0)]
-    pool = ScriptedPool(2, faults=faults)
-    group = begun(pool)
-    began = pool.clock.now
-    rolled = group.rollout(1, requests(100, 10))
-    (first, _), (_, _), (again, by) = pool.starts("generate")
-    assert (first, by) == (began, 1)
-    assert again - began < 5.0 + 3 * 0.2 < 5.0 + READY_S
-    assert texts(rolled) == [text(each) for each in requests(100, 10)]
-    assert [share.worker for share in rolled.shards] == [1, 1]
-    assert rolled.report.num_generated == 110
-    assert pool.births == [1, 0]
-
-
-def test_progress_counts_finished_and_running_shards_once():
-    received: list[Progress] = []
-    faults = [Fault(worker=1, task="generate", after_s=4.0)]
-    pool = ScriptedPool(2, faults=faults)
-    begun(pool, on_progress=received.append).rollout(1, requests(100, 90, 30, 20))
-    assert max(each.num_finished for each in received) <= 4
-    assert max(each.num_generated for each in received) <= 240
-    assert all(each.num_finished + each.num_running <= 4 for each in received)
-    assert received[-1].num_finished == 3
-    assert received[-1].num_running == 1
-
-
 def test_an_interrupted_rollout_leaves_all_workers_idle_and_able_to_save(tmp_path):
     interrupts = iter([False] * 20 + [True] + [False] * 1000)
 
@@ -131,15 +103,3 @@ def test_an_interrupted_rollout_leaves_all_workers_idle_and_able_to_save(tmp_pat
     assert group.learner_state().numbers == {"version": 1}
     assert texts(group.rollout(1, TAIL)) == [text(each) for each in TAIL]
     assert pool.births == [0, 0, 0]
-
-
-def test_long_groups_of_earlier_epochs_begin_first():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    group.rollout(1, requests(5, 5, 5, 80))
-    group.rollout(2, requests(5, 5, 5, 80))
-    # Two requests each, the long one with one other; then it is handed out first.
-    assert [each.noise_key % 1000 for each in pool.workers[0]._shard.values()] == [80, 5]
-    group.lengths = LengthHistory()
-    group.rollout(3, requests(5, 5, 5, 80))
-    assert [each.noise_key % 1000 for each in pool.workers[0]._shard.values()] == [5, 5]

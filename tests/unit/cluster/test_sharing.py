@@ -180,12 +180,3 @@ def test_the_gain_of_lent_cores_is_measured():
         known.observe({0: progress}, float(second), 0)
     assert known.core_gain == pytest.approx(0.25, abs=0.01)
     assert known.times.seconds(1.0) == pytest.approx(0.01)
-
-
-def test_a_lender_that_gets_texts_has_its_cores_back():
-    known = forecast(0.0, 0.01)
-    known.lends[1] = 0
-    move = best_move({0: texts(0, 500, 500)}, [1], 0.0, known)
-    assert move is not None
-    now_s = known.worker_s(0, texts(0, 500, 500))
-    assert move.gain_s == pytest.approx(now_s - known.worker_s(1, texts(1, 500)) - 0.12)

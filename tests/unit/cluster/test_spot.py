@@ -49,16 +49,6 @@ def test_spot_workers_receive_each_text_once_and_longer_versions_of_unfinished_o
     assert finished == {"p1@0#0": 1, "p2@0#0": 1}
 
 
-def test_the_long_texts_of_a_step_are_sent_in_the_next_one():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    group.rollout(1, requests(10, 100))
-    assert not pool.workers[1].received
-    group.rollout(2, requests(100, 10, first=5))
-    of_step_1 = [each.request_id for each in pool.workers[1].received if each.step == 1]
-    assert of_step_1 == ["p1@0#0"], "the short one went when the step began"
-
-
 def test_restored_texts_are_sent_to_spot_workers(tmp_path):
     pool = ScriptedPool(2)
     group = begun(pool)
@@ -88,21 +78,6 @@ def test_better_drafters_reach_generating_workers_during_the_rollout():
     assert group.published.version > 1
     names = [mark.name for mark in group.drain_timeline().marks]
     assert names[0] == "drafter v1 offered"
-
-
-_ONCE = ("trained", "offered", "published")
-
-
-def test_the_same_candidate_is_offered_once():
-    scripts = iter([SpotScript(ends_s=3.0)])  # one measurement, then none
-    pool = ScriptedPool(
-        3, spot_scripts=lambda worker, nth: next(scripts, SpotScript(measures_s=1e5))
-    )
-    decisions = step(begun(pool), 1, requests(400, 10, 10))
-    for what in _ONCE:
-        assert [each[0] for each in decisions].count(what) == 1
-    others = {(what, reason) for what, _, reason in decisions if what not in _ONCE}
-    assert others == {("kept", "no better on held-out recent texts")}
 
 
 def test_an_offer_that_never_arrived_is_made_again_at_the_end():
@@ -161,18 +136,6 @@ def test_the_only_worker_trains_after_the_rollout_for_a_tenth_of_its_time():
     assert pool.workers[0].served.tensors["w"].item() == pytest.approx(QUALITY * 1.05**2)
     group.train_drafter()
     assert len(pool.starts("train_drafter")) == 1, "a rollout is learned once"
-
-
-def test_the_only_worker_pauses_training_that_costs_more_than_it_brings_and_tries_again():
-    pool = ScriptedPool(1, spot_scripts=lambda worker, nth: SpotScript(gain=0.0))
-    group = begun(pool)
-    trained = []
-    for number in range(1, 20):
-        before = len(pool.starts("train_drafter"))
-        step(group, number, requests(400, first=number))
-        trained.append(len(pool.starts("train_drafter")) > before)
-    assert trained[:2] == [True, False]
-    assert 2 <= sum(trained) <= 5
 
 
 def test_a_worker_that_found_no_text_begins_when_there_are_new_ones():

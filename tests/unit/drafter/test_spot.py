@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.gain import DrafterGain
-from longtail.drafter.training.replica import Replica, SpotEnd
+from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.errors import CheckpointError
 from longtail.rl.packing import pack_texts
-from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, same
+from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, replica, same
 
 ROLLOUT_S = 20.0
 amounts = st.floats(0.01, 100.0)
@@ -49,7 +49,7 @@ def test_without_held_out_text_a_replica_is_unmeasured() -> None:
     room = SpotSetup()
     held = {text.tokens for text in make_buffer().heldout(10**6)}
     room.buffer = DrafterBuffer(10**6, seed=4)
-    room.buffer.add(t for t in (counting(n, 9 + n % 20) for n in range(30)) if t.tokens not in held)
+    room.buffer.add(t for t in make_buffer().snapshots() if t.tokens not in held)
     report = room.train(lambda: len(room.measured) == 2)
     assert report.replica is room.measured[-1]
     assert math.isnan(report.replica.gain)
@@ -65,31 +65,6 @@ def test_an_interval_without_texts_ends_at_once() -> None:
         report = room.train(lambda: False)
         assert (report.reason, report.num_steps) == (SpotEnd.NO_TEXTS, 0)
     assert room.num_passes == 0
-
-
-def test_the_same_version_continues_and_another_starts_from_its_weights() -> None:
-    room = SpotSetup()
-    room.train(lambda: room.spot._trainer.steps == 2)
-    trained = room.tensors()
-    room.spot.begin(room.published)
-    assert same(room.tensors(), trained)
-    room.spot.begin(replace(room.published, version=2))  # another draft vocabulary
-    assert same(room.tensors(), trained)
-    merged = DrafterWeights(
-        version=3, tensors={n: t + 0.5 for n, t in room.published.tensors.items()}
-    )
-    room.spot.begin(merged)
-    now = room.tensors()
-    for name, tensor in merged.tensors.items():
-        moved = trained[f"layer/{name}"] - room.published.tensors[name]
-        assert torch.equal(now[f"layer/{name}"], tensor + moved), "no measurement has seen them"
-    moments = {name for name in trained if name.startswith("optimizer/")}
-    assert moments
-    assert all(torch.equal(now[name], trained[name]) for name in moments)
-    room.train(lambda: len(room.measured) == 1)
-    other = {name: 2 * tensor for name, tensor in merged.tensors.items()}
-    room.spot.begin(DrafterWeights(version=4, tensors=other))
-    assert same(room.spot._trainer.weights(), other), "what was measured was no gain"
 
 
 def test_a_published_drafter_of_another_shape_is_refused_and_the_replica_stays() -> None:
@@ -122,17 +97,6 @@ def test_a_nan_discards_the_replica_and_raises_nothing(where: str) -> None:
     for name, tensor in room.published.tensors.items():
         assert torch.equal(room.tensors()[f"layer/{name}"].nan_to_num(7), tensor.nan_to_num(7))
     assert room.spot._trainer.steps == 0
-
-
-def replica(gain: float, seconds: float, *, base: int = 0) -> Replica:
-    return Replica(
-        base_version=base,
-        weights={},
-        num_tokens=1,
-        seconds=seconds,
-        accept_len=2.0 * (1.0 + gain),
-        base_accept_len=2.0,
-    )
 
 
 @given(st.lists(st.tuples(st.floats(-0.5, 2.0), amounts), max_size=6), amounts, amounts)

@@ -60,20 +60,6 @@ def _batch(budget: int = 1000) -> list[PackedSequences]:
     return pack_texts(_texts(), budget)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
-def test_training_improves_a_drafter(recipe: Recipe, matrix_rate: float | None) -> None:
-    trainer = _trainer(recipe, settings=replace(SETTINGS, matrix_rate=matrix_rate))
-    before = trainer.evaluate(_batch(), 3)
-    for _ in range(25):
-        report = trainer.step(_batch())
-    after = trainer.evaluate(_batch(), 3)
-    assert all(b > a + 0.1 for a, b in zip(before.overlap, after.overlap, strict=True))
-    assert after.accept_len > before.accept_len
-    assert (report.num_tokens, report.num_trained) == (123, 123 - 6 * 3)
-    assert trainer.steps == 25
-
-
 def test_the_target_is_never_written() -> None:
     target = tiny_model().requires_grad_(True)
     before = {name: p.detach().clone() for name, p in target.named_parameters()}
@@ -90,23 +76,6 @@ def test_micro_batches_do_not_change_the_update(recipe: Recipe) -> None:
     assert reports[0].loss == pytest.approx(reports[1].loss, rel=1e-12)
     expected, found = (trainer.weights() for trainer in trainers)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])
-def test_a_restored_trainer_continues_bit_for_bit(
-    recipe: Recipe, matrix_rate: float | None
-) -> None:
-    settings = replace(SETTINGS, matrix_rate=matrix_rate)
-    whole, first, second = (_trainer(recipe, settings=settings) for _ in range(3))
-    for _ in range(4):
-        whole.step(_batch())
-    for _ in range(2):
-        first.step(_batch())
-    second.restore(first.steps, first.tensors())
-    for _ in range(2):
-        second.step(_batch())
-    assert same(whole.tensors(), second.tensors())
 
 
 def test_a_state_of_another_drafter_is_refused_before_anything_changes() -> None:

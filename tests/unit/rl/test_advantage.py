@@ -60,11 +60,6 @@ def test_advantages_keep_the_shape_and_sum_to_zero(rewards):
         assert math.fsum(flat) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_dynamic_sampling_drops_groups_that_teach_nothing():
-    mixed, solved, single = group(1.0, 0.0), group(1.0, 1.0), group(1.0)
-    assert advantage.keep_informative([solved, mixed, single, group()]) == [mixed]
-
-
 @pytest.mark.parametrize(
     ("length", "buffer", "penalty"),
     [(0, 20, 0), (80, 20, 0), (81, 20, -0.05), (100, 20, -1), (130, 20, -1), (100, 0, 0)],

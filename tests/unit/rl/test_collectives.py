@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, ProcessGroupError
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, balance
-from support.listening import Listening, listening
+from support.listening import listening
 from support.rank_processes import PATIENCE_S, free_address
 
 
@@ -41,14 +40,10 @@ def test_micro_batches_are_assigned_once_and_nearly_as_evenly_as_possible(tokens
 
 
 def together(
-    size: int,
-    run: Callable[[ProcessGroup], object],
-    *,
-    address: str | None = None,
-    timeout_s: float = PATIENCE_S,
+    size: int, run: Callable[[ProcessGroup], object], *, timeout_s: float = PATIENCE_S
 ) -> list:
     """Run a function on each rank of a group of threads; return results or error messages."""
-    address = free_address() if address is None else address
+    address = free_address()
 
     def run_rank(rank: int) -> object:
         group = TorchProcessGroup(rank, size, address, backend="gloo", timeout_s=timeout_s)
@@ -90,17 +85,6 @@ def test_a_sum_has_the_same_bits_on_all_ranks_and_is_exact_of_whole_numbers(size
             torch.testing.assert_close(ours, theirs, rtol=0.0, atol=10 * eps)
 
 
-def test_ranks_that_connect_through_a_file_listen_on_loopback_only(tmp_path):
-    def run(group: ProcessGroup) -> list[Listening]:
-        assert group.gather([group.rank + 0.5])[:, 0].tolist() == [0.5, 1.5, 2.5]
-        return listening([os.getpid()])
-
-    known = set(listening([os.getpid()]))
-    for found in together(3, run, address=f"file://{tmp_path}/group"):
-        assert set(found) - known, "gloo listens for its pairs"
-        assert all(each.is_loopback for each in set(found) - known)
-
-
 @pytest.mark.parametrize("repeat", range(2))
 def test_a_mesh_is_the_default_group_until_a_collective_fails_and_opens_no_port(tmp_path, repeat):
     group = TorchProcessGroup(0, 1, f"file://{tmp_path}/a", backend="gloo", timeout_s=PATIENCE_S)
@@ -139,25 +123,6 @@ def test_the_wait_for_missing_ranks_is_bounded(rank, scheme, tmp_path):
     why = rf"^rank {rank} of 2 at {scheme}://\S+: connecting to the other ranks failed"
     with pytest.raises(ProcessGroupError, match=why):
         TorchProcessGroup(rank, 2, address, backend="gloo", timeout_s=0.5)
-
-
-@pytest.mark.slow
-def test_an_address_where_connecting_failed_can_be_used_again():
-    address = free_address()
-    with ThreadPoolExecutor(1) as pool:
-        where = urlsplit(address)  # a visitor connects, and is gone before the group is formed
-        pool.submit(dist.TCPStore, where.hostname, where.port, 2, False)
-        with pytest.raises(ProcessGroupError, match="connecting to the other ranks failed") as kept:
-            TorchProcessGroup(0, 2, address, backend="gloo", timeout_s=1.0)
-
-    def run(group: ProcessGroup) -> float:
-        # A rank that closes its group at once interrupts one that is still connecting.
-        number = torch.ones(1)
-        group.all_reduce([number])
-        return number.item()
-
-    assert together(2, run, address=address, timeout_s=10.0) == [2.0, 2.0]
-    assert kept.value.__cause__ is not None  # the traceback is alive, but holds no connection
 
 
 def test_ranks_fail_at_once_if_another_has_left_and_the_group_is_closed():

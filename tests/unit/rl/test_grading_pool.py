@@ -95,18 +95,6 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_function_that_compares_gets_each_group_once_and_whole(toy: str, tmp_path: Path) -> None:
-    groups = [["a" * (n % 5 + 1), "b" * (n % 3 + 1), "c" * 7] for n in range(40)]
-    with GraderPool(toy, workers=3, by_group=True) as pool:
-        graded = pool.grade(pairs(*groups))
-    assert [r.completion.text for r in graded.rollouts] == [t for g in groups for t in g]
-    assert [r.reward for r in graded.rollouts] == [
-        sorted(group, key=len).index(text) / 8 for group in groups for text in group
-    ]
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert sorted(calls) == sorted(" ".join(group) for group in groups)
-
-
 def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(
     toy: str, capfd: pytest.CaptureFixture[str]
 ) -> None:

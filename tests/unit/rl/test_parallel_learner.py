@@ -3,7 +3,6 @@
 Replicated or with shards of the learner (`sharding = "full"`).
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -184,32 +183,6 @@ def test_a_value_that_is_not_finite_on_one_rank_stops_all_ranks(ranks, sharded):
     assert_same_state(ranks, learn_alone(STEPS, settings)[0], sharded=sharded, exact=not sharded)
 
 
-@pytest.mark.slow
-def test_a_step_that_lost_a_rank_changes_nothing_and_can_be_repeated(ranks):
-    steps = [replace(plan, mini_batches=2) for plan in STEPS]
-    fresh, doomed, survivors = RankProcess(), ranks[1], [ranks[0], ranks[2]]
-    begin(ranks)
-    learn(ranks, steps[:1])
-    before = call_all(survivors, "digest")
-    passes = len(steps[1].batches()[0].micro_batches)
-    assert call_all([doomed], "die_after_passes", passes) == [None]  # between two updates
-    for each in ranks:
-        each.send("step", steps[1])
-    results = [each.receive() for each in survivors]
-    assert all(isinstance(error, ProcessGroupError) for error in results), results
-    assert all(re.search(r"the sum of [\d,]+ numbers failed", str(error)) for error in results)
-    with pytest.raises(EOFError):
-        doomed.receive()
-    assert call_all(survivors, "digest") == before
-
-    doomed.end()
-    ranks[1] = fresh  # with the initial weights, which are the reference
-    connect(ranks)
-    single, expected = learn_alone(steps)
-    assert_same_reports(learn(ranks, steps[1:]), expected[1:])
-    assert_same_state(ranks, single)
-
-
 # Micro-batches (step and number) that each rank accumulates, and the passes left to the step.
 HELD = {
     "some": ({0: [(1, 3), (1, 0)], 2: [(1, 1)]}, 2),
@@ -305,20 +278,6 @@ def test_ranks_that_missed_an_update_receive_it_when_they_connect_again(ranks, i
     assert state_of(ranks)[0] == {"version": 1 + was_made}
     learn(ranks, steps[1 + was_made :])
     assert_same_state(ranks, single)
-
-
-@pytest.mark.slow
-def test_shards_of_another_number_continue_from_a_checkpoint(ranks):
-    """Later steps differ by the order of additions."""
-    begin(ranks, SHARDED)
-    learn(ranks, STEPS[:1])
-    kept = state_of(ranks, sharded=True)
-    two = ranks[:2]
-    assert call_all(two, "begin", SHARDED) == [None] * 2
-    assert call_all(two, "restore", *kept) == [None] * 2
-    connect(two)
-    learn(two, STEPS[1:])
-    assert_same_state(two, learn_alone(STEPS, SHARDED)[0], sharded=True, exact=False)
 
 
 def test_any_two_weights_have_different_digests():

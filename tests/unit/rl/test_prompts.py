@@ -11,7 +11,6 @@ from longtail.rl.data.prompts import (
     Encoder,
     PromptSource,
     fingerprint,
-    hold_out,
     make_prompts,
     system_first,
 )
@@ -172,26 +171,10 @@ def test_messages_that_the_template_refuses_are_named_by_row():
         prompts_of([{"prompt": "a"}], Encoder(encode=PLAIN.encode, render=refuse))
 
 
-def test_the_held_out_prompts_are_the_last_ones_and_never_all():
-    parts = hold_out(numbered(5), 2)
-    assert [prompt.text for prompt in parts.train.prompts] == ["0?", "1?", "2?"]
-    assert [prompt.text for prompt in parts.heldout.prompts] == ["3?", "4?"]
-    with pytest.raises(DataError, match=r"data\.heldout_size = 5: .* has 5 prompts"):
-        hold_out(numbered(5), 5)
-
-
-def test_each_epoch_visits_each_prompt_once_in_another_order():
-    taken = PromptSource(numbered(20), seed=1).take(60)
-    orders = [[one.prompt.prompt_id for one in taken if one.epoch == e] for e in range(3)]
-    assert [sorted(order) for order in orders] == [sorted(orders[0])] * 3
-    assert len({tuple(order) for order in orders}) == 3
-    assert len(orders[0]) == 20
-
-
 @pytest.mark.parametrize(
     ("shuffle", "order"), [(True, "40651324236105"), (False, "01234560123456")]
 )
-def test_the_order_depends_on_seed_and_epoch_alone(shuffle, order):
+def test_an_epoch_is_every_prompt_in_an_order_of_its_seed_and_number(shuffle, order):
     taken = visited(PromptSource(numbered(7), seed=3, shuffle=shuffle).take(14))
     assert [number.removeprefix("train/") for _, number in taken] == list(order)
 

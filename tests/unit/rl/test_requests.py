@@ -22,16 +22,6 @@ def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
     assert requests[0].noise_key == noise_key(0, "p/1", 0, 0)
 
 
-def test_every_evaluation_asks_the_same_in_the_same_noise() -> None:
-    batch = eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
-    assert batch == eval_requests([P, Q], samples=2, seed=4, sampling=SAMPLING)
-    assert batch.prompts == (P, P, Q, Q)
-    assert [r.request_id for r in batch.requests][:2] == ["eval/p/1#0", "eval/p/1#1"]
-    ids = {r.request_id for r in batch.requests}
-    training = train_requests([Taken(prompt=P, epoch=0)], samples=2, seed=4, sampling=SAMPLING)
-    assert not ids & {r.request_id for r in training.requests}
-
-
 def test_rollouts_of_one_visit_are_a_group_and_two_visits_of_a_prompt_are_two() -> None:
     ids = ["p/1@0#0", "p/1@0#2", "p/1@1#0", "q#2@0#1"]  # some gradings failed
     rollouts = [

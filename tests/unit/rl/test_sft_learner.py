@@ -57,20 +57,6 @@ def test_how_a_batch_is_cut_does_not_change_the_update(budget):
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
-def test_a_restored_imitator_goes_on_bit_for_bit():
-    through, before, after = tiny_model(), tiny_model(), tiny_model(seed=1)
-    whole, first, second = (SftLearner(m, SETTINGS) for m in (through, before, after))
-    for _ in range(4):
-        whole.step(EXAMPLES)
-    for _ in range(2):
-        first.step(EXAMPLES)
-    second.restore(first.steps, first.tensors(), weights(before))
-    for _ in range(2):
-        second.step(EXAMPLES)
-    expected = weights(through)
-    assert all(torch.equal(value, expected[name]) for name, value in weights(after).items())
-
-
 def test_a_broken_weight_is_named_and_nothing_is_learned():
     model = tiny_model()
     imitator = SftLearner(model, SETTINGS)
