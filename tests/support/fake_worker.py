@@ -356,9 +356,8 @@ class FakeWorker:
             numbers=self.policy_state().learner.numbers,
         )
 
-    def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
-        done = [self._written(self._shard[each.request_id], step) for each in self._finished]
-        return done[first:] + [self._written(self._shard[name], step) for name in self._left]
+    def texts(self, step: int) -> list[TextSnapshot]:
+        return [self._written(self._shard[name], step) for name in self._left]
 
     def completed(self, first: int) -> list[Completion]:
         return self._finished[first:]

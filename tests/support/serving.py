@@ -17,7 +17,7 @@ from longtail.serve.options import ServeOptions
 from longtail.serve.server import Routes
 from longtail.serve.service import Service
 from longtail.system.addresses import bind
-from longtail.system.http_server import running_in_thread
+from support.http_threads import running_in_thread
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 NAME = "tiny"

@@ -1,6 +1,6 @@
 """Pictures of the page of `longtail view` for the pages of the documentation.
 
-    python tests/support/view_pictures.py runs/quickstart docs/img
+    PYTHONPATH=tests python -m support.view_pictures runs/quickstart docs/img
 
 They show the curves of a run in light colours, and its last step in dark ones.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 from longtail.view.run_files import open_runs
-from longtail.view.server import running
+from support.http_threads import viewing
 
 WIDTH = 1240
 
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("directory", type=Path)
     args = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    with running(open_runs([args.run])) as url, sync_playwright() as playwright:
+    with viewing(open_runs([args.run])) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         for name, scheme in (("view.png", "light"), ("view-step.png", "dark")):
             picture(browser, url, args.directory / name, scheme)

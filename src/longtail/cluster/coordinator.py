@@ -54,9 +54,7 @@ class RolloutCoordinator:
     """Returns the hosts of the workers, without any if no cores can be lent."""
     publisher: Publisher | None
     spot: DrafterWork | None
-    """The drafter's training by gradients, if there is any."""
     learning: LearningWork | None
-    """Learning from finished groups, if there is any."""
     on_texts: Callable[[Sequence[Completion]], None] | None
     """Takes finished texts as they come."""
     on_progress: Callable[[Progress], None]
@@ -78,7 +76,6 @@ class RolloutCoordinator:
             self.supervisor,
             _shards(self.requests, self.expected, speeds),
             self._on_texts,
-            takes_early=self.on_texts is not None,
             learns=self.learns,
         )
         while generation.waiting or generation.held:
@@ -112,8 +109,6 @@ class RolloutCoordinator:
         idle = self._fastest(State.IDLE)[:num_waiting]
         self._offer_missed(idle)
         for worker in idle:
-            if self.spot is not None:
-                self.spot.begin_shard(worker)
             self._generation.start(worker)
 
     def _fastest(self, *states: State) -> list[int]:
@@ -133,16 +128,15 @@ class RolloutCoordinator:
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         if self.idle.on_ended(ended):
             return
-        if (found := self._generation.on_ended(ended)) is not None:
-            shard, requests = found
-            if self.spot is not None:
-                self.spot.add_completions(requests, shard.completions)
-            if self.publisher is not None:
-                self.publisher.record(shard.drafter_version)
+        shard = self._generation.on_ended(ended)
+        if shard is not None and self.publisher is not None:
+            self.publisher.record(shard.drafter_version)
 
     def _on_texts(self, completions: Sequence[Completion]) -> None:
         for each in completions:
             self.forecast.lengths.record(visit_of(each.request_id), len(each.tokens))
+        if self.spot is not None:
+            self.spot.add_completions(completions)
         if self.on_texts is not None:
             self.on_texts(completions)
 

@@ -18,7 +18,7 @@ from longtail.cluster.schedule.forecast import RolloutForecast
 from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Mark, Timeline
 from longtail.cluster.work.drafter import DrafterWork
-from longtail.cluster.work.learning import Groups, LearningWork
+from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
 from longtail.cluster.work.work import IdleCoordinator, LendingWork
 from longtail.cluster.workers.pool import WorkerPool
@@ -29,6 +29,7 @@ from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
+from longtail.rl.streaming import GroupStream
 from longtail.speculation.drafter import Sums
 from longtail.types import Request, TrainBatch
 
@@ -99,7 +100,7 @@ class WorkerGroup:
         self,
         step: int,
         requests: Sequence[Request],
-        groups: Groups | None = None,
+        groups: GroupStream | None = None,
         *,
         trains: bool = True,
     ) -> RolloutResult:
@@ -111,7 +112,7 @@ class WorkerGroup:
         self._learn_rest()  # a refill: workers are idle before the next round
         if self._spot is not None:  # what the round before trained would be lost
             self.offer_drafter()
-        spot = self._begin_spot(step) if trains else None
+        spot = self._begin_spot(step, requests) if trains else None
         learning = self._begin_learning(groups, requests)
         lending = LendingWork(self._supervisor, self._forecast.lends)
         works = [work for work in (learning, spot, lending) if work is not None]
@@ -300,7 +301,7 @@ class WorkerGroup:
         self._forecast.speeds.forget(worker)
 
     def _begin_learning(
-        self, groups: Groups | None, requests: Sequence[Request]
+        self, groups: GroupStream | None, requests: Sequence[Request]
     ) -> LearningWork | None:
         """Return the learning from finished groups, if groups can be learned from by themselves."""
         if groups is None or self._pool.size == 1 or not self._settings.learns_ahead:
@@ -313,11 +314,11 @@ class WorkerGroup:
         lends = self._borrows and self._shares
         return {each: self._pool.host_of(each) for each in self._supervisor.present if lends}
 
-    def _begin_spot(self, step: int) -> DrafterWork | None:
+    def _begin_spot(self, step: int, requests: Sequence[Request]) -> DrafterWork | None:
         """Begin to collect texts, if there is a drafter that gradients train."""
         if self._publisher is None or self._publisher.sums is not None:
             return None
-        return DrafterWork(self._supervisor, self._publisher, step=step, log=self._log)
+        return DrafterWork(self._supervisor, self._publisher, requests, step=step, log=self._log)
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return the length of each group in earlier epochs, if it is known."""

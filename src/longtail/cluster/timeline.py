@@ -1,4 +1,4 @@
-"""The timeline of a step: the states of each worker as spans, its metrics, and its file.
+"""The timeline of a step: the states of each worker as spans, and its metrics.
 
     worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot      a learning ahead
     worker 1   GGGGGGGG . aaaassslll . LLL          . idle         l lending   L learning
@@ -7,29 +7,13 @@
 A phase is a maximal interval in which a worker generates; a step with an evaluation has several.
 Idle utilization is the share of other work in the time that workers do not generate in phases.
 Stop latency (st) is the time with a worker in SPOT and none generating: the step waits for it.
-
-`TraceFile` appends each step to trace.json, for Perfetto: an array of Chrome's trace events without
-its closing bracket, which the format allows.
-
-    [
-    {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "worker 1", "step": 1}},
-    {"name": "spot", "ph": "X", "ts": 2e6, "dur": 5e5, "pid": 0, "tid": 1, "args": {"step": 1}},
-    {"name": "drafter v3 published", "ph": "i", "s": "t", "ts": 2.2e6, "pid": 0, "tid": 1,
-     "args": {"step": 1}},
 """
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 from longtail.cluster.workers.states import Span, State
-from longtail.errors import AGAIN, CheckpointError
-from longtail.system.files import write_atomically
-
-TRACE_FILE = "trace.json"
-_BEGIN = "[\n"
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
@@ -122,91 +106,3 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
 
 def _length(intervals: Iterable[Interval]) -> float:
     return sum((end - begin for begin, end in intervals), 0.0)
-
-
-@final
-class TraceFile:
-    """The trace of a run, on disk after each step; opened after `last_step`, the checkpoint's.
-
-    The clock starts anew in each process, but the trace continues: the first step of a resumed run
-    begins where the trace ended. Events of later steps, and a torn line, are removed first.
-    """
-
-    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
-        self._path = path
-        kept = [] if last_step is None or not path.exists() else _events_until(path, last_step)
-        self._named = {each["tid"] for each in kept if each["ph"] == "M"}
-        ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
-        self._end_s = max(ends, default=0.0) / 1e6
-        self._offset_s: float | None = None
-        """Seconds from this process's clock to the trace's."""
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, _BEGIN + "".join(map(_line, kept)))
-            self._file = path.open("ab", buffering=0)
-        except OSError as error:
-            raise self._unwritten(error.strerror) from error
-
-    def append(self, step: int, timeline: Timeline) -> None:
-        """Write the events of one step. Raises CheckpointError when the disk refuses."""
-        if self._offset_s is None:
-            self._offset_s = self._end_s - timeline.begin_s
-        lines = "".join(map(_line, self._events(step, timeline, self._offset_s))).encode()
-        try:
-            written = self._file.write(lines)
-        except OSError as error:
-            raise self._unwritten(error.strerror) from error
-        if written != len(lines):
-            raise self._unwritten("the disk is full")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _events(self, step: int, timeline: Timeline, offset_s: float) -> Iterator[dict[str, Any]]:
-        """Yield the names of new workers, and the events of a step."""
-        args: dict[str, Any] = {"step": step}
-        for worker in timeline.workers:
-            if worker not in self._named:
-                self._named.add(worker)
-                yield _event("thread_name", worker, {"name": f"worker {worker}", **args}, ph="M")
-        for span in timeline.spans:
-            begin, end = (_microseconds(at + offset_s) for at in (span.begin_s, span.end_s))
-            name, dur = span.state.value, round(end - begin, 3)
-            yield _event(name, span.worker, args, ph="X", ts=begin, dur=dur)
-        for mark in timeline.marks:
-            at = _microseconds(mark.at_s + offset_s)
-            yield _event(mark.name, mark.worker, args, ph="i", s="t", ts=at)
-
-    def _unwritten(self, reason: str | None) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {reason}; free some space, then {AGAIN}")
-
-
-def _event(name: str, worker: int, args: Mapping[str, Any], **kind: Any) -> dict[str, Any]:
-    return {"name": name, **kind, "pid": 0, "tid": worker, "args": args}
-
-
-def event_of(line: bytes) -> dict[str, Any]:
-    """Return the event of a line; {} for the bracket, and for a torn or damaged line."""
-    try:
-        event = json.loads(line[:-2]) if line.endswith(b"},\n") else {}
-        times = () if event["ph"] == "M" else (event["ts"], event.get("dur", 0.0))
-        numbers = (event["args"]["step"], event["tid"], *times)
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return {}
-    is_event = all(isinstance(each, int | float) and abs(each) < 1e18 for each in numbers)
-    return event if is_event else {}
-
-
-def _events_until(path: Path, last_step: int) -> list[dict[str, Any]]:
-    events = map(event_of, path.read_bytes().splitlines(keepends=True))
-    return [each for each in events if each and each["args"]["step"] <= last_step]
-
-
-def _line(event: Mapping[str, Any]) -> str:
-    return f"{json.dumps(event)},\n"
-
-
-def _microseconds(seconds: float) -> float:
-    """Convert to microseconds, rounded to nanoseconds."""
-    return round(1e6 * seconds, 3)

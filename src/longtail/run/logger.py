@@ -3,7 +3,7 @@
 speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker; its oldest lines are
 dropped beyond `run.speculation_mb`. drafts.jsonl has the drafted characters of each text, bounded
 alike; rollouts.jsonl does not, because the same texts may be drafted otherwise.
-trace.json (`cluster.timeline`) has the states of the workers, drafter.jsonl the decisions about a
+trace.json (`run.trace`) has the states of the workers, drafter.jsonl the decisions about a
 drafter in training.
 
 Every line is written once, in order of steps; a resumed run first drops the lines after its
@@ -15,13 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from longtail.cluster.timeline import TRACE_FILE, Timeline, TraceFile
+from longtail.cluster.timeline import Timeline
 from longtail.cluster.work.publisher import Decision
 from longtail.config.rl import RunConfig
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING, LoggedRollout
 from longtail.run.metrics import JsonLines, MetricLog
 from longtail.run.step_metrics import StepRecord, rollout_row
+from longtail.run.trace import TRACE_FILE, TraceFile
 
 ROLLOUTS, DRAFTS, DECISIONS = "rollouts.jsonl", "drafts.jsonl", "drafter.jsonl"
 

@@ -8,6 +8,7 @@ Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 import contextlib
 import errno
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -22,7 +23,8 @@ from longtail.system.files import json_line
 from longtail.system.machine import import_extra
 
 Number = int | float
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_BEGINS = re.compile(rb'\{"step": (\d+)[,}]')
+_ENDS = re.compile(rb'"step": (\d+)\}\},\n$')
 
 
 @final
@@ -65,11 +67,17 @@ class JsonLines:
     """
 
     def __init__(
-        self, path: Path, *, last_step: int | None = None, most_bytes: Number = math.inf
+        self,
+        path: Path,
+        *,
+        last_step: int | None = None,
+        most_bytes: Number = math.inf,
+        head: bytes = b"",
     ) -> None:
         """Open for lines after `last_step`, the checkpoint's; None starts a new file.
 
-        A file that exceeds `most_bytes` loses its oldest lines, down to half of that size.
+        A file that exceeds `most_bytes` loses its oldest lines, down to half of that size. `head`
+        is its first line.
         """
         self._path, self._most_bytes = path, most_bytes
         with self._named_errors():
@@ -78,8 +86,11 @@ class JsonLines:
                 path.unlink(missing_ok=True)
             elif path.exists():
                 with path.open("rb") as old:
-                    _replace(path, (line for line in old if _step_of(line) <= last_step))
+                    kept = (line for line in old if _is_until(last_step, line))
+                    _replace(path, itertools.chain([head], kept))
             self._file = path.open("ab", buffering=0)
+            if not self._file.tell():
+                self.append(head)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line; numbers that are not finite become null.
@@ -88,12 +99,15 @@ class JsonLines:
         """
         plain = {"step": step, **_finite(metrics)}
         # a lone surrogate is escaped
-        line = json_line(plain).encode(errors="backslashreplace") + b"\n"
+        self.append(json_line(plain).encode(errors="backslashreplace") + b"\n")
+
+    def append(self, lines: bytes) -> None:
+        """Write lines. Raises CheckpointError if the write fails."""
         with self._named_errors():
-            if self._file.write(line) != len(line):
+            if self._file.write(lines) != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._file.tell() > max(self._most_bytes, len(line)):
-                self._keep_newest(max(int(self._most_bytes / 2), len(line)))
+            if self._file.tell() > max(self._most_bytes, len(lines)):
+                self._keep_newest(max(int(self._most_bytes / 2), len(lines)))
 
     def _keep_newest(self, num_bytes: int) -> None:
         """Keep the newest lines that fit into `num_bytes`."""
@@ -190,10 +204,16 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
     temporary.replace(path)
 
 
-def _step_of(line: bytes) -> Number:
-    """Return the step of a line; infinity for a torn line."""
-    found = _STEP.match(line) if line.endswith(b"\n") else None
-    return math.inf if found is None else int(found[1])
+def _is_until(last_step: int, line: bytes) -> bool:
+    """Return whether a line is of a step up to `last_step`, and whole."""
+    step = step_of_line(line)
+    return step is not None and step <= last_step and line.endswith(b"\n")
+
+
+def step_of_line(line: bytes) -> int | None:
+    """Return the step of a row, which begins with it, or of a trace event, which ends with it."""
+    found = _BEGINS.match(line) or _ENDS.search(line, max(len(line) - 40, 0))
+    return None if found is None else int(found[1])
 
 
 def _finite(value: Any) -> Any:

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import final
 
 import torch
 
@@ -36,28 +35,20 @@ def set_threads(threads: int) -> int:
     return count
 
 
-@final
-class Threads:
-    """The compute threads of a context: `count`, or a multiple of it."""
-
-    def __init__(self, count: int) -> None:
-        self._count, self._factor = count, 1
-
-    def use(self, factor: int) -> None:
-        """Compute on `factor` times the threads from now on, one for each core at most."""
-        if factor != self._factor:
-            self._factor = factor
-            most = max(machine.usable_cores(), self._count)
-            torch.set_num_threads(min(self._count * factor, most))
+def use_threads(count: int, factor: int) -> None:
+    """Compute on `factor` times `count` threads from now on, one for each core at most."""
+    wanted = min(count * factor, max(machine.usable_cores(), count))
+    if wanted != torch.get_num_threads():
+        torch.set_num_threads(wanted)
 
 
 @contextlib.contextmanager
-def compute_threads(count: int) -> Iterator[Threads]:
+def compute_threads(count: int) -> Iterator[None]:
     """Compute on `count` threads inside the context."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        yield Threads(count)
+        yield
     finally:
         torch.set_num_threads(before)
 

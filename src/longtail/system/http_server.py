@@ -2,16 +2,11 @@
 
 import asyncio
 import socket
-import threading
-import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from longtail.errors import UnavailableError
 from longtail.system.interrupt import Interruption
 
 HttpServer = uvicorn.Server
@@ -50,23 +45,3 @@ async def serve_until_stopped(
         await asyncio.sleep(_POLL_S)
     await on_stop()
     await serving
-
-
-@contextmanager
-def running_in_thread(
-    http: HttpServer, serving: Coroutine[Any, Any, None], *, daemon: bool = False
-) -> Iterator[None]:
-    """Run `serving` in a thread while the context is open. Raises UnavailableError if it ends."""
-    thread = threading.Thread(
-        target=asyncio.run, args=(serving,), name="longtail-http", daemon=daemon
-    )
-    thread.start()
-    while not http.started:
-        if not thread.is_alive():
-            raise UnavailableError("the server did not start")
-        time.sleep(_POLL_S)
-    try:
-        yield
-    finally:
-        http.should_exit = True
-        thread.join()

@@ -14,7 +14,7 @@ from longtail.errors import ConfigError
 from longtail.system.files import process_of
 from longtail.view import steps
 from longtail.view.series import FILE as METRICS
-from longtail.view.series import MOST_BYTES, MetricSeries, open_regular, read_step, short
+from longtail.view.series import MOST_BYTES, MetricSeries, read_step, short
 
 Row = dict[str, Any]
 
@@ -152,7 +152,7 @@ def _stamp(path: Path) -> str:
 def _text(path: Path) -> str:
     """Return a small file; empty if it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             return file.read(MOST_BYTES).decode()
     except OSError:
         return ""

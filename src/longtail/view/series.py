@@ -8,31 +8,16 @@ move while the run grows.
 import json
 import math
 import os
-import re
-import stat
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
+from longtail.run.metrics import step_of_line
+
 MOST_BYTES = 32 * 2**20
 """Longest line, and most bytes of the lines of one step."""
-_BEGINS = re.compile(rb'\{"step": (\d+)[,}]')
-_ENDS = re.compile(rb'"step": (\d+)\}\},\n$')
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it; raises OSError for a device or a pipe, which may have no end."""
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NONBLOCK)  # a pipe without a writer is opened at once
-
-    file = open(path, "rb", opener=opener)  # noqa: SIM115 - returned
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{path} is no regular file")
-    return file
 
 
 def whole_lines(file: BinaryIO) -> Iterator[bytes]:
@@ -45,11 +30,11 @@ def read_step(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the rows or events of one step; [] if the file has none or cannot be read."""
     found: list[bytes] = []
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             file.seek(_first_offset(file, step))
             num_bytes = 0
             for line in whole_lines(file):
-                own = _step_of(line)
+                own = step_of_line(line)
                 num_bytes += len(line)
                 if (own is not None and own > step) or num_bytes > MOST_BYTES:
                     break
@@ -58,12 +43,6 @@ def read_step(path: Path, step: int) -> list[dict[str, Any]]:
     except OSError:
         return []
     return [json.loads(line.rstrip(b",\n")) for line in found]
-
-
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a row, which begins with it, or of a trace event, which ends with it."""
-    found = _BEGINS.match(line) or _ENDS.search(line, max(len(line) - 40, 0))
-    return None if found is None else int(found[1])
 
 
 def _first_offset(file: BinaryIO, step: int) -> int:
@@ -78,7 +57,7 @@ def _first_offset(file: BinaryIO, step: int) -> int:
         file.seek(max(middle - 1, 0))
         if middle:
             file.readline(MOST_BYTES)  # the rest of the line before
-        own = _step_of(file.readline(MOST_BYTES))
+        own = step_of_line(file.readline(MOST_BYTES))
         if own is not None and own < step:
             low = file.tell()
         else:
@@ -136,7 +115,7 @@ class MetricSeries:
     def update(self) -> None:
         """Read the lines appended since the last call, or all of a file that was replaced."""
         try:
-            with open_regular(self._path) as file:
+            with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._offset:
                     self._clear(status.st_ino)

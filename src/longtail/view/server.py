@@ -3,10 +3,9 @@
 import asyncio
 import hmac
 import json
-import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from threading import Event
 from typing import Any, final
 from urllib.parse import parse_qs
@@ -20,12 +19,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from longtail.system.addresses import bind, is_loopback_header, url
-from longtail.system.http_server import (
-    HttpServer,
-    make_http_server,
-    running_in_thread,
-    serve_until_stopped,
-)
+from longtail.system.http_server import make_http_server, serve_until_stopped
 from longtail.system.interrupt import Interruption
 from longtail.view.report import STATIC
 from longtail.view.run_files import RunFiles
@@ -41,7 +35,9 @@ def serve(runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) 
     """Serve the page until a signal arrives."""
     stopping = Event()
     with bind(host, port) as sock:
-        http = _http_server(runs, token, stopping)
+        app = make_app(runs, token=token, stopping=stopping)
+        http = make_http_server(app, flush_s=_FLUSH_S)
+        end_streams = partial(asyncio.to_thread, stopping.set)
         sock.listen()  # browsers may connect as soon as the next line is printed
         names = ", ".join(each.name for each in runs)
         query = "" if token is None else "/?token=TOKEN"
@@ -49,34 +45,8 @@ def serve(runs: Sequence[RunFiles], *, host: str, port: int, token: str | None) 
         with Interruption() as interruption:
             print(f"viewing {names} at {url(host, sock)}{query}", flush=True)
             print("press Ctrl-C to stop", file=sys.stderr, flush=True)
-            asyncio.run(_serve(http, sock, stopping, interruption))
+            asyncio.run(serve_until_stopped(http, sock, interruption, end_streams))
     return 0
-
-
-@contextmanager
-def running(runs: Sequence[RunFiles], *, token: str | None = None) -> Iterator[str]:
-    """Serve the page in a thread, on a free port of this machine, and yield its URL."""
-    stopping = Event()
-    with bind("127.0.0.1", 0) as sock:
-        http = _http_server(runs, token, stopping)
-        with running_in_thread(http, _serve(http, sock, stopping, None), daemon=True):
-            yield url("127.0.0.1", sock)
-
-
-def _http_server(runs: Sequence[RunFiles], token: str | None, stopping: Event) -> HttpServer:
-    app = make_app(runs, token=token, stopping=stopping)
-    return make_http_server(app, flush_s=_FLUSH_S)
-
-
-async def _serve(
-    http: HttpServer, sock: socket.socket, stopping: Event, interruption: Interruption | None
-) -> None:
-    """Serve until a signal arrives or `http.should_exit` is set; then end the open streams."""
-
-    async def end_streams() -> None:
-        stopping.set()
-
-    await serve_until_stopped(http, sock, interruption, end_streams)
 
 
 def make_app(runs: Sequence[RunFiles], *, token: str | None, stopping: Event) -> ASGIApp:

@@ -152,8 +152,9 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
     group = begun(pool)
     group.rollout(1, requests(100, 10, 50))
     supervisor = group._supervisor
-    work = DrafterWork(supervisor, group._publisher, step=2, log=pool.log_lines.append)
-    work.add_completions((asked := requests(100, first=7)), group.rollout(2, asked).completions)
+    asked = requests(100, first=7)
+    work = DrafterWork(supervisor, group._publisher, asked, step=2, log=pool.log_lines.append)
+    work.add_completions(group.rollout(2, asked).completions)
 
     cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
     assert work.rate(1, cheap) > 0.0 > work.rate(1, dear)

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.cluster.workers.states import State, WorkerStates
-from longtail.errors import ClusterError
 
 WORKERS = 3
 ARROWS = (
@@ -25,19 +24,6 @@ def ticking(start: float = 0.0) -> Callable[[], float]:
     return map(float, count(int(start))).__next__
 
 
-def test_a_refused_change_names_worker_states_reason_and_alternatives() -> None:
-    worker_states = WorkerStates(8, ticking())
-    worker_states.move(7, State.IDLE)
-    worker_states.move(7, State.SPOT)
-    with pytest.raises(
-        ClusterError,
-        match=r"worker 7 cannot go from SPOT to LEARNING; SPOT leads to IDLE, DEAD",
-    ):
-        worker_states.move(7, State.LEARNING)
-    with pytest.raises(KeyError):
-        worker_states.move(8, State.IDLE)
-
-
 @given(st.lists(moves, min_size=1, max_size=4))
 def test_spans_of_any_moves_follow_the_diagram_and_cover_the_time_of_each_worker_once(
     steps: list[list[tuple[int, State]]],
@@ -49,7 +35,7 @@ def test_spans_of_any_moves_follow_the_diagram_and_cover_the_time_of_each_worker
             if f"{worker_states.state(worker).name}>{state.name}" in ARROWS:
                 worker_states.move(worker, state)
             else:
-                with pytest.raises(ClusterError):
+                with pytest.raises(AssertionError):
                     worker_states.move(worker, state)
         before_s = end_s
         begin_s, end_s, spans = worker_states.drain()

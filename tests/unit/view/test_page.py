@@ -15,7 +15,7 @@ import pytest
 from longtail.view import report
 from longtail.view.report import write_report
 from longtail.view.run_files import open_runs
-from longtail.view.server import running
+from support.http_threads import viewing
 from support.synthetic_run import append_steps, metrics_row, rollout_rows, speculation_row
 
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -82,7 +82,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Page]]:
 
 
 def served(runs: Sequence[Path]) -> AbstractContextManager[str]:
-    return running(open_runs([str(run) for run in runs]))
+    return viewing(open_runs([str(run) for run in runs]))
 
 
 @pytest.fixture

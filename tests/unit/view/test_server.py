@@ -14,7 +14,8 @@ import pytest
 from longtail.errors import ConfigError
 from longtail.view import command
 from longtail.view.run_files import open_runs
-from longtail.view.server import COOKIE, POLICY, running
+from longtail.view.server import COOKIE, POLICY
+from support.http_threads import viewing
 from support.synthetic_run import append_steps
 
 TOKEN = "a-token-of-enough-characters"
@@ -29,7 +30,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(directory: Path) -> Iterator[httpx.Client]:
-    with running(open_runs([str(directory)])) as url, httpx.Client(base_url=url) as opened:
+    with viewing(open_runs([str(directory)])) as url, httpx.Client(base_url=url) as opened:
         yield opened
 
 
@@ -70,7 +71,7 @@ def test_other_names_of_this_machine_are_refused_without_a_token(client: httpx.C
 
 def test_a_token_is_needed_once_and_then_kept_in_a_cookie(directory: Path) -> None:
     runs = open_runs([str(directory)])
-    with running(runs, token=TOKEN) as url, httpx.Client(base_url=url) as guarded:
+    with viewing(runs, token=TOKEN) as url, httpx.Client(base_url=url) as guarded:
         for path in ("/", "/api/runs", "/static/page.js", "/events", "/?token=no", "/?token=%ff"):
             assert guarded.get(path).status_code == 401
         moved = guarded.get("/", params={"token": TOKEN})

@@ -169,11 +169,6 @@ class Text:
     left: float
     """Expected number of tokens that are not written yet."""
 
-    @property
-    def num_known(self) -> int:
-        """Tokens that another worker would have to read, the prompt included."""
-        return len(self.request.prompt_tokens) + self.written
-
 
 @final
 class Lengths:
@@ -316,7 +311,7 @@ class RolloutForecast:
 
         A token of a long chunk costs no more than one of a further request.
         """
-        begun = [each.num_known for each in texts if each.written]
+        begun = [len(each.request.prompt_tokens) + each.written for each in texts if each.written]
         return self.times.seconds(float(sum(begun))) / self.speeds.of(worker) if begun else 0.0
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:

@@ -7,7 +7,7 @@ Nothing waits for it, and no failure of it ends a run: a replica that cannot be 
 and its worker trains no more in this rollout.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 from longtail.cluster.records import Forecast
@@ -34,18 +34,18 @@ class DrafterWork(IdleWork):
         self,
         supervisor: WorkerSupervisor,
         publisher: Publisher,
+        requests: Iterable[Request],
         *,
         step: int,
         log: Callable[[str], None],
     ) -> None:
         self._supervisor, self._publisher = supervisor, publisher
+        self._requests = {each.request_id: each for each in requests}
         self._step, self._log = step, log
         self._sent: dict[int, int] = {}
         """Number of additions to the buffer that each worker has."""
         self.replicas: dict[int, Replica] = {}
         """Newest replica of each worker that trained."""
-        self._num_finished: dict[int, int] = {}
-        """Number of finished texts collected from each generating worker's shard."""
         self._failed: set[int] = set()
         """Workers whose training has failed."""
         self._began_s = self._polled_s = supervisor.now()
@@ -56,17 +56,11 @@ class DrafterWork(IdleWork):
 
     # ---- texts
 
-    def begin_shard(self, worker: int) -> None:
-        """Record that a worker begins to generate a shard."""
-        self._num_finished[worker] = 0
-
-    def add_completions(
-        self, requests: Sequence[Request], completions: Sequence[Completion]
-    ) -> None:
-        """Add the texts of a shard."""
-        by_id = {request.request_id: request for request in requests}
+    def add_completions(self, completions: Iterable[Completion]) -> None:
+        """Add finished texts."""
         self._publisher.buffer.add(
-            TextSnapshot.of(by_id[each.request_id], each, self._step) for each in completions
+            TextSnapshot.of(self._requests[each.request_id], each, self._step)
+            for each in completions
         )
 
     def send_texts(self, worker: int) -> None:
@@ -138,9 +132,7 @@ class DrafterWork(IdleWork):
         ask_each = self._supervisor.ask_each
         for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
             self._publisher.record(version)
-        unread = {worker: (self._step, self._num_finished[worker]) for worker in generating}
-        for worker, texts in ask_each(Worker.texts, unread).items():
-            self._num_finished[worker] += sum(text.is_finished for text in texts)
+        for texts in ask_each(Worker.texts, dict.fromkeys(generating, (self._step,))).values():
             self._publisher.buffer.add(texts)
         for worker in training:
             self.send_texts(worker)

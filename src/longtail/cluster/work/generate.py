@@ -21,8 +21,7 @@ from longtail.types import Completion, Request
 class Generation:
     """The texts of one rollout; `on_texts` takes them as they are finished.
 
-    `takes_early`: not only at the end of their shards. `learns`: shards come with the sums over
-    their texts, if such are kept.
+    `learns`: shards come with the sums over their texts, if such are kept.
     """
 
     def __init__(
@@ -31,11 +30,9 @@ class Generation:
         shards: Iterable[Sequence[Request]],
         on_texts: Callable[[Sequence[Completion]], None],
         *,
-        takes_early: bool,
         learns: bool,
     ) -> None:
-        self._supervisor, self._on_texts = supervisor, on_texts
-        self._takes_early, self._learns = takes_early, learns
+        self._supervisor, self._on_texts, self._learns = supervisor, on_texts, learns
         self.waiting = [list(shard) for shard in shards]
         """Shards without a worker."""
         self.held: dict[int, dict[str, Request]] = {}
@@ -57,8 +54,8 @@ class Generation:
         self._num_known[worker] = 0
         self._supervisor.start(worker, Worker.generate, shard, self._learns, self._begun_of(shard))
 
-    def on_ended(self, ended: TaskResult[Any]) -> tuple[ShardResult, list[Request]] | None:
-        """Record the end of a worker's task; return the result of a shard, with its requests.
+    def on_ended(self, ended: TaskResult[Any]) -> ShardResult | None:
+        """Record the end of a worker's task; return the result of a shard.
 
         None if it was no shard, or if that is generated again. Of a lost worker even the finished
         texts are written again: the sums over them are gone with it. Generators are never stopped;
@@ -68,25 +65,24 @@ class Generation:
             return None
         self._take_released(ended.worker)
         self.moves = {n: move for n, move in self.moves.items() if move[0] != ended.worker}
-        held, found = self.held.pop(ended.worker), None
+        held = self.held.pop(ended.worker)
+        shard: ShardResult | None = None
         if not ended.is_lost and not isinstance(ended.error, Stopped):
-            shard: ShardResult = ended.value()
+            shard = ended.value()
             self.done.append(ended)
             self._take(shard.completions)
-            found = shard, [held[each.request_id] for each in shard.completions]
             held = {name: held[name] for name in held.keys() - self.completions.keys()}
         if held:
             self.waiting.append(sorted(held.values(), key=lambda each: each.request_id))
-        return found
+        return shard
 
     def poll(self, running: Mapping[int, Progress]) -> None:
         """Take the finished texts and the released requests of workers that answer."""
-        if self._takes_early:
-            known = {worker: self._num_known[worker] for worker in running}
-            more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
-            for worker, found in self._supervisor.ask_each(Worker.completed, more).items():
-                self._num_known[worker] += len(found)
-                self._take(found)
+        known = self._num_known
+        more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
+        for worker, found in self._supervisor.ask_each(Worker.completed, more).items():
+            known[worker] += len(found)
+            self._take(found)
         for worker in {source for source, _ in self.moves.values()} & running.keys():
             self._take_released(worker)
 

@@ -7,29 +7,19 @@ changes. When the last text is written all workers learn from what is left, one 
 time. What a lost worker had added is learned from again by another one: nothing is counted twice.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Protocol, final, runtime_checkable
+from collections.abc import Callable, Collection
+from typing import Any, final
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.work.work import IdleWork
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
-from longtail.types import Completion, MicroBatch, SamplingParams
+from longtail.rl.streaming import GroupStream
+from longtail.types import MicroBatch, SamplingParams
 
 _FADE = 0.8
 """Weight of the seconds known before beside those of the newest micro-batch."""
-
-
-@runtime_checkable
-class Groups(Protocol):
-    """A maker of micro-batches of groups: `rl.streaming.GroupStream`."""
-
-    def add(self, completions: Iterable[Completion]) -> None:
-        """Add finished texts."""
-
-    def micro_batches(self) -> Sequence[MicroBatch]:
-        """Return the micro-batches that are ready since the last call."""
 
 
 @final
@@ -44,7 +34,7 @@ class LearningWork(IdleWork):
     def __init__(
         self,
         supervisor: WorkerSupervisor,
-        groups: Groups,
+        groups: GroupStream,
         token_s: float,
         sampling: SamplingParams,
         log: Callable[[str], None],

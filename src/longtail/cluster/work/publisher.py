@@ -128,12 +128,6 @@ class Publisher:
             known["drafter/expected_accept_length"] = self.accept_len
         return known
 
-    def publish(self, weights: DrafterWeights, accept_len: float | None) -> None:
-        """Continue from a published drafter."""
-        self.published, self.accept_len = weights, accept_len
-        self._last = max(self._last, weights.version)
-        self._forget_offers()
-
     def begin_rollout(self) -> None:
         """Forget or fade measurements of another policy."""
         self.gain.begin_rollout()
@@ -293,5 +287,7 @@ class Publisher:
         self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
         known = numbers.get("num_tokens", 0)
         weights = DrafterWeights(version=numbers["version"], tensors=tensors, num_tokens=known)
-        self.publish(weights, numbers.get("accept_len"))
+        self.published, self.accept_len = weights, numbers.get("accept_len")
+        self._last = max(self._last, weights.version)
+        self._forget_offers()
         return weights

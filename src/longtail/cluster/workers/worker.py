@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeVar, final
+from typing import TypeVar, final
 
 from torch import Tensor
 
@@ -33,7 +33,7 @@ from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
 from longtail.system import memory
-from longtail.system.device import compute_threads
+from longtail.system.device import compute_threads, use_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
 
 T = TypeVar("T")
@@ -44,13 +44,6 @@ _MOST_TEXT = 1000
 
 class Stopped(Exception):  # noqa: N818 - not an error: `Worker.stop` asks for it
     """The task was stopped before it was done."""
-
-
-class _Shard(NamedTuple):
-    """The shard being generated; replaced as a whole at its end, since another thread reads it."""
-
-    requests: dict[str, Request]
-    finished: list[Completion]
 
 
 @final
@@ -68,7 +61,8 @@ class Worker:
         self._asked_back = deque[str]()
         self._released = deque[Completion]()
         self._candidate: Replica | None = None
-        self._shard = _Shard({}, [])
+        self._finished: list[Completion] = []
+        """Completions of the shard that is being generated."""
         self._progress = Progress()
         self._beats = 0
         self.on_step: Callable[[Progress], None] | None = None
@@ -100,24 +94,25 @@ class Worker:
         self._lenders = 0
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
-        self._shard = _Shard({request.request_id: request for request in requests}, [])
+        num_threads = self._components.rollout_threads
+        names, self._finished = {each.request_id for each in requests}, []
         self._progress = Progress(beats=self._beats)
 
         def on_step(step: StepReport) -> None:
             meter.add(step)
             log.add(step)
             accepted.add(step)
-            step.raise_failure(self._shard.requests)
+            step.raise_failure(names)
             self._on_step(step)
             self._release()
             for request, beginning in _taken(self._added):
-                self._shard.requests[request.request_id] = request
+                names.add(request.request_id)
                 generator.submit(request, beginning)
             self._take_offer()
-            threads.use(1 + self._lenders)
+            use_threads(num_threads, 1 + self._lenders)
 
         try:
-            with compute_threads(self._components.rollout_threads) as threads:
+            with compute_threads(num_threads):
                 self._take_offer()
                 generator.generate(requests, on_step, begun)
                 while generator.num_unfinished:  # what was added
@@ -127,7 +122,7 @@ class Worker:
                 texts.take()  # the next rollout begins with none
             raise
         finally:  # later messages are about another rollout
-            completions, self._shard = self._shard.finished, _Shard({}, [])
+            completions, self._finished = self._finished, []
             for name, _, _ in generator.unfinished():
                 generator.abort(name)
         return ShardResult(
@@ -285,22 +280,18 @@ class Worker:
         learner = self._components.learner
         return PolicyState(weights=learner.learned(), learner=learner.state())
 
-    def texts(self, step: int, first: int = 0) -> list[TextSnapshot]:
-        """Copy the texts of the present shard: all unfinished, and finished ones from `first`."""
-        shard = self._shard
-        done = list(shard.finished)[first:]
-        texts = [TextSnapshot.of(shard.requests[each.request_id], each, step) for each in done]
-        texts += [
+    def texts(self, step: int) -> list[TextSnapshot]:
+        """Copy the unfinished texts of the present shard."""
+        return [
             TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
             )
             for name, tokens, prompt_len in self._components.generator.unfinished()
         ]
-        return texts
 
     def completed(self, first: int) -> list[Completion]:
         """Copy the completions of the present shard from `first` on, in order of their ends."""
-        return list(self._shard.finished)[first:]
+        return list(self._finished)[first:]
 
     def lengths(self) -> list[tuple[str, int]]:
         """Return (id, generated tokens) of each unfinished request, in order of submission.
@@ -353,7 +344,7 @@ class Worker:
 
     def _on_step(self, step: StepReport) -> None:
         self._beats += 1
-        finished, before = self._shard.finished, self._progress
+        finished, before = self._finished, self._progress
         finished.extend(step.finished)
         self._progress = Progress(
             beats=self._beats,

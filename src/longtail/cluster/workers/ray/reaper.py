@@ -7,6 +7,7 @@ of that Ray do (`instance`), and FOLDER is removed. Ray's own helpers would noti
 owner after a minute.
 """
 
+import glob
 import os
 import shutil
 import signal
@@ -33,16 +34,11 @@ def end_processes(folder: str) -> None:
 
 
 def _writes(pid: int, folder: str) -> bool:
-    with suppress(OSError):  # it has ended, or is another user's
-        files = f"/proc/{pid}/fd"
-        return any(_is_written(f"{files}/{name}", folder) for name in os.listdir(files))
-    return False
-
-
-def _is_written(file: str, folder: str) -> bool:
-    with suppress(OSError):  # it is closed
-        is_inside = os.readlink(file).startswith(f"{folder}/")
-        return is_inside and bool(os.lstat(file).st_mode & stat.S_IWUSR)
+    for file in glob.iglob(f"/proc/{pid}/fd/*"):  # none of a process that has ended
+        with suppress(OSError):  # it is closed
+            is_written = os.lstat(file).st_mode & stat.S_IWUSR
+            if is_written and os.readlink(file).startswith(f"{folder}/"):
+                return True
     return False
 
 

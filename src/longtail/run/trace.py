@@ -1,0 +1,73 @@
+"""trace.json: the states of the workers for Perfetto, with the events of each step.
+
+It is an array of Chrome's trace events without its closing bracket, which the format allows.
+
+    [
+    {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "worker 1", "step": 1}},
+    {"name": "spot", "ph": "X", "ts": 2e6, "dur": 5e5, "pid": 0, "tid": 1, "args": {"step": 1}},
+    {"name": "drafter v3 published", "ph": "i", "s": "t", "ts": 2.2e6, "pid": 0, "tid": 1,
+     "args": {"step": 1}},
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, final
+
+from longtail.cluster.timeline import Timeline
+from longtail.run.metrics import JsonLines
+
+TRACE_FILE = "trace.json"
+
+
+@final
+class TraceFile:
+    """The trace of a run, on disk after each step; opened after `last_step`, the checkpoint's.
+
+    The clock starts anew in each process, but the trace continues: the first step of a resumed run
+    begins where the trace ended.
+    """
+
+    def __init__(self, path: Path, *, last_step: int | None = None) -> None:
+        self._file = JsonLines(path, last_step=last_step, head=b"[\n")
+        kept = [json.loads(line[:-1]) for line in path.read_bytes().splitlines()[1:]]
+        self._named = {each["tid"] for each in kept if each["ph"] == "M"}
+        ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
+        self._end_s = max(ends, default=0.0) / 1e6
+        self._offset_s: float | None = None
+        """Seconds from this process's clock to the trace's."""
+
+    def append(self, step: int, timeline: Timeline) -> None:
+        """Write the events of one step. Raises CheckpointError when the disk refuses."""
+        if self._offset_s is None:
+            self._offset_s = self._end_s - timeline.begin_s
+        events = self._events(step, timeline, self._offset_s)
+        self._file.append("".join(f"{json.dumps(each)},\n" for each in events).encode())
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _events(self, step: int, timeline: Timeline, offset_s: float) -> Iterator[dict[str, Any]]:
+        """Yield the names of new workers, and the events of a step."""
+        args: dict[str, Any] = {"step": step}
+        for worker in timeline.workers:
+            if worker not in self._named:
+                self._named.add(worker)
+                yield _event("thread_name", worker, {"name": f"worker {worker}", **args}, ph="M")
+        for span in timeline.spans:
+            begin, end = (_microseconds(at + offset_s) for at in (span.begin_s, span.end_s))
+            name, dur = span.state.value, round(end - begin, 3)
+            yield _event(name, span.worker, args, ph="X", ts=begin, dur=dur)
+        for mark in timeline.marks:
+            at = _microseconds(mark.at_s + offset_s)
+            yield _event(mark.name, mark.worker, args, ph="i", s="t", ts=at)
+
+
+def _event(name: str, worker: int, args: Mapping[str, Any], **kind: Any) -> dict[str, Any]:
+    return {"name": name, **kind, "pid": 0, "tid": worker, "args": args}
+
+
+def _microseconds(seconds: float) -> float:
+    """Convert to microseconds, rounded to nanoseconds."""
+    return round(1e6 * seconds, 3)
