@@ -187,15 +187,13 @@ class Speculator:
         step = self._step = self._planner.plan(scheduled, spare_tokens)
         if not step.requests or step.plan.strategy is None:
             return scheduled
-        depth, missed = step.plan.strategy.depth, len(self.queue) > 1
+        missed = len(self.queue) > 1
         began_s = self._clock.read()
         self._send_observations()
         if missed:  # the cost of a pause, and not of the drafts
             began_s, first_s = self._clock.read(), began_s
             step = replace(step, catch_up_s=began_s - first_s)
-        with self.timer.noise:
-            sampler.prepare([each.active for each in scheduled if each.draws], depth)
-        heard = sampler.for_drafts(step.requests, depth) if self.speculation.coupled else None
+        heard = sampler.for_drafts(step.requests) if self.speculation.coupled else None
         self._step = self._planner.propose(step, heard, began_s)
         drafts = self._planner.select(self._step, try_grow)
         return [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.kv_cache import KVCache
-from longtail.engine.step.sampler import make_sampler
+from longtail.engine.step.sampler import Sampler
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Drafter, Taps
 
@@ -34,7 +34,7 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, kv: KVCache) -> None:
         self._model, self._kv = model, kv
-        self.sampler = make_sampler(model)
+        self.sampler = Sampler(model)
 
     @torch.inference_mode()
     def run(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> RunnerOutput:
@@ -112,17 +112,17 @@ class StepTimer:
         schedule | draft | flatten | run | feedback, accept | append | record
                    draft                   draft                       draft
 
-    Time of `noise` and `tuner` is part of the time of `draft`, and reported separately.
+    Time of `tuner` is part of the time of `draft`, and reported separately.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.draft, self.noise, self.tuner = Stopwatch(), Stopwatch(), Stopwatch()
+        self.draft, self.tuner = Stopwatch(), Stopwatch()
         self._drafters = drafters
         self._started = self._forward_before = 0.0
 
     def start(self) -> None:
         """Begin a step."""
-        self.draft.seconds = self.noise.seconds = self.tuner.seconds = 0.0
+        self.draft.seconds = self.tuner.seconds = 0.0
         self._forward_before = sum(drafter.forward_s for drafter in self._drafters)
         self._started = time.perf_counter()
 
@@ -130,12 +130,12 @@ class StepTimer:
         """Return the seconds of the step, given those that the model runner measured."""
         step_s = time.perf_counter() - self._started
         forwards_s = sum((each.forward_s for each in self._drafters), 0.0) - self._forward_before
-        noise_s, tuner_s = self.noise.seconds, self.tuner.seconds
+        tuner_s = self.tuner.seconds
         return {
             "step_s": step_s,
             "forward_s": forward_s,
-            "sample_s": sample_s + noise_s,
-            "draft_s": self.draft.seconds - noise_s - tuner_s if self._drafters else 0.0,
+            "sample_s": sample_s,
+            "draft_s": self.draft.seconds - tuner_s if self._drafters else 0.0,
             "draft_forward_s": forwards_s,
             "tuner_s": tuner_s,
         }
