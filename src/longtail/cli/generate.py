@@ -6,14 +6,12 @@ Completions go to standard output, speed and acceptance to standard error.
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from longtail.api import Engine, PromptInput, TextStream
 from longtail.cli.options import GenerateOptions
-from longtail.engine.report import Acceptance, AcceptLength
+from longtail.engine.report import RolloutMeter, RolloutReport
 from longtail.engine.text import Piece
 from longtail.errors import ConfigError, RequestError
-from longtail.generator import StepReport
 from longtail.system.device import set_threads
 from longtail.system.files import json_line
 from longtail.types import Completion, SamplingParams
@@ -39,28 +37,15 @@ def run(args: GenerateOptions) -> int:
         stop=tuple(args.stop),
     )
     prompt = _prompt(engine, args)
-    meter = _Meter()
+    meter = RolloutMeter()
     if args.n == 1 and not args.json:
         stream = engine.stream(prompt, params, seed=args.seed, on_step=meter.add)
         completions = [_print_stream(stream, colour=args.show_drafts)]
     else:
         completions = engine.generate([prompt], params, n=args.n, seed=args.seed, on_step=meter.add)
         _print(completions, as_json=args.json)
-    _summarize(completions, meter.seconds, meter.acceptance.overall)
+    _summarize(completions, meter.report())
     return 0
-
-
-@dataclass
-class _Meter:
-    """Seconds and acceptance of engine steps, without the reading of weights."""
-
-    seconds: float = 0.0
-    acceptance: Acceptance = field(default_factory=Acceptance)
-
-    def add(self, step: StepReport) -> None:
-        """Add a step."""
-        self.seconds += step.step_s
-        self.acceptance.add(step.verified)
 
 
 def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
@@ -108,10 +93,10 @@ def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
         print(json_line(row) if as_json else text)
 
 
-def _summarize(completions: Sequence[Completion], seconds: float, accepted: AcceptLength) -> None:
-    tokens = sum(len(completion.tokens) for completion in completions)
+def _summarize(completions: Sequence[Completion], report: RolloutReport) -> None:
+    tokens, seconds = sum(len(each.tokens) for each in completions), report.seconds
     reasons = Counter(completion.finish_reason.value for completion in completions)
     endings = ", ".join(f"{reason} x{count}" for reason, count in sorted(reasons.items()))
     speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"
-    drafts = f"; accept length {accepted.mean:.2f}" if accepted.num_verified else ""
+    drafts = f"; accept length {report.accept_length:.2f}" if report.num_verified else ""
     print(f"{speed}; finished by {endings}{drafts}", file=sys.stderr)
