@@ -38,7 +38,7 @@ from longtail.run.checkpoint import CONFIG_FILE
 from longtail.run.drafter_store import run_drafters
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import set_threads, to_stderr
+from longtail.system.device import set_threads
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
@@ -86,7 +86,7 @@ def _measurements(
         )
         plain = complete(target, prompts, sampling, None)[0]
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
-            drafter = open_drafter(args.drafter, target, _log)
+            drafter = open_drafter(args.drafter, target)
             speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
             done, drafts = complete(target, prompts, sampling, speculation)
             different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
@@ -138,7 +138,7 @@ def open_target(args: argparse.Namespace) -> Target:
     args.target = args.target or default_target(args.drafter)
     directory = model_directory(args.target, field="--target")
     target = open_model(args.target, directory, load_tokenizer(directory), args.dtype)
-    open_drafter(args.drafter, target, to_stderr)
+    open_drafter(args.drafter, target)
     return target
 
 

@@ -217,7 +217,7 @@ def assemble(
     if checkpoint is None and init is not None:  # checked before the target generates texts
         source = load_target(device)
         dtype = _working(source.model)
-        given = read_drafter(init, source, console.log, dtype, field="drafter.init")
+        given = read_drafter(init, source, dtype, field="drafter.init")
         if given is None:
             raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source
