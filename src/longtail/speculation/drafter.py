@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.sampling import entry_noise, gumbel_noise
+from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import SamplingParams
@@ -177,6 +178,12 @@ class Statistics(Protocol):
 class Drafter(abc.ABC):
     """Proposes drafts; owns its state of the requests in progress."""
 
+    forward_s = 0.0
+    """Seconds of the drafter's own forward passes so far."""
+
+    def __init__(self) -> None:
+        self.curve = ConfidenceCurve()
+
     @property
     @abc.abstractmethod
     def taps(self) -> Taps:
@@ -206,9 +213,10 @@ class Drafter(abc.ABC):
     ) -> None:
         """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
 
-    @abc.abstractmethod
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         """Learn from the results of the last or the next-to-last `propose`."""
+        for tree, found in zip(trees, accepted, strict=True):
+            self.curve.learn(tree, found)
 
     @abc.abstractmethod
     def forget(self, request_id: str) -> None:
@@ -223,11 +231,6 @@ class Drafter(abc.ABC):
         """Follow the target's weights, which changed in place; no request is in progress."""
 
     @property
-    @abc.abstractmethod
-    def forward_s(self) -> float:
-        """Seconds of the drafter's own forward passes so far."""
-
-    @property
-    @abc.abstractmethod
     def calibration_error(self) -> float:
         """Expected calibration error of node confidences so far."""
+        return self.curve.calibration_error()
