@@ -21,7 +21,7 @@ from longtail.engine.batch import (
     complete,
     flatten,
 )
-from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
+from longtail.engine.kv_cache import KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.scheduler import Scheduler
@@ -188,13 +188,13 @@ class RolloutEngine(ActiveRequests):
 
         Requests without a draft take part: KV may have been reserved for a draft that was empty.
         """
-        paths: list[KeptPath] = []
+        paths: dict[str, tuple[int, Sequence[int]]] = {}
         for each in scheduled:
             active, name = each.active, each.active.request_id
             active.num_computed += each.num_tokens
             if name in accepted:
                 path = accepted[name].path
-                paths.append(KeptPath(request_id=name, num_tokens=active.num_computed, path=path))
+                paths[name] = active.num_computed, path
                 active.num_computed += len(path)
         self._kv.keep(paths)
 

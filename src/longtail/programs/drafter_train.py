@@ -66,11 +66,6 @@ class Components(steps.Components):
     """Measurement after the last update; None if there is none."""
 
     @property
-    def steps(self) -> int:
-        """Number of updates made."""
-        return self.trainer.steps
-
-    @property
     def total_steps(self) -> int:
         """Number of updates after which training ends; sums need one pass over the texts."""
         return self.batches.per_epoch if self._is_sum else self.config.train.steps
