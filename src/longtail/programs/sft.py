@@ -61,14 +61,7 @@ class Components(steps.Components):
 
     def step(self) -> dict[str, float]:
         """Make one update and return its metrics."""
-        report = self.trainer.step(self.batches.take())
-        return {
-            "train/loss": report.loss,
-            "train/entropy": report.entropy,
-            "train/grad_norm": report.grad_norm,
-            "train/learning_rate": report.learning_rate,
-            "train/tokens": report.num_tokens,
-        }
+        return self.trainer.step(self.batches.take())
 
     def measure(self) -> dict[str, float]:
         """Measure the loss on held-out examples."""

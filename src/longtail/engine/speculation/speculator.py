@@ -11,7 +11,7 @@ decoding changes no KV and recomputes nothing.
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import TypedDict, final
 
 from jaxtyping import Float
 from torch import Tensor
@@ -81,18 +81,16 @@ class Speculation:
         return self.guarded or self.tuner.needs_costs
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationRecord:
+class SpeculationRecord(TypedDict, total=False):
     """Speculation's part of a step report."""
 
-    verified: tuple[Verified, ...] = ()
-    switch: Switch | None = None
-    speculates: bool = True
+    verified: tuple[Verified, ...]
+    switch: Switch | None
+    speculates: bool
 
 
 _STEPS_READ = 8
 """Steps that a state observer reads at once, since each call has its cost."""
-_EMPTY_RECORD = SpeculationRecord(speculates=False)
 
 
 @final
@@ -113,7 +111,7 @@ class NoSpeculation:
 
     def record(self, *_: object) -> SpeculationRecord:
         """Return an empty record."""
-        return _EMPTY_RECORD
+        return {}
 
     def apply_feedback(self) -> None:
         """Do nothing: no drafter learns, and none remembers a request."""
@@ -215,7 +213,7 @@ class Speculator:
         accepted: Mapping[str, Accepted],
         features: Float[Tensor, "tokens features"] | None,
     ) -> SpeculationRecord:
-        """Keep the step's observations and feedback.
+        """Keep the step's observations and feedback; return its part of the step's report.
 
         `features` are of all flat tokens of the step; the requests hold the new tokens already.
         """
@@ -230,10 +228,11 @@ class Speculator:
             self._written.add(Computed(scheduled, ends, accepted, picked))
             if len(self._written) == _STEPS_READ:
                 self._read_written()
-        return SpeculationRecord(
-            verified=self._planner.record(self._step, scheduled, accepted),
-            switch=self._planner.take_switch(),
-        )
+        return {
+            "verified": self._planner.record(self._step, scheduled, accepted),
+            "switch": self._planner.take_switch(),
+            "speculates": True,
+        }
 
     def _read_written(self) -> None:
         for batch in self._written.take(with_done=True):
