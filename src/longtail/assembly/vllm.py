@@ -128,7 +128,7 @@ def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDraf
         load_parameters(new.layer, tensors)
         new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
         made = rounded(new.as_eagle(), dtype)
-        return to_tensors(made.eagle, target.model, made.draft_ids, made.head, dtype)
+        return to_tensors(made, target.model, dtype)
 
     return VllmDrafter(
         method=_METHODS[made.eagle.config.recipe],
