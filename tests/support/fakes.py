@@ -1,7 +1,7 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
