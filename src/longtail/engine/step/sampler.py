@@ -44,5 +44,5 @@ class Sampler:
             params += [request.sampling] * len(offsets)
         if self._draws is not None:
             return self._draws.draw_rows(logits, keys, positions, params)
-        noise = gumbel_noise(*torch.tensor([keys, positions]), self._vocab_size)
-        return draw_rows(logits, noise, params)
+        row_keys, places = torch.tensor([keys, positions])
+        return draw_rows(logits, gumbel_noise(row_keys, places, self._vocab_size), params)
