@@ -23,13 +23,13 @@ from longtail.engine.batch import (
 from longtail.engine.kv_cache import KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
+from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
     Speculation,
     Speculator,
 )
-from longtail.engine.step.runner import ModelRunner
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport

@@ -16,8 +16,7 @@ import torch
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv_cache import make_kv
 from longtail.engine.request import ActiveRequest, EngineLimits
-from longtail.engine.step.runner import ModelRunner
-from longtail.engine.step.sampler import Sampler
+from longtail.engine.runner import ModelRunner, Sampler
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import NO_TAPS, Drafter, Observed
 from longtail.speculation.strategy import Strategy

@@ -12,7 +12,7 @@ from typing import final
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.runner import StepClock, StepTimer
+from longtail.engine.runner import StepClock, StepTimer
 from longtail.generator import Switch, Verified
 from longtail.speculation.drafter import Drafter, Noise
 from longtail.speculation.tree import Accepted, DraftTree, cut_depth, follow

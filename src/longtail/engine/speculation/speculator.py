@@ -18,11 +18,10 @@ from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
+from longtail.engine.runner import Sampler, StepClock, StepTimer
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
-from longtail.engine.step.runner import StepClock, StepTimer
-from longtail.engine.step.sampler import Sampler
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
