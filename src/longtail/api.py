@@ -191,9 +191,9 @@ def load_drafter(
 
     Example: load_drafter("runs/quickstart", "runs/quickstart").layer.config
     """
-    path = model_directory(model, field="model")
+    path = model_directory(model, log, field="model")
     target = open_model(model, path, read_tokenizer(path))
-    loaded = read_drafter(name, target, log, dtype, field="name")
+    loaded = read_drafter(name, target, dtype, field="name")
     if loaded is None:
         raise ConfigError(f"name = {name!r}: this drafter has no weights of its own to load")
     return loaded

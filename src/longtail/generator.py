@@ -81,7 +81,7 @@ class StepReport:
     forward_s: float
     """Seconds of decoder and LM head."""
     sample_s: float
-    """Seconds of noise, also for drafts, and of draws."""
+    """Seconds of draws, with their noise."""
     emitted: tuple[Emitted, ...]
     finished: tuple[Completion, ...]
     failed: tuple[Failed, ...] = ()

@@ -291,8 +291,8 @@ class Trainer:
 
     def _evaluate(self) -> dict[str, float]:
         """Return the metrics of a held-out evaluation of the present policy."""
-        metrics, logged = self._evaluator.evaluate(self._state.step)
-        self._logger.log(logged)
+        metrics, lines = self._evaluator.evaluate(self._state.step)
+        self._logger.log(self._state.step + 1, lines)
         return metrics
 
     def _checkpoint(self) -> None:

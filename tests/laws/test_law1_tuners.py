@@ -19,8 +19,8 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
+from longtail.engine.runner import StepClock
 from longtail.engine.speculation.speculator import Speculation
-from longtail.engine.step.runner import StepClock
 from longtail.generator import StepReport
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable

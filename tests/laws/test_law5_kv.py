@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.kv_cache import KeptPath
 from longtail.engine.request import ActiveRequest, EngineLimits
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import Speculation
@@ -104,8 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             nodes = [next(self.count) for _ in range(size)]
             self.kv.write(name, nodes)
             path = sorted(rng.sample(range(1, size + 1), rng.randint(0, size)))
-            kept = KeptPath(request_id=name, num_tokens=active.num_computed, path=tuple(path))
-            self.kv.keep([kept])
+            self.kv.keep({name: (active.num_computed, path)})
             active.num_computed += len(path)
             drawn = [nodes[node - 1] for node in path]
         if draws:

@@ -13,7 +13,7 @@ from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import Accepted, DraftTree, depths
 from longtail.types import SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, make_layer, observe, text
+from support.eagle_requests import PROMPT_LEN, features_of, keyed_noise, make_layer, observe, text
 from support.tiny_models import tiny_model
 from support.worked import confidences, reach_probabilities
 
@@ -77,7 +77,7 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
     if reduced and recipe == "eagle1":
         pytest.skip("a reduced vocabulary is of others")
     fast, slow = (drafter_of(recipe, reduced=reduced) for _ in range(2))
-    noise = KeyedNoise(LENGTHS, 128) if coupled else None
+    noise = keyed_noise(LENGTHS, 128) if coupled else None
     for shape in (CHAIN, SIBLINGS):
         drafted = fast.propose(asked(), shape, noise)
         assert_same_drafts(drafted, slow.grow(asked(), shape, noise))
@@ -95,7 +95,7 @@ def test_the_native_round_drafts_what_growing_level_by_level_drafts(recipe, redu
 )
 def test_both_leave_out_what_is_not_worth_it(shape, worth):
     fast, slow = (drafter_of("eagle3") for _ in range(2))
-    noise, strategy = KeyedNoise(LENGTHS, 128), replace(shape, thresholds=worth)
+    noise, strategy = keyed_noise(LENGTHS, 128), replace(shape, thresholds=worth)
     drafted = fast.propose(asked(), strategy, noise)
     assert_same_drafts(drafted, slow.grow(asked(), strategy, noise))
     everything = fast.propose(asked(), replace(shape, size=10), noise)
@@ -114,7 +114,7 @@ def test_both_leave_out_what_is_not_worth_it(shape, worth):
 def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong():
     """A learned curve need not rise with the margin: here what leads is always wrong."""
     fast, slow = (drafter_of("eagle1") for _ in range(2))
-    noise = KeyedNoise(LENGTHS, 128)
+    noise = keyed_noise(LENGTHS, 128)
     for drafter in (fast, slow):
         for _ in range(20):
             trees = drafter.propose(asked(), SIBLINGS, noise)
@@ -135,9 +135,9 @@ def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recip
         replace(shape, thresholds=DraftThresholds(expand=0.3)),
         drafter_of(recipe, dtype),
     )
-    together = drafter.propose(asked(), strategy, KeyedNoise(LENGTHS, 128))
+    together = drafter.propose(asked(), strategy, keyed_noise(LENGTHS, 128))
     alone = [
-        drafter.propose([each], strategy, KeyedNoise([len(each.tokens)], 128))[0]
+        drafter.propose([each], strategy, keyed_noise([len(each.tokens)], 128))[0]
         for each in asked()
     ]
     assert together == alone  # to the last bit of every margin

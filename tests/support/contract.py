@@ -141,7 +141,7 @@ def law_1_drafts_change_no_text(opening: Open) -> None:
 def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
     """Every generator writes the texts of longtail's engine from equal weights and keys."""
     target = toy_target()
-    own = open_own(plan("none"), LIMITS, [], target, target.model, lambda line: None)[0]
+    own = open_own(plan("none"), LIMITS, [], target, target.model)[0]
     with opening(DRAFTERS[0]) as (generator, _):
         assert texts(generator.generate(requests())) == texts(own.generate(requests()))
 
@@ -149,7 +149,7 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
 def elsewhere(_: Open) -> AbstractContextManager[Opened]:
     """Open the generator in which texts begin: longtail's engine, where others have its noise."""
     target = toy_target()
-    return nullcontext(open_own(plan("none"), LIMITS, [], target, target.model, print))
+    return nullcontext(open_own(plan("none"), LIMITS, [], target, target.model))
 
 
 def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:

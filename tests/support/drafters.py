@@ -103,6 +103,7 @@ class WatchfulDrafter(Drafter):
     """
 
     def __init__(self, taps: Taps = NO_TAPS, *, informed: bool = True) -> None:
+        super().__init__()
         self._taps, self._informed = taps, informed
         self.memories: dict[str, Memory] = {}
         self.gone: list[tuple[str, Memory]] = []
@@ -190,16 +191,6 @@ class WatchfulDrafter(Drafter):
         """Count the call; no request may be in progress."""
         assert not self.memories
         self.num_refreshes += 1
-
-    @property
-    def forward_s(self) -> float:
-        """It has no forward pass."""
-        return 0.0
-
-    @property
-    def calibration_error(self) -> float:
-        """It claims nothing."""
-        return 0.0
 
 
 def _are_cut_from(trees: Sequence[DraftTree], proposed: Sequence[DraftTree]) -> bool:

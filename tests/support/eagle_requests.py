@@ -1,17 +1,14 @@
 """Requests for an EAGLE drafter whose layer and target are random and small."""
 
 from collections.abc import Sequence
-from typing import final
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.architecture import DraftLayer
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.model.transformer import Transformer
-from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Drafter, Noise, Observed
 from support.engine_requests import features_of as packed_features
 
@@ -19,19 +16,9 @@ KEY, WINDOW = 12345, 5
 PROMPT_LEN = 3
 
 
-@final
-class KeyedNoise(Noise):
-    """Noise of requests with texts of these lengths and one key."""
-
-    def __init__(self, lengths: Sequence[int], vocab_size: int) -> None:
-        super().__init__([KEY] * len(lengths), lengths)
-        self._lengths, self._vocab_size = torch.tensor(lengths), vocab_size
-
-    def at_depth(
-        self, depth: int, entries: Int[Tensor, "entries"] | None = None
-    ) -> Float[Tensor, "requests entries"]:
-        keys = torch.full_like(self._lengths, KEY)
-        return gumbel_noise(keys, self._lengths + depth - 1, self._vocab_size, entries)
+def keyed_noise(lengths: Sequence[int], vocab_size: int) -> Noise:
+    """Return the noise of requests with texts of these lengths and one key."""
+    return Noise([KEY] * len(lengths), lengths, vocab_size)
 
 
 def make_layer(model: Transformer, recipe: str, window: int = WINDOW) -> DraftLayer:

@@ -1,7 +1,7 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import final
 
@@ -11,7 +11,7 @@ from jaxtyping import Float, config
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
-from longtail.engine.kv_cache import KeptPath, KVCache, KVUsage
+from longtail.engine.kv_cache import KVCache, KVUsage
 from longtail.engine.text import Decode
 from longtail.model.attention import Attention, PackedAttention
 from longtail.model.transformer import ModelConfig, Transformer
@@ -155,14 +155,14 @@ class LedgerKV(KVCache):
         self.room[target_id] = num_tokens
         self.held[target_id] = self.held.pop(source_id)[:num_tokens]
 
-    def keep(self, paths: Sequence[KeptPath]) -> None:
+    def keep(self, paths: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Note which nodes became text; nothing is promised beyond them any more."""
-        for kept in paths:
-            held = self.held[kept.request_id]
-            assert list(kept.path) == sorted(set(kept.path)), "a path goes down"
-            nodes = [held[kept.num_tokens + node - 1] for node in kept.path]
-            self.held[kept.request_id] = held[: kept.num_tokens] + nodes
-            self.room[kept.request_id] = kept.num_tokens + len(nodes)
+        for request_id, (num_tokens, path) in paths.items():
+            held = self.held[request_id]
+            assert list(path) == sorted(set(path)), "a path goes down"
+            nodes = [held[num_tokens + node - 1] for node in path]
+            self.held[request_id] = held[:num_tokens] + nodes
+            self.room[request_id] = num_tokens + len(nodes)
         self._kv.keep(paths)
 
     def release(self, request_id: str) -> None:

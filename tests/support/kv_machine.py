@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from longtail.engine.batch import FlatBatch, Scheduled
-from longtail.engine.kv_cache import KeptPath, KVCache
+from longtail.engine.kv_cache import KVCache
 from longtail.engine.request import ActiveRequest
 from longtail.speculation.tree import EMPTY, DraftTree, depths
 from longtail.types import Request
@@ -158,14 +158,14 @@ class CacheMachine(RuleBasedStateMachine):
         if not counts:
             return
         self.compute(counts, window, drafts=drafts)
-        paths = []
+        paths = {}
         for name, draft in drafts.items():
             node, path = rng.randint(0, draft.size), []
             while node:
                 path.insert(0, node)
                 node = draft.parents[node - 1]
             text = self.held[name]
-            paths.append(KeptPath(request_id=name, num_tokens=len(text), path=tuple(path)))
+            paths[name] = len(text), path
             text += [draft.tokens[node - 1] for node in path]
             self.blocks[name] = blocks(len(text))
         self.kv.keep(paths)

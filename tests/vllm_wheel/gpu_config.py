@@ -68,7 +68,7 @@ def main(directory: str, *words: str) -> None:
     names = [own.speculation.drafter] if own.speculation.drafter != "none" else []
     limits = EngineLimits(max_running=64, max_step_tokens=2048, max_len=2048)
     try:
-        open_vllm(plan_run(own, path), limits, names, files, load_model(path), print)
+        open_vllm(plan_run(own, path), limits, names, files, load_model(path))
     except Found as error:
         config = error.args[0]
     drafts = config.speculative_config

@@ -41,7 +41,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )  # fmt: skip
     target = open_target(asked)
     prompts = find_prompts(asked, target)
-    eagle3 = read_drafter(str(toy.DRAFTERS["eagle3"]), target, print, torch.float32)
+    eagle3 = read_drafter(str(toy.DRAFTERS["eagle3"]), target, torch.float32)
     assert eagle3 is not None
     worse = eagle3.copied()
     worse.layer.initialize(torch.Generator().manual_seed(0))
@@ -70,7 +70,7 @@ def _ridge(prompts: Sequence[tuple[int, ...]], asked: Namespace) -> LoadedDrafte
     ]
     trainer = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.model.config)), target.model)
     trainer.step(list(pack_texts(texts, 1024)))
-    eagle = read_drafter(str(toy.DRAFTERS["eagle1"]), target, print, torch.float32)
+    eagle = read_drafter(str(toy.DRAFTERS["eagle1"]), target, torch.float32)
     assert eagle is not None
     return replace(eagle, layer=trainer.layer, draft_ids=None)
 

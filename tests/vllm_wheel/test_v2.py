@@ -26,7 +26,7 @@ SCENES = (("stock",), ("eagle3", "learned"))
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("v2")
     target = toy_target()
-    loaded = read_drafter(str(toy.DRAFTERS["eagle3"]), target, print, target.model.dtype)
+    loaded = read_drafter(str(toy.DRAFTERS["eagle3"]), target, target.model.dtype)
     assert loaded is not None
     loaded.layer.fold()
     write_layout(root / "eagle3", loaded, load_model(toy.REASONER))

@@ -79,9 +79,9 @@ class LearnedDrafter:
     """States that the generator kept."""
 
 
-def open_drafter(name: str, target: Target, log: Callable[[str], None]) -> Drafter:
+def open_drafter(name: str, target: Target) -> Drafter:
     """Return the drafter `name`; ConfigError if it does not fit the target."""
-    loaded = read_drafter(name, target, log, target.model.dtype)
+    loaded = read_drafter(name, target, target.model.dtype)
     if loaded is None:
         return WEIGHTLESS[name]()
     return make_drafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head)
@@ -90,11 +90,10 @@ def open_drafter(name: str, target: Target, log: Callable[[str], None]) -> Draft
 def read_drafter(
     name: str,
     target: Target,
-    log: Callable[[str], None],
     dtype: torch.dtype | None,
     *,
     field: str = "speculation.drafter",
-) -> checkpoint.LoadedDrafter | None:
+) -> LoadedDrafter | None:
     """Read a drafter of any layout, in `dtype` or its stored type; None for one without weights.
 
     Raises ConfigError, which names the setting `field`, for other names.
@@ -138,22 +137,18 @@ def _unknown(name: str, field: str) -> ConfigError:
     )
 
 
-def open_trainable(
-    names: Sequence[str], target: Target, log: Callable[[str], None]
-) -> checkpoint.LoadedDrafter | None:
+def open_trainable(names: Sequence[str], target: Target) -> LoadedDrafter | None:
     """Read the first drafter that has weights, in float32; None if none has."""
     for name in names:
-        loaded = read_drafter(name, target, log, torch.float32)
+        loaded = read_drafter(name, target, torch.float32)
         if loaded is not None:
             return loaded
     return None
 
 
-def open_drafters(
-    names: Sequence[str], target: Target, log: Callable[[str], None]
-) -> tuple[Drafter, ...]:
+def open_drafters(names: Sequence[str], target: Target) -> tuple[Drafter, ...]:
     """Return the drafters of these single names. Raises ConfigError like `open_drafter`."""
-    return tuple(open_drafter(name, target, log) for name in names)
+    return tuple(open_drafter(name, target) for name in names)
 
 
 def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:

@@ -46,22 +46,16 @@ def open_model(
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
 
 
-def open_engine(
-    target: Target, limits: EngineLimits, drafter: str, log: Callable[[str], None] = to_stderr
-) -> RolloutEngine:
+def open_engine(target: Target, limits: EngineLimits, drafter: str) -> RolloutEngine:
     """Return an engine that drafts where that is faster; see `assembly.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    speculation = open_speculation(drafter, target, log)
-    if speculation is not None:
-        engine.speculate(speculation)
+    engine.speculate(open_speculation(drafter, target))
     return engine
 
 
-def open_speculation(
-    drafter: str, target: Target, log: Callable[[str], None] = to_stderr
-) -> Speculation | None:
+def open_speculation(drafter: str, target: Target) -> Speculation | None:
     """Return speculation with the named drafters; None for the name "none"."""
-    drafters = open_drafters(drafter_names(drafter, target.name, learns=False), target, log)
+    drafters = open_drafters(drafter_names(drafter, target.name, learns=False), target)
     return Speculation(drafters=drafters, tuner=BudgetTuner()) if drafters else None
 
 

@@ -10,7 +10,7 @@ generate, in the learner's precision, and no second copy is held.
 """
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import INITIAL
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import DTYPES
+from longtail.system.device import DTYPES, to_stderr
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
@@ -57,7 +57,6 @@ def open_vllm(
     names: Sequence[str],
     files: ModelFiles,
     policy: Policy,
-    log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Start vLLM with the drafter among the names; return both, the drafter if it has weights.
 
@@ -68,9 +67,9 @@ def open_vllm(
     name = _one_of(names, config, has_drafters=target is not None)
     loaded = None
     if target is not None and name is not None and name != FRESH:
-        loaded = open_trainable([name], target, log)
+        loaded = open_trainable([name], target)
     if len(names) > 1 and config.speculation.drafter != AUTO:
-        log(f"vLLM drafts with one drafter, which is {name}")
+        to_stderr(f"vLLM drafts with one drafter, which is {name}")
     settings: dict[str, Any] = {"drafts": "coupled" if config.speculation.coupled else "match"}
     drafter, learned = None, None
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
@@ -129,7 +128,7 @@ def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDraf
         load_parameters(new.layer, tensors)
         new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
         made = rounded(new.as_eagle(), dtype)
-        return to_tensors(made.eagle, target.model, made.draft_ids, made.head, dtype)
+        return to_tensors(made, target.model, dtype)
 
     return VllmDrafter(
         method=_METHODS[made.eagle.config.recipe],

@@ -50,7 +50,6 @@ from longtail.system.device import (
     rollout_threads,
     set_threads,
     threads_each,
-    to_stderr,
 )
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
@@ -81,7 +80,7 @@ def build_components(
     names = [str(place.local(Path(name))) for name in drafters]
     open_generator = open_vllm if plan.on_vllm else open_own
     files = ModelFiles(tokenizer=tokenizer, directory=directory, name=config.model.path)
-    generator, learned = open_generator(plan, limits, names, files, policy, to_stderr)
+    generator, learned = open_generator(plan, limits, names, files, policy)
     return WorkerComponents(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
@@ -106,24 +105,21 @@ def open_own(
     names: Sequence[str],
     files: ModelFiles,
     _policy: Policy,
-    log: Callable[[str], None],
 ) -> tuple[Generator, LearnedDrafter | None]:
     """Open longtail's engine, with a model of its own in the precision of rollouts."""
     config = plan.config
     model = load_model(files.directory, DTYPES[config.rollout.dtype])
     target = target_of(files, model)
-    speculation = _speculation(config, open_drafters(names, target, log))
+    speculation = _speculation(config, open_drafters(names, target))
     first = speculation and without_fresh(speculation, names)
     engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)
-    learned = None if speculation is None else open_learned(names, target, speculation, log)
+    learned = None if speculation is None else open_learned(names, target, speculation)
     return engine, learned
 
 
-def open_learned(
-    names: Sequence[str], target: Target, full: Speculation, log: Callable[[str], None]
-) -> LearnedDrafter | None:
+def open_learned(names: Sequence[str], target: Target, full: Speculation) -> LearnedDrafter | None:
     """Open the drafter that learns; None if none of `names` can."""
-    if (loaded := open_trainable(names, target, log)) is None:
+    if (loaded := open_trainable(names, target)) is None:
         return None
     return LearnedDrafter(loaded=loaded, target=target, texts=full.texts, features=full.features)
 

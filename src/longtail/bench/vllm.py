@@ -116,7 +116,7 @@ def measure(
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         spec = _spec(subject, options) | {"arguments": dict(config.rollout.vllm or {})}
         if drafter is not None:
-            spec |= _export(drafter, subject, options, Path(place) / "drafter", log)
+            spec |= _export(drafter, subject, options, Path(place) / "drafter")
         engines = {}
         for rule in rules:
             log(f"starting vLLM: {rule}")
@@ -137,11 +137,11 @@ def measure(
 
 
 def _export(
-    drafter: str, subject: Subject, options: VllmBenchOptions, place: Path, log: Log
+    drafter: str, subject: Subject, options: VllmBenchOptions, place: Path
 ) -> dict[str, Any]:
     """Write the drafter as vLLM reads it; return its part of the job of the engines."""
     target = subject.target
-    loaded = read_drafter(drafter, target, log, torch.float32)
+    loaded = read_drafter(drafter, target, torch.float32)
     if loaded is None:
         raise ConfigError(f"speculation.drafter = {drafter!r}: it has no weights to export")
     loaded = loaded.as_eagle()

@@ -94,8 +94,7 @@ def _print(completions: Sequence[Completion], *, as_json: bool) -> None:
 
 
 def _summarize(completions: Sequence[Completion], report: RolloutReport) -> None:
-    seconds = report.seconds
-    tokens = sum(len(completion.tokens) for completion in completions)
+    tokens, seconds = sum(len(each.tokens) for each in completions), report.seconds
     reasons = Counter(completion.finish_reason.value for completion in completions)
     endings = ", ".join(f"{reason} x{count}" for reason, count in sorted(reasons.items()))
     speed = f"{tokens} tokens in {seconds:.2f} s, {tokens / max(seconds, 1e-9):.1f} tokens/s"

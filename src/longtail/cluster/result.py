@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from longtail.cluster.records import ShardResult
 from longtail.cluster.workers.pool import TaskResult
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
-from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
+from longtail.engine.rollout_log import RolloutSeries
 from longtail.types import Completion
 
 
@@ -34,10 +35,10 @@ class RolloutResult:
         """Sum of the reports of all shards."""
         return merge_reports([shard.value().report for shard in self.shards], self.seconds)
 
-    def logged(self, step: int, kind: str) -> list[LoggedRollout]:
-        """Return the speculation decisions of each shard, in the order of `shards`."""
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of each shard's speculation, in the order of `shards`."""
         return [
-            LoggedRollout(step=step, series=series, kind=kind, worker=shard.worker)
+            series.line(kind, shard.worker)
             for shard in self.shards
             if (series := shard.value().series) is not None
         ]

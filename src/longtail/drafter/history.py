@@ -31,10 +31,10 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.speculation.confidence import EDGES, ConfidenceCurve
+from longtail.speculation.confidence import EDGES
 from longtail.speculation.drafter import NO_TAPS, Draftable, Drafter, Noise, Observed, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import Accepted, DraftTree
+from longtail.speculation.tree import DraftTree
 
 _LENGTHS = (1, 2, 3, 4, 6, 8)
 """Context lengths, in tokens. A child's longest known one is at most one entry longer."""
@@ -147,11 +147,11 @@ class SuffixDrafter(Drafter):
     """
 
     def __init__(self, max_tokens: int) -> None:
+        super().__init__()
         self._max_tokens = max_tokens
         self._running: dict[str, _Pool] = {}
         self.num_tokens = 0
         """Number of tokens in all pools, prompts included."""
-        self.curve = ConfidenceCurve()
 
     @abc.abstractmethod
     def _find(self, tokens: Sequence[int], prompt_len: int) -> _Pool:
@@ -266,11 +266,6 @@ class SuffixDrafter(Drafter):
                 self.num_tokens += end - first
         self._make_room()
 
-    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Update the confidence curve."""
-        for tree, found in zip(trees, accepted, strict=True):
-            self.curve.learn(tree, found)
-
     def forget(self, request_id: str) -> None:
         """Mark the request as no longer in progress; its text stays."""
         pool = self._running.pop(request_id, None)
@@ -282,16 +277,6 @@ class SuffixDrafter(Drafter):
         """Mark all requests as no longer in progress; their texts stay."""
         for request_id in list(self._running):
             self.forget(request_id)
-
-    @property
-    def forward_s(self) -> float:
-        """Zero; there is no forward pass."""
-        return 0.0
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of node confidences so far."""
-        return self.curve.calibration_error()
 
     def _pool(self, request_id: str, tokens: Sequence[int], prompt_len: int) -> _Pool:
         """Return the request's pool."""

@@ -9,7 +9,7 @@ draws     x | x  x  x  x |       x       the last pending token of a request, an
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int
@@ -18,7 +18,6 @@ from torch import Tensor
 from longtail.engine.request import ActiveRequest
 from longtail.engine.text import Decode, ends_in_stop, final_text
 from longtail.errors import NonFiniteError
-from longtail.generator import Emitted, Failed
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, accept, depths
 from longtail.types import Completion, FinishReason
 
@@ -74,15 +73,6 @@ def flatten(scheduled: Sequence[Scheduled]) -> FlatBatch:
         scheduled=scheduled,
         drawing=None if every else torch.tensor(drawing, dtype=torch.int64),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutputs:
-    """Tokens and requests that leave the engine in one step."""
-
-    emitted: list[Emitted] = field(default_factory=list)
-    finished: list[Completion] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
 
 
 def accept_drafts(

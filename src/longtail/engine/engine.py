@@ -15,22 +15,21 @@ from torch import Tensor
 
 from longtail.engine.batch import (
     Scheduled,
-    StepOutputs,
     accept_drafts,
     append_tokens,
     complete,
     flatten,
 )
-from longtail.engine.kv_cache import KeptPath, KVUsage, make_kv
+from longtail.engine.kv_cache import KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
+from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import (
     NoSpeculation,
     Speculation,
     Speculator,
 )
-from longtail.engine.step.runner import ModelRunner
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport
@@ -161,19 +160,17 @@ class RolloutEngine(ActiveRequests):
             speculator.apply_feedback()
             accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
             self._commit(scheduled, accepted)
-        outputs = self._append(sampled, accepted, logprobs)
+        emitted, finished, failed = self._append(sampled, accepted, logprobs)
         with timer.draft:
             record = speculator.record(scheduled, accepted, out.features)
             self._on_idle()
         return StepReport(
             num_tokens=len(batch.tokens),
             num_running=len(scheduled),
-            emitted=tuple(outputs.emitted),
-            finished=tuple(outputs.finished),
-            failed=tuple(outputs.failed),
-            verified=record.verified,
-            speculates=record.speculates,
-            switch=record.switch,
+            emitted=tuple(emitted),
+            finished=tuple(finished),
+            failed=tuple(failed),
+            **record,
             **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
         )
 
@@ -188,13 +185,13 @@ class RolloutEngine(ActiveRequests):
 
         Requests without a draft take part: KV may have been reserved for a draft that was empty.
         """
-        paths: list[KeptPath] = []
+        paths: dict[str, tuple[int, Sequence[int]]] = {}
         for each in scheduled:
             active, name = each.active, each.active.request_id
             active.num_computed += each.num_tokens
             if name in accepted:
                 path = accepted[name].path
-                paths.append(KeptPath(request_id=name, num_tokens=active.num_computed, path=path))
+                paths[name] = active.num_computed, path
                 active.num_computed += len(path)
         self._kv.keep(paths)
 
@@ -203,9 +200,14 @@ class RolloutEngine(ActiveRequests):
         sampled: Sequence[Scheduled],
         accepted: Mapping[str, Accepted],
         logprobs: Mapping[str, Sequence[float]],
-    ) -> StepOutputs:
-        """Append each request's tokens up to one that ends it; remove requests that are done."""
-        outputs = StepOutputs()
+    ) -> tuple[list[Emitted], list[Completion], list[Failed]]:
+        """Append each request's tokens up to one that ends it; remove requests that are done.
+
+        Returns what leaves the engine.
+        """
+        emitted: list[Emitted] = []
+        finished: list[Completion] = []
+        failed: list[Failed] = []
         for each in sampled:
             active, name = each.active, each.active.request_id
             start, before = len(active.tokens), len(active.logprobs)
@@ -213,16 +215,16 @@ class RolloutEngine(ActiveRequests):
                 done = append_tokens(active, accepted[name].tokens, logprobs[name], self._decode)
             except Exception as error:  # noqa: BLE001 - it ends this request alone
                 self._remove(active)
-                outputs.failed.append(Failed(request_id=name, error=error))
+                failed.append(Failed(request_id=name, error=error))
                 continue
             added = zip(active.tokens[start:], active.logprobs[before:], strict=True)
-            outputs.emitted.extend(
+            emitted.extend(
                 Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
             )
             if done is not None:
                 self._remove(active)
-                outputs.finished.append(done)
-        return outputs
+                finished.append(done)
+        return emitted, finished, failed
 
     def _remove(self, active: ActiveRequest) -> None:
         """Remove an unfinished request everywhere."""

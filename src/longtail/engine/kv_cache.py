@@ -9,7 +9,7 @@ step.
     row 3  | request c : k k k k . . . . |
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -60,21 +60,6 @@ class KVUsage:
     free: int
     owned: int
     total: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptPath:
-    """The accepted part of a draft in the slots after the text of a request.
-
-    Example: KeptPath(request_id="b", num_tokens=10, path=(1, 3)): slots 10 and 12 of b hold the
-    nodes 1 and 3, which are its tokens 10 and 11 now
-    """
-
-    request_id: str
-    num_tokens: int
-    """Number of text tokens before the draft."""
-    path: tuple[int, ...]
-    """Accepted nodes, in rising order."""
 
 
 @final
@@ -168,24 +153,27 @@ class KVCache:
         self._rows[target_id], self._blocks[target_id] = row, kept
         self._free_blocks += owned - kept
 
-    def keep(self, paths: Sequence[KeptPath]) -> None:
+    def keep(self, paths: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Append accepted nodes to their texts, in order, and free all other nodes.
 
-        Nodes move to their slots; those of an accepted chain are there already.
+        `paths` has, by request, the tokens of its text before the draft, and the accepted nodes in
+        rising order. They move to their slots; those of an accepted chain are there already.
+
+        Example: {"b": (10, [1, 3])}: slots 10 and 12 of b hold what are its tokens 10 and 11 now
         """
         moves = [
-            (self._rows[kept.request_id], kept.num_tokens + node - 1, kept.num_tokens + i)
-            for kept in paths
-            for i, node in enumerate(kept.path)
+            (self._rows[request_id], num_tokens + node - 1, num_tokens + i)
+            for request_id, (num_tokens, path) in paths.items()
+            for i, node in enumerate(path)
             if node != i + 1
         ]
         if moves:  # reads everything before it writes
             rows, sources, targets = torch.tensor(moves).T
             self._storage[:, :, rows, targets] = self._storage[:, :, rows, sources]
-        for kept in paths:
-            blocks = self._blocks_for(kept.num_tokens + len(kept.path))
-            self._free_blocks += self._blocks[kept.request_id] - blocks
-            self._blocks[kept.request_id] = blocks
+        for request_id, (num_tokens, path) in paths.items():
+            blocks = self._blocks_for(num_tokens + len(path))
+            self._free_blocks += self._blocks[request_id] - blocks
+            self._blocks[request_id] = blocks
 
     def release(self, request_id: str) -> None:
         """Free all tokens of the request."""

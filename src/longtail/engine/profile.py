@@ -16,8 +16,7 @@ import torch
 from longtail.engine.batch import Scheduled, flatten
 from longtail.engine.kv_cache import make_kv
 from longtail.engine.request import ActiveRequest, EngineLimits
-from longtail.engine.step.runner import ModelRunner
-from longtail.engine.step.sampler import make_sampler
+from longtail.engine.runner import ModelRunner, Sampler
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import NO_TAPS, Drafter, Observed
 from longtail.speculation.strategy import Strategy
@@ -119,7 +118,7 @@ def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[floa
 def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -> DraftCost:
     """Time proposals for few and many requests, with shallow and deep drafts."""
     deadline = time.perf_counter() + _DRAFT_SECONDS
-    sampler = make_sampler(model)
+    sampler = Sampler(model)
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
         actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
@@ -129,7 +128,7 @@ def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -
             for shape in _SHAPES:
                 extend_texts(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
-                trees = drafter.propose(draftable, shape, sampler.for_drafts(actives, shape.depth))
+                trees = drafter.propose(draftable, shape, sampler.for_drafts(actives))
                 took = time.perf_counter() - started
                 deep = [tree.depth for tree in trees]
                 if (turn and time.perf_counter() < deadline) or len(rounds) < len(_SHAPES):

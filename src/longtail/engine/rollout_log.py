@@ -1,7 +1,7 @@
 """The log of a rollout, step by step: one line of JSON per rollout.
 
-speculation.jsonl has a line for every rollout, including evaluations, in order. The oldest lines of
-a long run are removed (`run.speculation_mb`).
+speculation.jsonl has a line for every rollout, in order; an evaluation belongs to the step after
+it. The oldest lines of a long run are removed (`run.speculation_mb`).
 
     {"step": 3, "kind": "training", "worker": 0, "seconds": [0.004, 0.007],
      "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],
@@ -40,14 +40,22 @@ class RolloutSeries:
     """Step indices at which the engine starts or stops drafting."""
 
     @property
-    def num_steps(self) -> int:
-        """Number of engine steps."""
-        return len(self.seconds)
-
-    @property
     def mean_nodes(self) -> float:
         """Mean number of verified nodes per step."""
-        return sum(self.nodes) / max(self.num_steps, 1)
+        return sum(self.nodes) / max(len(self.seconds), 1)
+
+    def line(self, kind: str, worker: int) -> dict[str, Any]:
+        """Return the line of the log, without its step.
+
+        The slowest worker's line of a training step comes last and is read.
+        """
+        columns = ("seconds", "running", "drafts", "nodes", "accepted")
+        return {
+            "kind": kind,
+            "worker": worker,
+            **{name: list(getattr(self, name)) for name in columns},
+            "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
+        }
 
 
 @final
@@ -85,28 +93,3 @@ class RolloutLog:
             accepted=accepted,
             switches=tuple(self._switches),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoggedRollout:
-    """A rollout in the log.
-
-    Example: LoggedRollout(step=3, series=series)
-    """
-
-    step: int
-    """Training step; an evaluation belongs to the step after it."""
-    series: RolloutSeries
-    kind: str = TRAINING
-    worker: int = 0
-    """Index of the worker. The slowest worker's line of a training step comes last and is read."""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the line without its step."""
-        series, columns = self.series, ("seconds", "running", "drafts", "nodes", "accepted")
-        return {
-            "kind": self.kind,
-            "worker": self.worker,
-            **{name: list(getattr(series, name)) for name in columns},
-            "switches": [[index, each.drafts, each.reason] for index, each in series.switches],
-        }

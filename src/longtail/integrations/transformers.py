@@ -46,7 +46,6 @@ from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.speculation.drafter import Drafter
-from longtail.system.device import to_stderr
 from longtail.tuner.budget import BudgetTuner
 from longtail.types import Request, SamplingParams
 
@@ -254,7 +253,7 @@ class _Mirror:
                 directory=directory,
                 name=name,
             )
-            drafters = open_drafters(names, target, to_stderr)
+            drafters = open_drafters(names, target)
         return Speculation(drafters=drafters, tuner=BudgetTuner()) if drafters else None
 
 

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tomllib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -25,10 +26,10 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats import checkpoint
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import POSITIONS, Acceptance
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
+from longtail.generator import Verified
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.sources import smollm2
 from longtail.programs.drafter_data import prompts_of, source_rows
@@ -37,10 +38,12 @@ from longtail.run.checkpoint import CONFIG_FILE
 from longtail.run.drafter_store import run_drafters
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.system.device import set_threads, to_stderr
+from longtail.system.device import set_threads
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
+_POSITIONS = (0, 50, 150, 300, 600, 1000)
+"""Starts of the ranges of positions (generated tokens before the step)."""
 _WIDTH = 110
 _PARENTS = 3
 """Number of folders above a drafter among which its run is."""
@@ -83,26 +86,46 @@ def _measurements(
         )
         plain = complete(target, prompts, sampling, None)[0]
         for strategy, coupled in product(strategies, (True, False) if temperature else (True,)):
-            drafter = open_drafter(args.drafter, target, _log)
+            drafter = open_drafter(args.drafter, target)
             speculation = Speculation.fixed(drafter, strategy, coupled=coupled)
-            done, acceptance = complete(target, prompts, sampling, speculation)
+            done, drafts = complete(target, prompts, sampling, speculation)
             different = sum(a.tokens != b.tokens for a, b in zip(plain, done, strict=True))
-            by_position = zip(POSITIONS, acceptance.by_position(), strict=True)
             yield {
                 "temperature": temperature,
                 "coupled": coupled,
                 "shape": "chain" if strategy.width == 1 else "tree",
                 "depth": strategy.depth,
                 "size": strategy.num_nodes,
-                "accept_length": acceptance.overall.mean,
-                "num_verified": acceptance.overall.num_verified,
-                "acceptance_rate_by_depth": acceptance.rates(),
-                "accept_length_by_position": {
-                    str(start): at.mean for start, at in by_position if at.num_verified
-                },
+                "accept_length": _accept_length(drafts),
+                "num_verified": len(drafts),
+                "acceptance_rate_by_depth": _rates(drafts),
+                "accept_length_by_position": _by_position(drafts),
                 "calibration_error": drafter.calibration_error,
                 "differing_share": different / len(plain),
             }
+
+
+def _accept_length(drafts: Sequence[Verified]) -> float:
+    """Return the mean tokens per verified draft, bonus token included; 0 without any."""
+    return 1 + sum(each.num_accepted for each in drafts) / len(drafts) if drafts else 0.0
+
+
+def _by_position(drafts: Sequence[Verified]) -> dict[str, float]:
+    """Return the accept length of each range of positions with drafts."""
+    found: dict[int, list[Verified]] = {start: [] for start in _POSITIONS}
+    for each in drafts:
+        found[_POSITIONS[bisect_right(_POSITIONS, each.position) - 1]].append(each)
+    return {str(start): _accept_length(own) for start, own in found.items() if own}
+
+
+def _rates(drafts: Sequence[Verified]) -> list[float]:
+    """Return for each depth the share of drafts accepted there, among those that reach it."""
+    rates = []
+    for depth in range(max((each.depth for each in drafts), default=0)):
+        reached = [each for each in drafts if depth < min(each.depth, each.num_accepted + 1)]
+        accepted = sum(depth < each.num_accepted for each in reached)
+        rates.append(accepted / len(reached) if reached else 0.0)
+    return rates
 
 
 def open_target(args: argparse.Namespace) -> Target:
@@ -115,7 +138,7 @@ def open_target(args: argparse.Namespace) -> Target:
     args.target = args.target or default_target(args.drafter)
     directory = model_directory(args.target, field="--target")
     target = open_model(args.target, directory, load_tokenizer(directory), args.dtype)
-    open_drafter(args.drafter, target, to_stderr)
+    open_drafter(args.drafter, target)
     return target
 
 
@@ -187,8 +210,11 @@ def complete(
     prompts: Sequence[tuple[int, ...]],
     sampling: SamplingParams,
     speculation: Speculation | None,
-) -> tuple[list[Completion], Acceptance]:
-    """Complete the prompts with the same noise keys in every call; None: plain decoding."""
+) -> tuple[list[Completion], list[Verified]]:
+    """Complete the prompts with the same noise keys in every call; None: plain decoding.
+
+    Returns the verified drafts, too.
+    """
     longest = max(map(len, prompts)) + sampling.max_tokens
     limits = EngineLimits(max_running=_MAX_RUNNING, max_step_tokens=1024, max_len=longest)
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=speculation)
@@ -201,9 +227,8 @@ def complete(
         )
         for index, prompt in enumerate(prompts)
     ]
-    acceptance = Acceptance()
-    completions = engine.generate(requests, lambda report: acceptance.add(report.verified))
-    return completions, acceptance
+    drafts: list[Verified] = []
+    return engine.generate(requests, lambda report: drafts.extend(report.verified)), drafts
 
 
 def _setting(measured: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -66,11 +66,6 @@ class Components(steps.Components):
     """Measurement after the last update; None if there is none."""
 
     @property
-    def steps(self) -> int:
-        """Number of updates made."""
-        return self.trainer.steps
-
-    @property
     def total_steps(self) -> int:
         """Number of updates after which training ends; sums need one pass over the texts."""
         return self.batches.per_epoch if self._is_sum else self.config.train.steps
@@ -217,7 +212,7 @@ def assemble(
     if checkpoint is None and init is not None:  # checked before the target generates texts
         source = load_target(device)
         dtype = _working(source.model)
-        given = read_drafter(init, source, console.log, dtype, field="drafter.init")
+        given = read_drafter(init, source, dtype, field="drafter.init")
         if given is None:
             raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source

@@ -47,7 +47,7 @@ def run_export(args: argparse.Namespace) -> int:
     name = args.target or default_target(args.drafter)
     directory = model_directory(name, field="--target")
     target = open_model(name, directory, load_tokenizer(directory))
-    loaded = read_drafter(args.drafter, target, print, None)
+    loaded = read_drafter(args.drafter, target, None)
     if loaded is None:
         raise ConfigError(f"{args.drafter}: it has no weights to export")
     dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.layer.dtype

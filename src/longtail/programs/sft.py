@@ -42,16 +42,11 @@ class Components(steps.Components):
     config: SftConfig
     model: PolicyTransformer
     tokenizer: Tokenizer
-    learner: SftLearner
+    trainer: SftLearner
     batches: ExampleBatches
     heldout: tuple[Example, ...]
     num_dropped: int
     """Number of examples over `data.max_len`, which are left out."""
-
-    @property
-    def steps(self) -> int:
-        """Number of updates made."""
-        return self.learner.steps
 
     @property
     def total_steps(self) -> int:
@@ -61,23 +56,16 @@ class Components(steps.Components):
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore model, optimizer and data cursor."""
         saved = self.model.read(checkpoint.policy)
-        self.learner.restore(checkpoint.step, checkpoint.tensors(), saved)
+        self.trainer.restore(checkpoint.step, checkpoint.tensors(), saved)
         self.batches.restore(checkpoint.state["cursor"])
 
     def step(self) -> dict[str, float]:
         """Make one update and return its metrics."""
-        report = self.learner.step(self.batches.take())
-        return {
-            "train/loss": report.loss,
-            "train/entropy": report.entropy,
-            "train/grad_norm": report.grad_norm,
-            "train/learning_rate": report.learning_rate,
-            "train/tokens": report.num_tokens,
-        }
+        return self.trainer.step(self.batches.take())
 
     def measure(self) -> dict[str, float]:
         """Measure the loss on held-out examples."""
-        return {"heldout/loss": self.learner.loss(self.heldout)} if self.heldout else {}
+        return {"heldout/loss": self.trainer.loss(self.heldout)} if self.heldout else {}
 
     def save(self, directory: RunDirectory) -> None:
         """Write a checkpoint."""
@@ -87,7 +75,7 @@ class Components(steps.Components):
             self.tokenizer.save(path)
 
         state = {"cursor": self.batches.state()}
-        directory.save(self.steps, save_policy, self.learner.tensors(), state)
+        directory.save(self.steps, save_policy, self.trainer.tensors(), state)
 
     def title(self) -> str:
         """Return model and data."""
@@ -139,7 +127,7 @@ def assemble(config: SftConfig) -> Components:
         config=config,
         model=model,
         tokenizer=tokenizer,
-        learner=SftLearner(model, own),
+        trainer=SftLearner(model, own),
         batches=ExampleBatches(examples[:cut], own.batch_tokens, config.run.seed),
         heldout=tuple(examples[cut:]),
         num_dropped=num_dropped,

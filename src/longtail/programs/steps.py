@@ -9,6 +9,9 @@ from longtail.assembly.precision import costs
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.sft import SftConfig
+from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.training.eagle import DrafterTrainer
+from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.metrics import MetricLog
@@ -19,10 +22,12 @@ from longtail.system.interrupt import Interrupted, Interruption
 class Components(abc.ABC):
     """Model, batches and held-out data of a training program."""
 
+    trainer: SftLearner | DrafterTrainer | RidgeTrainer
+
     @property
-    @abc.abstractmethod
     def steps(self) -> int:
         """Number of updates made."""
+        return self.trainer.steps
 
     @property
     @abc.abstractmethod

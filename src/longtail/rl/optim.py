@@ -141,14 +141,10 @@ class Optimizer:
         if not group.gather([bool(state)])[source].item():
             state.clear()
             return
-        for parameter in self._parameters.values():
-            if parameter not in state:
-                state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
-            group.broadcast(source, [state[parameter][moment] for moment in _MOMENTS])
+        for parameter in () if state else self._parameters.values():
+            state[parameter] = {each: torch.zeros_like(parameter.detach()) for each in _MOMENTS}
+            state[parameter]["step"] = torch.zeros((), device=parameter.device)
+        group.broadcast(source, list(self.moments().values()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""

@@ -6,7 +6,6 @@ into micro-batches. `rl.data.examples` makes the examples.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import torch
@@ -20,20 +19,6 @@ from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.optim import Optimizer, check_loss, load_parameters
 from longtail.rl.packing import pack_texts
 from longtail.types import SamplingParams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SftReport:
-    """Report of one step."""
-
-    loss: float
-    """Mean over completion tokens, in nats."""
-    entropy: float
-    """Mean entropy of the model's next-token distribution, in nats per completion token."""
-    num_tokens: int
-    num_trained: int
-    grad_norm: float
-    learning_rate: float
 
 
 @final
@@ -53,8 +38,11 @@ class SftLearner:
         self.steps = 0
         """Number of updates made."""
 
-    def step(self, examples: Sequence[Example]) -> SftReport:
-        """Make one update that raises the likelihood of the completions."""
+    def step(self, examples: Sequence[Example]) -> dict[str, float]:
+        """Make one update that raises the likelihood of the completions; return its metrics.
+
+        Loss and entropy are means over completion tokens, in nats.
+        """
         num_trained = sum(len(e.tokens) - e.prompt_len for e in examples)
         loss = entropy = 0.0
         try:
@@ -69,14 +57,13 @@ class SftLearner:
             self._optimizer.discard()
             raise
         self.steps += 1
-        return SftReport(
-            loss=loss,
-            entropy=entropy,
-            num_tokens=sum(len(e.tokens) for e in examples),
-            num_trained=num_trained,
-            grad_norm=update.grad_norm,
-            learning_rate=update.learning_rate,
-        )
+        return {
+            "train/loss": loss,
+            "train/entropy": entropy,
+            "train/grad_norm": update.grad_norm,
+            "train/learning_rate": update.learning_rate,
+            "train/tokens": sum(len(e.tokens) for e in examples),
+        }
 
     def loss(self, examples: Sequence[Example]) -> float:
         """Return the mean negative log-likelihood of the completions' tokens, without an update."""

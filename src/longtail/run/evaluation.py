@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from longtail.cluster.group import WorkerGroup
-from longtail.engine.rollout_log import EVALUATION, LoggedRollout
+from longtail.engine.rollout_log import EVALUATION
 from longtail.errors import GradingError
 from longtail.rl.data.requests import eval_requests
 from longtail.rl.grading.pool import Graded, GraderPool
@@ -28,8 +29,8 @@ class Evaluator:
     grader: GraderPool
     console: Console
 
-    def evaluate(self, step: int) -> tuple[dict[str, float], Sequence[LoggedRollout]]:
-        """Return the mean reward after `step` steps, and the speculation of the rollout.
+    def evaluate(self, step: int) -> tuple[dict[str, float], Sequence[dict[str, Any]]]:
+        """Return the mean reward after `step` steps, and the lines of its speculation.
 
         Both are empty without held-out problems.
         """
@@ -49,7 +50,7 @@ class Evaluator:
             f"{self.samples}" + (f", {failures} ungraded)" if failures else ")")
         )
         metrics = {"eval/reward_mean": mean, "eval/failures": float(failures)}
-        return metrics, rollout.logged(step + 1, EVALUATION)
+        return metrics, rollout.logged(EVALUATION)
 
 
 def some_graded(graded: Graded, reward: str) -> Graded:

@@ -14,12 +14,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from longtail.cluster.timeline import Timeline
 from longtail.cluster.work.publisher import Decision
 from longtail.config.rl import RunConfig
 from longtail.engine import rollout_log
-from longtail.engine.rollout_log import TRAINING, LoggedRollout
+from longtail.engine.rollout_log import TRAINING
 from longtail.run.metrics import JsonLines, MetricLog
 from longtail.run.step_metrics import StepRecord, rollout_row
 from longtail.run.trace import TRACE_FILE, TraceFile
@@ -57,7 +58,7 @@ class RunLogger:
     def write(self, step: int, metrics: Mapping[str, float], record: StepRecord) -> None:
         """Write one step: metrics, rollouts, speculation and costs."""
         for each in record.rounds:
-            self.log(each.rollout.logged(step, TRAINING))
+            self.log(step, each.rollout.logged(TRAINING))
         if self._keeps_rollouts:
             for rollout in record.rollouts:
                 self._files[ROLLOUTS].write(step, rollout_row(rollout))
@@ -67,10 +68,10 @@ class RunLogger:
                 self._open(DRAFTS, step).write(step, {"drafted": drafted})
         self._metrics.write(step, metrics)
 
-    def log(self, rollouts: Iterable[LoggedRollout]) -> None:
+    def log(self, step: int, lines: Iterable[dict[str, Any]]) -> None:
         """Write the speculation of a rollout, one line per worker."""
-        for rollout in rollouts:
-            self._open(rollout_log.FILE, rollout.step).write(rollout.step, rollout.as_json())
+        for line in lines:
+            self._open(rollout_log.FILE, step).write(step, line)
 
     def log_workers(self, step: int, states: Timeline, decisions: Sequence[Decision]) -> None:
         """Write the states of the workers in or before a step, and the decisions in it."""

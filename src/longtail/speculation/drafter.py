@@ -17,13 +17,14 @@ all requests, an added one gets `refresh`.
 import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.sampling import entry_noise
+from longtail.sampling import entry_noise, gumbel_noise
+from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import SamplingParams
@@ -99,41 +100,29 @@ class Observed:
     """Whether the text has ended; all of it is in `tokens`."""
 
 
-class Noise(abc.ABC):
+class Noise:
     """Keyed noise g[key, position, v] of the positions of drafted tokens."""
 
-    def __init__(self, keys: Sequence[int], positions: Sequence[int]) -> None:
+    def __init__(self, keys: Sequence[int], positions: Sequence[int], vocab_size: int) -> None:
         self.keys, self.positions = keys, positions
         """Noise key of each request, and the position of its nodes of depth 1."""
+        self._vocab_size = vocab_size
 
-    @abc.abstractmethod
     def at_depth(
         self, depth: int, entries: Int[Tensor, "entries"] | None = None
     ) -> Float[Tensor, "requests entries"]:
         """Return the noise of each request's nodes of `depth` (from 1); None: of all entries."""
+        keys, firsts = torch.tensor([self.keys, self.positions])
+        return gumbel_noise(keys, firsts + (depth - 1), self._vocab_size, entries)
 
     def rows(self, rows: Sequence[int]) -> "Noise":
         """Return the noise of some of the requests."""
-        return _NoiseRows(self, rows)
+        positions = [self.positions[row] for row in rows]
+        return Noise([self.keys[row] for row in rows], positions, self._vocab_size)
 
     def of(self, request: int, depth: int) -> Callable[[int], float]:
         """Return the noise of single entries, for a drafter that proposes few."""
         return entry_noise(self.keys[request], self.positions[request] + depth - 1)
-
-
-@final
-class _NoiseRows(Noise):
-    """Noise of some of the requests."""
-
-    def __init__(self, noise: Noise, rows: Sequence[int]) -> None:
-        super().__init__([noise.keys[row] for row in rows], [noise.positions[row] for row in rows])
-        self._noise, self._rows = noise, torch.tensor(rows)
-
-    def at_depth(
-        self, depth: int, entries: Int[Tensor, "entries"] | None = None
-    ) -> Float[Tensor, "requests entries"]:
-        """Select the requests' rows."""
-        return self._noise.at_depth(depth, entries)[self._rows]
 
 
 @runtime_checkable
@@ -189,6 +178,12 @@ class Statistics(Protocol):
 class Drafter(abc.ABC):
     """Proposes drafts; owns its state of the requests in progress."""
 
+    forward_s = 0.0
+    """Seconds of the drafter's own forward passes so far."""
+
+    def __init__(self) -> None:
+        self.curve = ConfidenceCurve()
+
     @property
     @abc.abstractmethod
     def taps(self) -> Taps:
@@ -218,9 +213,10 @@ class Drafter(abc.ABC):
     ) -> None:
         """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
 
-    @abc.abstractmethod
     def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
         """Learn from the results of the last or the next-to-last `propose`."""
+        for tree, found in zip(trees, accepted, strict=True):
+            self.curve.learn(tree, found)
 
     @abc.abstractmethod
     def forget(self, request_id: str) -> None:
@@ -235,11 +231,6 @@ class Drafter(abc.ABC):
         """Follow the target's weights, which changed in place; no request is in progress."""
 
     @property
-    @abc.abstractmethod
-    def forward_s(self) -> float:
-        """Seconds of the drafter's own forward passes so far."""
-
-    @property
-    @abc.abstractmethod
     def calibration_error(self) -> float:
         """Expected calibration error of node confidences so far."""
+        return self.curve.calibration_error()

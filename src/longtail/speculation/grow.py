@@ -24,7 +24,7 @@ from torch import Tensor
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.drafter import Draftable, Drafter, Noise
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import EMPTY, Accepted, DraftTree, keep_reached, prune, ranked
+from longtail.speculation.tree import EMPTY, DraftTree, keep_reached, prune, ranked
 
 _MIN_REACH = sys.float_info.min
 """Smallest probability of a node: 0 marks an entry of a tensor that is not a node."""
@@ -32,26 +32,11 @@ _EDGES = torch.tensor(EDGES, dtype=torch.float64)
 
 
 class GrowingDrafter(Drafter):
-    """A drafter that scores a vocabulary: its confidences, its seconds, and whom it drafts for."""
+    """A drafter that scores a vocabulary: its seconds, and whom it drafts for."""
 
     def __init__(self, draft_ids: Int[Tensor, "draft_vocab"] | None = None) -> None:
-        self._draft_ids, self._forward_s = draft_ids, 0.0
-        self._curve = ConfidenceCurve()
-
-    @property
-    def forward_s(self) -> float:
-        """Seconds of passes of the drafter and the head."""
-        return self._forward_s
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of node confidences so far."""
-        return self._curve.calibration_error()
-
-    def learn(self, trees: Sequence[DraftTree], accepted: Sequence[Accepted]) -> None:
-        """Update the confidence curve."""
-        for tree, found in zip(trees, accepted, strict=True):
-            self._curve.learn(tree, found)
+        super().__init__()
+        self._draft_ids = draft_ids
 
     @torch.inference_mode()
     def propose(
@@ -68,7 +53,7 @@ class GrowingDrafter(Drafter):
         if strategy.num_expanded == 1 and strategy.width <= 2:
             started = time.perf_counter()
             drafts = self._chains(asked, strategy, noise)
-            self._forward_s += time.perf_counter() - started
+            self.forward_s += time.perf_counter() - started
         if drafts is None:
             drafts = self.grow(asked, strategy, noise)
         for at, tree in zip(ready, drafts, strict=True):
@@ -82,8 +67,8 @@ class GrowingDrafter(Drafter):
         """Draft level by level for observed requests: any tree shape."""
         walker = self._walker(requests)
         scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
-        trees = grow(walker, scoring, strategy, self._curve)
-        self._forward_s += walker.seconds
+        trees = grow(walker, scoring, strategy, self.curve)
+        self.forward_s += walker.seconds
         return trees
 
     @abc.abstractmethod
@@ -207,7 +192,9 @@ def grow(
     requests, thresholds = scoring.requests, strategy.thresholds
     last, table = deepest(requests, strategy), torch.tensor(curve.table(), dtype=torch.float64)
     limits = torch.tensor([[each.max_depth] for each in requests])
+    started = time.perf_counter()
     logits = walker.root()
+    walker.seconds += time.perf_counter() - started
     numbers = torch.zeros_like(limits)
     reach = torch.ones(limits.shape, dtype=torch.float64)
     levels: list[_Level] = []
@@ -228,14 +215,15 @@ def grow(
         reach = reach * follows
         numbers = total + 1 + best
         total += level.tokens.shape[1]
-        logits = walker.descend(
-            Frontier(
-                depth=depth,
-                per_request=best.shape[1],
-                tokens=level.tokens.gather(1, best).reshape(-1),
-                parents=(best // strategy.width).reshape(-1),
-            )
+        frontier = Frontier(
+            depth=depth,
+            per_request=best.shape[1],
+            tokens=level.tokens.gather(1, best).reshape(-1),
+            parents=(best // strategy.width).reshape(-1),
         )
+        started = time.perf_counter()
+        logits = walker.descend(frontier)
+        walker.seconds += time.perf_counter() - started
     found = _Level(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
     return _trees(found, strategy)
 

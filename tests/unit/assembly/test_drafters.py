@@ -30,7 +30,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def opened(names: str, target: Target, *, learns: bool = False) -> list[Drafter]:
-    return list(open_drafters(drafter_names(names, target.name, learns=learns), target, print))
+    return list(open_drafters(drafter_names(names, target.name, learns=learns), target))
 
 
 def test_none_is_no_drafter_and_auto_needs_no_weights(target):
@@ -42,7 +42,7 @@ def test_none_is_no_drafter_and_auto_needs_no_weights(target):
 def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
     kinds = [type(each) for each in opened("auto", target, learns=True)]
     assert kinds == [RidgeDrafter, HistoryDrafter, PhraseDrafter]
-    first, second = (open_trainable(["fresh", "history"], target, print) for _ in range(2))
+    first, second = (open_trainable(["fresh", "history"], target) for _ in range(2))
     assert first.training.steps == 0
     assert first.layer.dtype == torch.float32
     assert first.layer.config == second.layer.config

@@ -12,7 +12,7 @@ from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
 from longtail.types import SamplingParams
-from support.eagle_requests import PROMPT_LEN, KeyedNoise, features_of, observe, text
+from support.eagle_requests import PROMPT_LEN, features_of, keyed_noise, observe, text
 from support.tiny_models import tiny_model
 
 LENGTHS = (9, 31, 90)
@@ -75,7 +75,7 @@ def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree
         )
         for n in LENGTHS
     ]
-    noise = KeyedNoise([len(each.tokens) for each in requests], 128)
+    noise = keyed_noise([len(each.tokens) for each in requests], 128)
     return drafter.propose(requests, strategy, noise)
 
 

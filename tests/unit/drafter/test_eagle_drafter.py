@@ -18,8 +18,8 @@ from longtail.types import SamplingParams
 from support.eagle_requests import (
     PROMPT_LEN,
     WINDOW,
-    KeyedNoise,
     features_of,
+    keyed_noise,
     make_layer,
     observe,
     text,
@@ -43,7 +43,7 @@ def ask(
         sampling=SamplingParams(temperature=temperature),
         max_depth=50,
     )
-    noise = KeyedNoise([len(tokens)], 128) if coupled else None
+    noise = keyed_noise([len(tokens)], 128) if coupled else None
     (tree,) = drafter.propose([request], strategy, noise)
     return tree
 
@@ -89,7 +89,7 @@ def test_a_draft_equals_the_training_pass(recipe, length, temperature):
     for start in range(0, length - 1, 3):  # a few at a time, as after verification
         observe(drafter, "a", tokens, features, start, min(start + 3, length - 1))
     tree = ask(drafter, tokens, Strategy(depth=4), temperature=temperature)
-    noise = KeyedNoise([length], 128)
+    noise = keyed_noise([length], 128)
     assert tree.parents == (0, 1, 2, 3)
     for depth, logits in enumerate(defined_scores(layer, model, tokens, features, tree)[:-1], 1):
         scores = logits / (temperature or 1.0)

@@ -9,8 +9,6 @@ from typing import final
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter, SuffixDrafter, _Root, _text
 from longtail.speculation.drafter import Draftable, Noise, Observed
@@ -29,18 +27,13 @@ class TableNoise(Noise):
 
     def __init__(self, *levels: Sequence[dict[int, float]]) -> None:
         """Set the values of levels[d - 1][row] at depth d; all others are 0."""
-        super().__init__([0] * len(levels[0]), [0] * len(levels[0]))
+        super().__init__([0] * len(levels[0]), [0] * len(levels[0]), 0)
         self._levels = levels
         self.read: list[int] = []
 
     def of(self, request: int, depth: int) -> Callable[[int], float]:
         self.read.append(depth)
         return lambda token: self._levels[depth - 1][request].get(token, 0.0)
-
-    def at_depth(
-        self, depth: int, entries: Int[Tensor, "entries"] | None = None
-    ) -> Float[Tensor, "requests entries"]:
-        raise AssertionError("history reads no more than its own candidates")
 
 
 def seen(

@@ -32,7 +32,7 @@ from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.types import PackedSequences, SamplingParams
-from support.eagle_requests import KEY, KeyedNoise, ridge_layer, text
+from support.eagle_requests import KEY, keyed_noise, ridge_layer, text
 from support.engine_requests import features_of
 from support.regression import ridge
 from support.spot_training import same
@@ -209,7 +209,9 @@ def test_a_draft_is_the_draws_of_its_states(ids: list[int] | None) -> None:
     drafter.observe(
         [_seen("a", tokens, 0, 7), _seen("b", tokens, 0, 11)], states[[*range(7), *range(11)]]
     )
-    (tree,) = drafter.propose(_asked("b", tokens), Strategy(depth=9, size=9), KeyedNoise([12], 128))
+    (tree,) = drafter.propose(
+        _asked("b", tokens), Strategy(depth=9, size=9), keyed_noise([12], 128)
+    )
 
     entries = torch.arange(128) if chosen is None else chosen
     head = model.head.weight[entries]
@@ -231,7 +233,7 @@ def test_a_request_is_drafted_only_after_the_token_before_its_root() -> None:
 
     def ask(names: str, length: int) -> list[int]:
         requests = _asked(names, tokens[:length])
-        noise = KeyedNoise([length] * len(names), 128)
+        noise = keyed_noise([length] * len(names), 128)
         return [tree.size for tree in drafter.propose(requests, strategy, noise)]
 
     drafter.observe([_seen("a", tokens, 0, 8)], states[:8])

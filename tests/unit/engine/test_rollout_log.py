@@ -3,7 +3,7 @@
 import pytest
 
 from longtail.engine.report import RolloutMeter
-from longtail.engine.rollout_log import EVALUATION, LoggedRollout, RolloutLog
+from longtail.engine.rollout_log import EVALUATION, RolloutLog
 from longtail.generator import StepReport, Switch, Verified
 
 ON = Switch(drafts=True, reason='predicted 1.21x of "plain" decoding at 8 running')
@@ -38,7 +38,7 @@ def test_the_line_of_a_rollout_has_its_columns() -> None:
         log.add(step)
     series = log.series()
     assert series is not None
-    assert LoggedRollout(step=7, series=series, kind=EVALUATION, worker=1).as_json() == {
+    assert series.line(EVALUATION, 1) == {
         "kind": "evaluation",
         "worker": 1,
         "seconds": [0.25, 0.5, 0.75],

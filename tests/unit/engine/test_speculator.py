@@ -8,8 +8,8 @@ import torch
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
+from longtail.engine.runner import ModelRunner
 from longtail.engine.speculation.speculator import Speculation
-from longtail.engine.step.runner import ModelRunner
 from longtail.generator import Verified
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family

@@ -12,7 +12,7 @@ from longtail.assembly.policy import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.adapters import AdaptedModel
-from longtail.model.hf.causal import CausalModel, open_causal
+from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_model
 from longtail.model.hf.weights import read_tensors
 from longtail.rl.learner import Learner
@@ -64,7 +64,7 @@ def test_published_weights_score_as_the_adapted_model_and_its_reference_as_the_b
     model = adapted(family)
     own = logprobs(model)
     model.save_merged(tmp_path, (1,))
-    merged = open_causal(tmp_path, torch.float32)
+    merged = CausalModel(read_pretrained(tmp_path, torch.float32))
     published = dict(model.published())
     assert all(torch.equal(published.pop(name), tensor) for name, tensor in merged.published())
     assert not published

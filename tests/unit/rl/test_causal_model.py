@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from longtail.assembly.memory import count_parameters
 from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError, UnsupportedModelError
-from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, open_causal
+from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, read_pretrained
 from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.model.hf.weights import tensor_names
 from longtail.rl.learner import Learner
@@ -34,7 +34,7 @@ def saved(root: Path, family: str) -> Path:
 
 def pair(root: Path, family: str) -> tuple[PolicyTransformer, CausalModel]:
     """Our decoder and transformers' code with the same weights."""
-    return tiny_model(family), open_causal(saved(root, family), torch.float32)
+    return tiny_model(family), CausalModel(read_pretrained(saved(root, family), torch.float32))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_published_names_are_those_of_the_files_and_files_restore_every_weight(n
     published = dict(model.published())
     kept = {each for each, _ in model.model.named_buffers()}
     assert tensor_names(tmp_path) - kept == published.keys()
-    again = open_causal(tmp_path, torch.float32)
+    again = CausalModel(read_pretrained(tmp_path, torch.float32))
     for each, tensor in again.published():
         assert torch.equal(tensor, published[each]), each
     read = model.read(tmp_path)
@@ -152,10 +152,10 @@ def test_what_cannot_be_opened_is_refused_by_one_sentence(tmp_path):
     model.config.quantization_config = {"quant_method": "mxfp4"}
     model.config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="quantization_config is set"):
-        open_causal(tmp_path, torch.float32)
+        CausalModel(read_pretrained(tmp_path, torch.float32))
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(ConfigError, match="transformers cannot open it"):
-        open_causal(tmp_path, torch.float32)
+        CausalModel(read_pretrained(tmp_path, torch.float32))
 
 
 def test_logits_that_the_head_does_not_give_are_refused(monkeypatch):

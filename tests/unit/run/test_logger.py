@@ -11,7 +11,7 @@ from longtail.cluster.result import RolloutResult
 from longtail.cluster.workers.pool import TaskResult
 from longtail.config.rl import RunConfig, load
 from longtail.engine.report import RolloutMeter
-from longtail.engine.rollout_log import LoggedRollout, RolloutSeries
+from longtail.engine.rollout_log import TRAINING, RolloutSeries
 from longtail.generator import Switch
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
@@ -102,7 +102,7 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
     tmp_path: Path, last_step: int | None, kept: list[int]
 ) -> None:
     _written(tmp_path, steps=3, series=SERIES)
-    series = LoggedRollout(step=0, series=SERIES).as_json()
+    series = SERIES.line(TRAINING, 0)
     lines = _lines(tmp_path / "speculation.jsonl")
     assert lines == [{"step": step, **series} for step in (1, 2, 3)]
     with (tmp_path / "speculation.jsonl").open("a") as file:
@@ -118,6 +118,6 @@ def test_the_file_of_speculation_is_bounded(tmp_path: Path) -> None:
     logger = RunLogger(load(None, ["--run.speculation_mb=1"]), tmp_path, last_step=None)
     for step in (1, 2):
         long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB
-        logger.log([LoggedRollout(step=step, series=long)])
+        logger.log(step, [long.line(TRAINING, 0)])
     logger.close()
     assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [2]

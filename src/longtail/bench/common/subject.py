@@ -84,7 +84,7 @@ class Drafters:
     """The drafters of a run after its first texts."""
 
     def __init__(self, names: str, subject: Subject, num_warm: int, log: Log) -> None:
-        self._target, self._log = subject.target, log
+        self._target = subject.target
         self.names = tuple(drafter_names(names, self._target.name, learns=num_warm > 0))
         self._suffixes = {name: WEIGHTLESS[name]() for name in self.names if name in WEIGHTLESS}
         self._weights: Mapping[str, Tensor] | None = None
@@ -124,7 +124,7 @@ class Drafters:
     def _made(self, name: str) -> Drafter:
         if name in self._suffixes:
             return copy.deepcopy(self._suffixes[name])
-        drafter = open_drafter(name, self._target, self._log)
+        drafter = open_drafter(name, self._target)
         if name == FRESH and self._weights is not None:
             assert isinstance(drafter, GrowingDrafter), "it has weights"
             drafter.load_weights(self._weights)

@@ -8,7 +8,6 @@
 The embedding and the LM head are the target's own modules, so they follow every policy update.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, final
@@ -143,7 +142,7 @@ class EagleDrafter(GrowingDrafter):
             return None
         kept = self.windows.features, self.windows.keys, self.windows.values
         pending = self.windows.catch_up(requests)
-        return self._kernel.run(requests, strategy, noise, self._curve, pending, kept)
+        return self._kernel.run(requests, strategy, noise, self.curve, pending, kept)
 
     def _is_observed(self, request: Draftable) -> bool:
         window = self.windows.of.get(request.request_id)
@@ -186,20 +185,16 @@ class _EagleWalker(Walker):
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Prefill the pairs that lack keys and values, and score the successors of the roots."""
-        started = time.perf_counter()
         pending = self._windows.catch_up(self._requests)
         rows, slots, tokens, positions = pending.pairs
         layer = self._layer
         features = layer.fuse_features(self._windows.features[rows, slots])
         stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
         roots = _LayerQueries(*(each[pending.lasts] for each in stored))
-        logits = self._score(roots, text_places(self._rows, self._ends - 1))
-        self.seconds += time.perf_counter() - started
-        return logits
+        return self._score(roots, text_places(self._rows, self._ends - 1))
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of the next level's nodes: pair each with its parent's feature."""
-        started = time.perf_counter()
         features, many = self._feature, frontier.per_request
         positions = (self._positions + frontier.depth).repeat_interleave(many)
         if many > 1:
@@ -208,9 +203,7 @@ class _EagleWalker(Walker):
         places = self._place(frontier)
         rotation = self._layer.rotation(positions)
         stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
-        logits = self._score(stored, places)
-        self.seconds += time.perf_counter() - started
-        return logits
+        return self._score(stored, places)
 
     def _place(self, frontier: Frontier) -> Places:
         """Place the next level after each text; a node sees the text, its ancestors and itself."""

@@ -336,10 +336,10 @@ def _require_draft_ids(path: Path, config: DraftConfig, draft_ids: Tensor | None
 def _layer(path: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> DraftLayer:
     try:
         with torch.device("meta"):  # an untrusted shape: allocate only after the tensors match it
-            outline = make_layer(config)
+            layer = make_layer(config)
     except _MALFORMED as error:
         raise _malformed(path, error) from error
-    expected = {name: tuple(p.shape) for name, p in outline.named_parameters()}
+    expected = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if expected != shapes:
         odd = min(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
@@ -350,8 +350,5 @@ def _layer(path: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> Dr
     broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
     if broken is not None:
         raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
-    layer = make_layer(config)
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.data = tensors[name].clone()
+    layer.load_state_dict({name: each.clone() for name, each in tensors.items()}, assign=True)
     return layer

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
@@ -80,23 +79,18 @@ def layer_tensors(layer: EagleLayer, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def to_tensors(
-    layer: EagleLayer,
-    target: Transformer,
-    draft_ids: Int[Tensor, "draft"] | None,
-    head: Float[Tensor, "draft hidden"] | None,
-    dtype: torch.dtype,
-) -> dict[str, Tensor]:
+def to_tensors(loaded: LoadedDrafter, target: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a drafter's tensors, with `feature_scale` folded into `fc`."""
-    tensors = layer_tensors(layer, dtype)
-    if layer.config.recipe == "eagle3":
+    config, draft_ids, head = loaded.eagle.config, loaded.draft_ids, loaded.head
+    tensors = layer_tensors(loaded.eagle, dtype)
+    if config.recipe == "eagle3":
         if head is None:
             head = target.head.weight if draft_ids is None else target.head.weight[draft_ids]
         tensors["lm_head.weight"] = head.detach().cpu().to(dtype)
     if draft_ids is not None:
         ids = draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(layer.config.target.vocab_size, dtype=torch.bool)
+        tensors["t2d"] = torch.zeros(config.target.vocab_size, dtype=torch.bool)
         tensors["t2d"][ids] = True
     return tensors
 
@@ -152,7 +146,7 @@ def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None
     """Write config.json and the tensors of a drafter, in its dtype, into a directory."""
     path.mkdir(parents=True, exist_ok=True)
     config, dtype = loaded.eagle.config, loaded.eagle.dtype
-    tensors = to_tensors(loaded.eagle, target, loaded.draft_ids, loaded.head, dtype)
+    tensors = to_tensors(loaded, target, dtype)
     content = to_config(config, dtype)
     content[SECTION] |= {"target": asdict(loaded.trained_on), "digest": tensors_digest(tensors)}
     write_tensors(tensors, path)

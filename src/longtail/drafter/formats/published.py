@@ -97,10 +97,7 @@ def export_drafter(
 
 def _are_equal(mine: LoadedDrafter, theirs: LoadedDrafter, target: Transformer) -> bool:
     """Return whether two drafters have equal shapes and, in the layout, equal tensors."""
-    first, second = (
-        to_tensors(each.eagle, target, each.draft_ids, each.head, mine.eagle.dtype)
-        for each in (mine, theirs)
-    )
+    first, second = (to_tensors(each, target, mine.eagle.dtype) for each in (mine, theirs))
     return (
         replace(theirs.eagle.config, feature_scale=1.0) == mine.eagle.config
         and first.keys() == second.keys()
@@ -144,9 +141,8 @@ def load_published(
     ):
         raise _misfit(fields, f"{_EMBEDDING} is not the target's embedding")
     layer = EagleLayer(_scaled(config, target, tokenizer))
+    layer.load_state_dict(stacked, assign=True)
     with torch.no_grad():
-        for each, parameter in layer.named_parameters():
-            parameter.data = stacked[each].clone()
         layer.fc.weight.div_(layer.config.feature_scale)  # a power of two: exact
     return LoadedDrafter(
         layer=layer.to(target.device, dtype or stacked["fc.weight"].dtype),

@@ -3,7 +3,6 @@
 It remembers the state of one token a request, so it costs nothing while the engine decodes plainly.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -118,7 +117,7 @@ class RidgeDrafter(GrowingDrafter):
         if self._kernel is None:
             return None
         states = self._inputs(requests)
-        return self._kernel.run(requests, strategy, noise, self._curve, states)
+        return self._kernel.run(requests, strategy, noise, self.curve, states)
 
     @cached_property
     def _kernel(self) -> RidgeChains | None:
@@ -156,18 +155,12 @@ class _RidgeWalker(Walker):
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Score the successors of the roots."""
-        started = time.perf_counter()
-        logits = self._head(self._layer.stream(1, self._inputs))
-        self.seconds += time.perf_counter() - started
-        return logits
+        return self._head(self._layer.stream(1, self._inputs))
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of nodes: their slot's stream, moved by their token."""
-        started = time.perf_counter()
         slot = frontier.depth + 1
         stream = self._layer.stream(slot, self._inputs)
         stream = stream.repeat_interleave(frontier.per_request, 0)
         moved = self._layer.move(stream, slot, self._target.embedding(frontier.tokens))
-        logits = self._head(moved)
-        self.seconds += time.perf_counter() - started
-        return logits
+        return self._head(moved)

@@ -12,7 +12,7 @@ from typing import final
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.step.runner import StepClock, StepTimer
+from longtail.engine.runner import StepClock, StepTimer
 from longtail.generator import Switch, Verified
 from longtail.speculation.drafter import Drafter, Noise
 from longtail.speculation.tree import Accepted, DraftTree, cut_depth, follow
@@ -37,18 +37,6 @@ class PlannedStep:
     """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepFeedback:
-    """Result of one planned step."""
-
-    step: PlannedStep
-    drafts: Sequence[DraftTree]
-    """Drafts that were verified."""
-    accepted: Mapping[str, Accepted]
-    verify_s: float
-    """Seconds of the step without `step.timings` and without applying the previous feedback."""
-
-
 @final
 class DraftPlanner:
     """Plans with guard and tuner: `plan`, `propose`, `select` and `record` in each step.
@@ -71,7 +59,10 @@ class DraftPlanner:
         self._drafters, self._tuner, self._guard, self._costs = drafters, tuner, guard, costs
         self.timer = StepTimer(drafters)
         self._clock, self._max_depth = clock, max_depth
-        self._pending: StepFeedback | None = None
+        self._pending: tuple[PlannedStep, list[DraftTree], Mapping[str, Accepted], float] | None
+        self._pending = None
+        """A step, its verified drafts and their results, and its seconds: without the drafters',
+        and without applying the feedback of the step before."""
         self._exposed_s = 0.0
         """Seconds that applying the previous feedback added to the present step."""
         self._repeats = self._num_repeated = 0
@@ -169,7 +160,7 @@ class DraftPlanner:
         drafts_s = sum(timing.seconds for timing in step.timings)
         verify_s = self._clock.read() - drafts_s - step.catch_up_s - self._exposed_s
         drafts = [each.draft for each in drafted]
-        self._pending = StepFeedback(step, drafts, accepted, verify_s)
+        self._pending = step, drafts, accepted, verify_s
         return verified
 
     def apply(self, *, hidden: bool = True) -> None:
@@ -184,7 +175,7 @@ class DraftPlanner:
         if feedback is None:
             return
         started = 0.0 if hidden else self._clock.read()
-        step, drafts, accepted = feedback.step, feedback.drafts, feedback.accepted
+        step, drafts, accepted, verify_s = feedback
         for timing, trees in zip(step.timings, step.proposals, strict=True):
             kept = [
                 (tree, accepted[active.request_id].tokens)
@@ -204,7 +195,7 @@ class DraftPlanner:
                 num_drafts=len(drafts),
                 num_nodes=sum(draft.size for draft in drafts),
                 num_accepted=sum(len(each.path) for each in accepted.values()),
-                verify_s=feedback.verify_s + (ended - started),
+                verify_s=verify_s + (ended - started),
                 num_expected=sum((sum(draft.reach) for draft in drafts), 0.0),
             )
             if self._costs is not None:

@@ -11,18 +11,17 @@ decoding changes no KV and recomputes nothing.
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import final
+from typing import TypedDict, final
 
 from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
+from longtail.engine.runner import Sampler, StepClock, StepTimer
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
 from longtail.engine.speculation.queue import Computed, ObservationQueue
-from longtail.engine.step.runner import StepClock, StepTimer
-from longtail.engine.step.sampler import Sampler
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
@@ -81,18 +80,16 @@ class Speculation:
         return self.guarded or self.tuner.needs_costs
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationRecord:
+class SpeculationRecord(TypedDict, total=False):
     """Speculation's part of a step report."""
 
-    verified: tuple[Verified, ...] = ()
-    switch: Switch | None = None
-    speculates: bool = True
+    verified: tuple[Verified, ...]
+    switch: Switch | None
+    speculates: bool
 
 
 _STEPS_READ = 8
 """Steps that a state observer reads at once, since each call has its cost."""
-_EMPTY_RECORD = SpeculationRecord(speculates=False)
 
 
 @final
@@ -113,7 +110,7 @@ class NoSpeculation:
 
     def record(self, *_: object) -> SpeculationRecord:
         """Return an empty record."""
-        return _EMPTY_RECORD
+        return {}
 
     def apply_feedback(self) -> None:
         """Do nothing: no drafter learns, and none remembers a request."""
@@ -187,15 +184,13 @@ class Speculator:
         step = self._step = self._planner.plan(scheduled, spare_tokens)
         if not step.requests or step.plan.strategy is None:
             return scheduled
-        depth, missed = step.plan.strategy.depth, len(self.queue) > 1
+        missed = len(self.queue) > 1
         began_s = self._clock.read()
         self._send_observations()
         if missed:  # the cost of a pause, and not of the drafts
             began_s, first_s = self._clock.read(), began_s
             step = replace(step, catch_up_s=began_s - first_s)
-        with self.timer.noise:
-            sampler.prepare([each.active for each in scheduled if each.draws], depth)
-        heard = sampler.for_drafts(step.requests, depth) if self.speculation.coupled else None
+        heard = sampler.for_drafts(step.requests) if self.speculation.coupled else None
         self._step = self._planner.propose(step, heard, began_s)
         drafts = self._planner.select(self._step, try_grow)
         return [
@@ -217,7 +212,7 @@ class Speculator:
         accepted: Mapping[str, Accepted],
         features: Float[Tensor, "tokens features"] | None,
     ) -> SpeculationRecord:
-        """Keep the step's observations and feedback.
+        """Keep the step's observations and feedback; return its part of the step's report.
 
         `features` are of all flat tokens of the step; the requests hold the new tokens already.
         """
@@ -232,10 +227,11 @@ class Speculator:
             self._written.add(Computed(scheduled, ends, accepted, picked))
             if len(self._written) == _STEPS_READ:
                 self._read_written()
-        return SpeculationRecord(
-            verified=self._planner.record(self._step, scheduled, accepted),
-            switch=self._planner.take_switch(),
-        )
+        return {
+            "verified": self._planner.record(self._step, scheduled, accepted),
+            "switch": self._planner.take_switch(),
+            "speculates": True,
+        }
 
     def _read_written(self) -> None:
         for batch in self._written.take(with_done=True):

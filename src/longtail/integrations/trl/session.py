@@ -118,12 +118,12 @@ class Session:
         # Only a drafter that follows from sums learns here: features would serve gradients.
         spot = SpotSection(train="spot" if self._learns else "never", features_mb=0)
         names = drafter_names(self._drafter, self.target.name, learns=self._learns)
-        drafters = open_drafters(names, self.target, self._log)
+        drafters = open_drafters(names, self.target)
         if not drafters:
             return
         speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
         self.policy.speculate(without_fresh(speculation, names))
-        learned = open_learned(names, self.target, speculation, self._log)
+        learned = open_learned(names, self.target, speculation)
         if learned is None:
             return
         self._initial = learned.loaded.copied()

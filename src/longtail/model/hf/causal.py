@@ -199,11 +199,6 @@ def buckets(lengths: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def open_causal(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> CausalModel:
-    """Read a model directory by transformers; see `read_pretrained` for the errors."""
-    return CausalModel(read_pretrained(path, dtype, device))
-
-
 def _transformers() -> Any:
     """Import transformers, which takes seconds, with the modules that are used here."""
     import transformers

@@ -69,6 +69,6 @@ class NativeDraws:
 
 
 def select_draws(dtype: torch.dtype) -> NativeDraws | None:
-    """Return the sampling that stores no noise; None where the noise is stored."""
+    """Return the native sampling; None where there is none."""
     functions = native.functions(dtype)
     return None if functions is None else NativeDraws(functions["draw_rows"])

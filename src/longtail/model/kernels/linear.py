@@ -4,11 +4,10 @@
 machine:
 
     float32 or bfloat16, a C compiler   product.c; a row's bits are independent of its batch
-    bfloat16, oneDNN with bfloat16      oneDNN, weight in its blocked layout
     anything else                       as for training: oneDNN in float32, else F.linear
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import final
 
 import torch
@@ -18,10 +17,7 @@ from torch import Tensor, nn
 
 from longtail.model.kernels import native
 from longtail.model.kernels.products import training_product
-from longtail.system import machine
 from longtail.system.memory import HugePages
-
-Product = Callable[[Tensor], Tensor]
 
 _TILE = 32
 """Number of outputs that product.c computes together."""
@@ -68,7 +64,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
-        self._packed: Product | None = None
+        self.native: NativeProduct | None = None
+        """The weight packed for product.c; None if it is not."""
         self.cast: Tensor | None = None
         """The weight in the dtype of autocast, while it does not change; made by `hold_cast`."""
 
@@ -86,18 +83,13 @@ class Linear(nn.Module):
         a model share.
         """
         weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        before = self._packed.packed if isinstance(self._packed, NativeProduct) else None
-        self._packed = _native(weight, bias, before, pages) or _blocked(weight, bias)
-
-    @property
-    def native(self) -> NativeProduct | None:
-        """The packed weight in the layout of product.c; None if packed otherwise."""
-        return self._packed if isinstance(self._packed, NativeProduct) else None
+        before = None if self.native is None else self.native.packed
+        self.native = _native(weight, bias, before, pages)
 
     def forward(self, x: Float[Tensor, "tokens inputs"]) -> Float[Tensor, "tokens outputs"]:
         """Return y for a flat list of rows."""
-        if self._packed is not None:
-            return self._packed(x)
+        if self.native is not None:
+            return self.native(x)
         return training_product(x, self.weight, self.bias, self.cast)
 
 
@@ -135,21 +127,3 @@ def _native(
         before = (pages or HugePages()).empty(size, weight.dtype)
     before.view(steps.dtype).view(ordered.shape).copy_(ordered)
     return NativeProduct(before, bias, outputs)
-
-
-def _blocked(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """Pack for oneDNN in bfloat16; otherwise each call would reorder the weight."""
-    usable = (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch._C._has_mkldnn
-        and machine.multiplies_bfloat16()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    if not usable:
-        return None
-    with torch.no_grad():
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-    # The lookup costs as much as a small product, so it is done once.
-    product = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: product(x, packed, bias, "none", [], "")

@@ -1,4 +1,7 @@
-"""The model runner: a flat batch through the decoder, then a draw at every drawing token."""
+"""The model runner: a flat batch through the decoder, then a draw at every drawing token.
+
+Noise is keyed, and hashed where it is added.
+"""
 
 import time
 from collections.abc import Sequence
@@ -11,9 +14,44 @@ from torch import Tensor
 
 from longtail.engine.batch import FlatBatch, Scheduled
 from longtail.engine.kv_cache import KVCache
-from longtail.engine.step.sampler import make_sampler
+from longtail.engine.request import ActiveRequest
+from longtail.model.kernels.draws import select_draws
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Drafter, Taps
+from longtail.sampling import Drawn, draw_rows, gumbel_noise
+from longtail.speculation.drafter import Drafter, Noise, Taps
+from longtail.speculation.tree import depths
+
+
+@final
+class Sampler:
+    """Draws the tokens of a step, and gives drafters the noise of positions without a token yet.
+
+    A native kernel hashes the noise; without one, and in float64, PyTorch's operations do.
+    """
+
+    def __init__(self, model: Transformer) -> None:
+        self._vocab_size, self._draws = model.config.vocab_size, select_draws(model.dtype)
+
+    def for_drafts(self, requests: Sequence[ActiveRequest]) -> Noise:
+        """Return noise for drafts, valid until the requests' next tokens."""
+        keys = [active.request.noise_key for active in requests]
+        return Noise(keys, [len(active.tokens) for active in requests], self._vocab_size)
+
+    def draw(self, logits: Float[Tensor, "drawing vocab"], drawing: Sequence[Scheduled]) -> Drawn:
+        """Draw after the last token of every request, and after every node of its draft.
+
+        Each row has its own noise and parameters.
+        """
+        keys, positions, params = [], [], []
+        for each in drawing:
+            request, offsets = each.active.request, [0, *depths(each.draft.parents)]
+            keys += [request.noise_key] * len(offsets)
+            positions += [len(each.active.tokens) + offset for offset in offsets]
+            params += [request.sampling] * len(offsets)
+        if self._draws is not None:
+            return self._draws.draw_rows(logits, keys, positions, params)
+        row_keys, places = torch.tensor([keys, positions])
+        return draw_rows(logits, gumbel_noise(row_keys, places, self._vocab_size), params)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +72,7 @@ class ModelRunner:
 
     def __init__(self, model: Transformer, kv: KVCache) -> None:
         self._model, self._kv = model, kv
-        self.sampler = make_sampler(model)
+        self.sampler = Sampler(model)
 
     @torch.inference_mode()
     def run(self, batch: FlatBatch, drawing: Sequence[Scheduled], taps: Taps) -> RunnerOutput:
@@ -112,17 +150,17 @@ class StepTimer:
         schedule | draft | flatten | run | feedback, accept | append | record
                    draft                   draft                       draft
 
-    Time of `noise` and `tuner` is part of the time of `draft`, and reported separately.
+    Time of `tuner` is part of the time of `draft`, and reported separately.
     """
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.draft, self.noise, self.tuner = Stopwatch(), Stopwatch(), Stopwatch()
+        self.draft, self.tuner = Stopwatch(), Stopwatch()
         self._drafters = drafters
         self._started = self._forward_before = 0.0
 
     def start(self) -> None:
         """Begin a step."""
-        self.draft.seconds = self.noise.seconds = self.tuner.seconds = 0.0
+        self.draft.seconds = self.tuner.seconds = 0.0
         self._forward_before = sum(drafter.forward_s for drafter in self._drafters)
         self._started = time.perf_counter()
 
@@ -130,12 +168,12 @@ class StepTimer:
         """Return the seconds of the step, given those that the model runner measured."""
         step_s = time.perf_counter() - self._started
         forwards_s = sum((each.forward_s for each in self._drafters), 0.0) - self._forward_before
-        noise_s, tuner_s = self.noise.seconds, self.tuner.seconds
+        tuner_s = self.tuner.seconds
         return {
             "step_s": step_s,
             "forward_s": forward_s,
-            "sample_s": sample_s + noise_s,
-            "draft_s": self.draft.seconds - noise_s - tuner_s if self._drafters else 0.0,
+            "sample_s": sample_s,
+            "draft_s": self.draft.seconds - tuner_s if self._drafters else 0.0,
             "draft_forward_s": forwards_s,
             "tuner_s": tuner_s,
         }

@@ -1,1 +1,0 @@
-"""One engine step: the flat batch, the forward pass, the draws."""
