@@ -7,10 +7,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
-MINUTES ?= 20
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz lint format bench bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -24,7 +23,6 @@ help:
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
 	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
 	@echo "make fuzz         random input to every reader, other cases each time"
-	@echo "make chaos        kill and stop workers and drivers of small runs for MINUTES=20, compare texts"
 	@echo "make install      environment in $(VENV) with what the quickstart needs"
 	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
@@ -185,10 +183,6 @@ test-hosts-fast: develop
 
 fuzz: develop
 	$(PYTEST) tests/fuzz --hypothesis-profile=fuzz
-
-# SEED=7 draws other faults.
-chaos: develop
-	PYTHONPATH=tests $(BIN)/python -m chaos.runner --minutes $(MINUTES) --seed $(or $(SEED),0)
 
 lint: develop
 	$(BIN)/ruff check .

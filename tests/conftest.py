@@ -26,7 +26,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
-WHOLE_RUNS = ("chaos", "end_to_end", "laws")
+WHOLE_RUNS = ("end_to_end", "laws")
 """Folders whose tests take thousands of engine steps each."""
 
 _CONNECT = socket.socket.connect

@@ -1,7 +1,7 @@
 """Law 7 for a drafter that learns from sums: its bits follow from the texts alone.
 
 The sums over all texts are equal for any number of engines, any batch, with and without drafts and
-preemption; so is the drafter. Whole runs: end_to_end/test_cluster.py, chaos, test_law8_resume.py.
+preemption; so is the drafter. Whole runs: end_to_end/test_cluster.py, test_law8_resume.py.
 """
 
 import random

@@ -160,7 +160,7 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
         for name in ("init", "unroll_steps", "window", "draft_vocab_size"):
             if getattr(drafter, name) != DrafterSection.model_fields[name].default:
                 yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
-        if "steps" in config.train.model_fields_set:
+        if config.train.steps != DrafterTrainSection.model_fields["steps"].default:
             yield "train.steps: drafter.recipe = 'ridge' makes one pass; leave it out"
     elif drafter.slots != DrafterSection.model_fields["slots"].default:
         yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
