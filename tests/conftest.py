@@ -26,9 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
-WHOLE_RUNS = ("end_to_end", "laws")
-"""Folders whose tests take thousands of engine steps each."""
-
 _CONNECT = socket.socket.connect
 
 
@@ -36,10 +33,9 @@ _CONNECT = socket.socket.connect
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Check the shapes and types of every call, except in whole runs that are not marked `shapes`.
 
-    The checks take two thirds of a tiny engine step. Shapes do not depend on the schedule:
-    tests/unit makes the same calls, and the tests marked `shapes` make whole runs of each kind.
+    The checks take two thirds of a tiny engine step, and shapes do not depend on the schedule.
     """
-    is_whole = item.path.relative_to(TESTS).parts[0] in WHOLE_RUNS
+    is_whole = item.path.relative_to(TESTS).parts[0] in ("end_to_end", "laws")
     is_checked = not is_whole or item.get_closest_marker("shapes") is not None
     jaxtyping.config.update("jaxtyping_disable", not is_checked)
 

@@ -29,11 +29,7 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """Result of one verified draft.
-
-    Example: Verified(request_id="a", position=40, num_drafted=6, depth=4, num_accepted=2): two of
-    six nodes were accepted after 40 generated tokens; accept length 3
-    """
+    """Result of one verified draft."""
 
     request_id: str
     position: int
@@ -46,10 +42,7 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A request that ended with an exception; all other requests continue.
-
-    Example: Failed(request_id="a", error=NonFiniteError("logits of request 'a' ..."))
-    """
+    """A request that ended with an exception; all other requests continue."""
 
     request_id: str
     error: Exception
@@ -57,10 +50,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Switch:
-    """A change between drafting and plain decoding, from this step on; by the guard, from the next.
-
-    Example: Switch(drafts=False, reason="predicted 0.93x of plain decoding at 64 running")
-    """
+    """A change between drafting and plain decoding from this step on (the guard: the next)."""
 
     drafts: bool
     reason: str
@@ -68,11 +58,7 @@ class Switch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """One step of a generator. Seconds of a part that it does not measure are NaN.
-
-    Example: StepReport(num_tokens=9, num_running=9, step_s=0.004, forward_s=0.0035,
-                        sample_s=0.0002, emitted=(...), finished=())
-    """
+    """One step of a generator. Seconds of a part that it does not measure are NaN."""
 
     num_tokens: int
     """Number of computed flat tokens, drafts included."""

@@ -10,8 +10,6 @@ def ridge(gram: Tensor, moment: Tensor, num_rows: int) -> Tensor:
     """Return the weights of least squared error plus RIDGE times each weight's square.
 
     Inputs are first scaled to a mean square of 1, so that their units do not matter.
-
-    Example: an input of 1 and a wanted output of 2 in all of 400 rows give the weight 1
     """
     mean_square = gram.diagonal() / num_rows
     scale = mean_square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()

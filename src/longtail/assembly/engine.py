@@ -64,8 +64,6 @@ class GrowingEngine:
     """An engine that is replaced by a larger one when requests do not fit it.
 
     The longest text is a multiple of `length_step` tokens, or all of the model's positions.
-
-    Example: GrowingEngine(make, tokenizer.decode, max_running=64).ready(requests)
     """
 
     def __init__(

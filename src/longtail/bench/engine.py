@@ -82,10 +82,7 @@ def run(options: EngineBenchOptions) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn of a contestant.
-
-    Example: Turn(seconds=2.0, cpu_seconds=2.0, num_tokens=400, accept_length=2.5, texts=((1, 2),))
-    """
+    """One turn of a contestant."""
 
     seconds: float
     cpu_seconds: float

@@ -54,10 +54,7 @@ Example of a result: {"forward": 1.0, "backward": 2.1, "update": 0.4, "grad_norm
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """Texts of one step with their advantages.
-
-    Example: StepBatch(texts=((1, 2, 3), (1, 2)), prompt_len=1, advantages=(1.0, 0.0))
-    """
+    """Texts of one step with their advantages."""
 
     texts: Sequence[tuple[int, ...]]
     prompt_len: int

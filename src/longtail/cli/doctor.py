@@ -34,10 +34,7 @@ _MARKS = {"ok": "[green]ok[/]     ", "optional": "[yellow]--[/]     ", "missing"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report.
-
-    Example: Finding("extra math", "absent", "optional", "pip install 'longtail[math]'")
-    """
+    """One line of the report."""
 
     name: str
     value: str

@@ -144,10 +144,7 @@ class ActiveRequests(Generator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """Limits of one engine.
-
-    Example: EngineLimits(max_running=64, max_step_tokens=512, kv_tokens=0, max_len=2560)
-    """
+    """Limits of one engine."""
 
     max_running: int
     max_step_tokens: int

@@ -21,12 +21,7 @@ TRAINING, EVALUATION = "training", "evaluation"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSeries:
-    """A rollout in columns with one entry per engine step.
-
-    Example: RolloutSeries(seconds=(0.004, 0.007), running=(64, 64), drafts=(0, 64), nodes=(0, 190),
-                           accepted=(0, 121),
-                           switches=((1, Switch(drafts=True, reason="...")),))
-    """
+    """A rollout in columns with one entry per engine step."""
 
     seconds: tuple[float, ...]
     """Engine seconds from the start of the rollout to the end of each step, to the microsecond."""

@@ -98,10 +98,7 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A piece of a streamed completion.
-
-    Example: Piece(text=" the same", drafted=True)
-    """
+    """A piece of a streamed completion."""
 
     text: str
     drafted: bool

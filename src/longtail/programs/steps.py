@@ -142,8 +142,5 @@ def _train(
 
 
 def step_label(step: int, steps: int) -> str:
-    """Return the beginning of a step's line, aligned.
-
-    Example: step_label(7, 100) == "step   7/100"
-    """
+    """Return the beginning of a step's line, aligned."""
     return f"step {step:>{len(str(steps))}}/{steps}"

@@ -106,10 +106,7 @@ def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint on disk.
-
-    Example: Checkpoint(step=10, path=Path("runs/x/checkpoints/step_000010"), state={"cursor": 160})
-    """
+    """A complete checkpoint on disk."""
 
     step: int
     path: Path

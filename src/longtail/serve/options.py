@@ -12,10 +12,7 @@ KEY_VARIABLE = "LONGTAIL_API_KEY"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """The model to serve, its address and its limits.
-
-    Example: ServeOptions(model="runs/example", max_running=8)
-    """
+    """The model to serve, its address and its limits."""
 
     model: Annotated[
         str, Option("model, named as model.path of train", "RUN_OR_MODEL", positional=True)

@@ -32,10 +32,7 @@ from longtail.types import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taps:
-    """A selection of the decoder's hidden states; concatenated, they are a token's features.
-
-    Example: Taps(final=True) for EAGLE-1, Taps(layers=(2, 4, 5)) for EAGLE-3
-    """
+    """A selection of the decoder's hidden states; concatenated, they are a token's features."""
 
     layers: tuple[int, ...] = ()
     """The residual stream as it enters these layers, in rising order."""
@@ -68,10 +65,7 @@ NO_TAPS = Taps()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draftable:
-    """A request that a drafter proposes for.
-
-    Example: Draftable(request_id="a", tokens=[3, 9, 4, 7], prompt_len=3, sampling=s, max_depth=5)
-    """
+    """A request that a drafter proposes for."""
 
     request_id: str
     tokens: Sequence[int]
@@ -84,11 +78,7 @@ class Draftable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """Consecutive accepted tokens of one request that the target has computed.
-
-    Example: Observed(request_id="a", tokens=[3, 9, 4, 7], start=1, num_tokens=2, prompt_len=3): the
-    target now has features of the tokens 9 and 4
-    """
+    """Consecutive accepted tokens of one request that the target has computed."""
 
     request_id: str
     tokens: Sequence[int]

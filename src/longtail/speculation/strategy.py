@@ -21,10 +21,7 @@ from longtail.speculation.tree import MAX_NODES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftThresholds:
-    """Minimum probabilities of nodes; 0: no threshold.
-
-    Example: DraftThresholds(verify=0.3, expand=0.4, level=1.5)
-    """
+    """Minimum probabilities of nodes; 0: no threshold."""
 
     verify: float = 0.0
     """Minimum probability of a node of the draft."""
@@ -37,10 +34,7 @@ class DraftThresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """The shape of a draft, the same for every request.
-
-    Example: Strategy(depth=6, width=1, size=6) is a chain of six
-    """
+    """The shape of a draft, the same for every request."""
 
     depth: int
     """Length of the longest path; each level takes one drafter pass."""

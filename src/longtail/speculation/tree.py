@@ -137,10 +137,7 @@ def _select(tree: DraftTree, kept: Sequence[int]) -> DraftTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """Result of verifying one draft.
-
-    Example: Accepted(path=(1, 3), tokens=(5, 7, 8)): two nodes accepted, accept length 3
-    """
+    """Result of verifying one draft."""
 
     path: tuple[int, ...]
     """Accepted nodes, from the root down."""

@@ -104,10 +104,7 @@ class TimeCurve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCost:
-    """Seconds of one drafter's proposals, by part.
-
-    Example: DraftCost(start_s=1e-4, request_s=8e-6, level_s=5e-5, row_s=6e-6)
-    """
+    """Seconds of one drafter's proposals, by part."""
 
     start_s: float
     request_s: float
@@ -134,10 +131,7 @@ class DraftCost:
 
 @final
 class CostModel:
-    """Predicts the seconds of steps and drafts, and learns from observed ones.
-
-    Example: CostModel(TimeCurve((1, 64), (1e-3, 6e-3)), pair_s=1e-7, node_pair_s=2e-8)
-    """
+    """Predicts the seconds of steps and drafts, and learns from observed ones."""
 
     def __init__(self, measured: TimeCurve, *, pair_s: float, node_pair_s: float) -> None:
         self.plain, self.verify = measured, deepcopy(measured)

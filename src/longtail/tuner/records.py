@@ -12,10 +12,7 @@ from longtail.speculation.strategy import Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A step before drafts are added.
-
-    Example: Batch(num_draftable=8, num_sampled=8, num_tokens=8, num_pairs=2400, room=500)
-    """
+    """A step before drafts are added."""
 
     num_draftable: int
     """Number of decoding requests; a draft is useful unless the request is about to end."""
@@ -43,10 +40,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Drafters to ask, and the shape of the drafts.
-
-    Example: Plan(strategy=None, reason="drafting at 64 running is predicted to give 0.95x")
-    """
+    """Drafters to ask, and the shape of the drafts."""
 
     strategy: Strategy | None
     """Shape of the drafts; None: plain decoding."""
@@ -65,10 +59,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftTiming:
-    """Size and seconds of one drafter's proposals in a step.
-
-    Example: DraftTiming(drafter=0, num_requests=8, levels=4, rows=27, seconds=0.0004)
-    """
+    """Size and seconds of one drafter's proposals in a step."""
 
     drafter: int
     num_requests: int
@@ -81,11 +72,7 @@ class DraftTiming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Costs and yield of a step.
-
-    Example: Outcome(batch=batch, plan=plan, timings=(), num_drafts=0, num_nodes=0, num_accepted=0,
-                     verify_s=0.004)
-    """
+    """Costs and yield of a step."""
 
     batch: Batch
     plan: Plan

@@ -33,10 +33,7 @@ METHOD = "longtail_adopt_drafter"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """A drafter that all workers have adopted.
-
-    Example: Adoption(digest="3fa9...", seconds=0.03, version=4, source="runs/a/drafter")
-    """
+    """A drafter that all workers have adopted."""
 
     digest: str
     """SHA-256 of the tensors."""

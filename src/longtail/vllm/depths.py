@@ -26,10 +26,7 @@ _HELD_STEPS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmDrafter:
-    """A drafter that vLLM runs.
-
-    Example: VllmDrafter(method="ngram", tuner=DepthTuner())
-    """
+    """A drafter that vLLM runs."""
 
     method: str
     """vLLM's name: eagle, eagle3 or ngram."""

@@ -146,10 +146,7 @@ def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A function of vLLM and its replacement.
-
-    Example: Patch(owner=rejection_sampler, name="rejection_sample", replacement=sample)
-    """
+    """A function of vLLM and its replacement."""
 
     owner: Any
     """Module or class that holds the function."""

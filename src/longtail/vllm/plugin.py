@@ -110,10 +110,7 @@ def _replace(settings: VllmSettings, runner: str) -> None:
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
-    """Return the status of each worker of an LLM; ConfigError unless all have the plugin.
-
-    Example: require(llm)[0]["runner"] == "v2"
-    """
+    """Return the status of each worker of an LLM; ConfigError unless all have the plugin."""
     try:
         found = list(engine.collective_rpc("longtail_status"))
     except Exception as error:  # vLLM wraps a worker's AttributeError in several classes

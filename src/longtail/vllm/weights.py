@@ -33,10 +33,7 @@ _OF_THE_TARGET = ("lm_head.weight", "embed_tokens.weight", "d2t", "t2d")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftWeights:
-    """Tensors of a drafter, named as vLLM's loader reads them.
-
-    Example: DraftWeights(tensors={"fc.weight": ...}, digest="3fa9...", version=4)
-    """
+    """Tensors of a drafter, named as vLLM's loader reads them."""
 
     tensors: Mapping[str, Tensor]
     digest: str

@@ -23,10 +23,7 @@ DISTURBED = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of texts, numbers, spreads, and None for empty cells.
-
-    Example: Table("Steps", ("arm", "step s"), [("off", 2.5), ("all", Spread.of([1.0, 1.5]))])
-    """
+    """A table of texts, numbers, spreads, and None for empty cells."""
 
     title: str
     headings: Sequence[str]

@@ -12,10 +12,7 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Median of repeated measurements, with the extremes beside it.
-
-    Example: Spread(median=2.0, low=1.9, high=2.4)
-    """
+    """Median of repeated measurements, with the extremes beside it."""
 
     median: float
     low: float

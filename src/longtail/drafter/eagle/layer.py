@@ -42,10 +42,7 @@ Recipe = Literal["eagle1", "eagle3"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleConfig:
-    """Shape of an EAGLE drafter.
-
-    Example: EagleConfig(recipe="eagle3", target=config, layers=(2, 4, 5), window=64)
-    """
+    """Shape of an EAGLE drafter."""
 
     recipe: Recipe
     target: ModelConfig

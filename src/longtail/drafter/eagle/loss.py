@@ -148,10 +148,7 @@ def _dot(x: Float[Tensor, "rows vocab"], y: Float[Tensor, "rows vocab"]) -> Floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthReport:
-    """Agreement of drafter and target on given text, at depth 1, 2, ...
-
-    Example: DepthReport(agreement=(0.8, 0.7), overlap=(0.8, 0.5)).accept_len == 1 + 0.8 + 0.4
-    """
+    """Agreement of drafter and target on given text, at depth 1, 2, ..."""
 
     agreement: tuple[float, ...] = ()
     """Share of tokens with the same most likely token."""

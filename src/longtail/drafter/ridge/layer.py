@@ -26,10 +26,7 @@ _MOST_SLOTS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RidgeConfig:
-    """Shape of a ridge drafter.
-
-    Example: RidgeConfig(target=config, slots=6, draft_vocab_size=512)
-    """
+    """Shape of a ridge drafter."""
 
     recipe: Literal["ridge"] = "ridge"
     target: ModelConfig

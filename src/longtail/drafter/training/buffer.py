@@ -62,11 +62,7 @@ class TextSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextWindow(Example):
-    """The part of a text that is trained on or measured.
-
-    Example: TextWindow(tokens=(4, 7, 2), prompt_len=2, start=2,
-                        text=Example(tokens=(3, 9, 4, 7, 2), prompt_len=2))
-    """
+    """The part of a text that is trained on or measured."""
 
     text: Example
     """The whole text."""

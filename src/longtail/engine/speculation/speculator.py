@@ -35,10 +35,7 @@ from longtail.tuner.tuner import FixedTuner, Tuner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speculation:
-    """Settings of speculative decoding.
-
-    Example: Speculation(drafters=(HistoryDrafter(),), tuner=BudgetTuner())
-    """
+    """Settings of speculative decoding."""
 
     drafters: tuple[Drafter, ...]
     tuner: Tuner

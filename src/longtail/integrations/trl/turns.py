@@ -21,10 +21,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sample of a batch, in one turn.
-
-    Example: Sample(number=3, key=0x5eed, group="9f0c...@5", prompt=(3, 9, 4))
-    """
+    """One sample of a batch, in one turn."""
 
     number: int
     """Place in the batch of all processes."""
@@ -41,10 +38,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Origin of a batch.
-
-    Example: Batch(seed=0, step=5, is_training=True, first=0)
-    """
+    """Origin of a batch."""
 
     seed: int
     step: int

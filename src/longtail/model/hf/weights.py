@@ -30,10 +30,7 @@ _FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A tensor of Hugging Face: all or some rows of one of our parameters.
-
-    Example: Part(name="model.layers.0.self_attn.k_proj.weight", shape=(512, 4096))
-    """
+    """A tensor of Hugging Face: all or some rows of one of our parameters."""
 
     name: str
     shape: tuple[int, ...]

@@ -113,10 +113,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Division of rows into chunks.
-
-    Example: Plan(passes=TorchRows(), chunk=341, held=341)
-    """
+    """Division of rows into chunks."""
 
     passes: TorchRows
     chunk: int

@@ -92,10 +92,7 @@ def check(rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error in one line: our own message, or type, message and place of any other.
-
-    Example: "ZeroDivisionError: division by zero (my_rewards.py:12, in score)"
-    """
+    """Return an error in one line: our own message, or type, message and place of any other."""
     if isinstance(error, LongtailError):
         return _one_line(str(error))
     text = _one_line("".join(traceback.format_exception_only(error)).strip())
