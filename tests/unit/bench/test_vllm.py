@@ -67,4 +67,4 @@ def test_a_drafter_without_weights_cannot_be_compared(tmp_path: Path) -> None:
     assert vllm.own_drafter(config) is None
     subject = open_subject(config, 3, print)
     with pytest.raises(ConfigError, match="'history': it has no weights"):
-        vllm._export("history", subject, options, tmp_path / "out", print)
+        vllm._export("history", subject, options, tmp_path / "out")
