@@ -66,7 +66,7 @@ class ProcessGroup:
     def broadcast(self, source: int, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by that of rank `source`, bit for bit."""
 
-    def gather(self, row: Sequence[float]) -> Float[Tensor, "ranks numbers"]:
+    def gather(self, row: Sequence[float | int]) -> Float[Tensor, "ranks numbers"]:
         """Return the rows of all ranks."""
         table = torch.zeros(self.size, len(row), dtype=torch.float64)
         table[self.rank] = torch.tensor(row, dtype=torch.float64)
