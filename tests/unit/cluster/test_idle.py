@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
+from longtail.rl.streaming import GroupStream
 from longtail.types import Completion, Request
 from support.fake_worker import Death, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 
-class Stream:
+class Stream(GroupStream):
     """Groups of requests, each with a micro-batch once all its texts are finished."""
 
     def __init__(self, asked: list[Request]) -> None:

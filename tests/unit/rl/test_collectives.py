@@ -166,7 +166,7 @@ def test_the_default_group_of_another_part_of_the_process_comes_back(tmp_path: P
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         others = dist.group.WORLD
-        group = TorchProcessGroup(0, 1, f"file://{tmp_path}/meet", backend="gloo", timeout_s=5)
+        group = TorchProcessGroup(0, 1, f"file://{tmp_path}/meet", backend="gloo", timeout_s=5.0)
         assert group.mesh().size() == 1
         assert dist.group.WORLD is not others
         group.close()
