@@ -5,6 +5,7 @@ compilation, CUDA graphs and streams.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from longtail.drafter.formats.layouts import write_layout
 from longtail.model.hf.model import load_model
 from support import toy
 from support.contract import toy_target
-from vllm_wheel.runs import NEEDS_VLLM, play
+from vllm_wheel.runs import NEEDS_VLLM, finish, play, same, training
 from vllm_wheel.test_v1 import accepted_share
 
 pytestmark = NEEDS_VLLM
@@ -57,3 +58,14 @@ def test_vllm_learns_a_drafter_and_writes_the_same(played: dict[str, Any]) -> No
     assert learned["turns"][-1]["metrics"]["vllm:num_preemptions"] > 0
     assert accepted_share(learned["turns"][-2], learned["turns"][-1]) > 0.4
     assert learned["status"]["learned"]["solves"] > 0
+
+
+def test_a_run_writes_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> None:
+    found = {}
+    for drafter in ("none", "fresh"):
+        words = ("--rollout.engine=vllm", f"--speculation.drafter={drafter}")
+        words += ("--rollout.max_tokens=48", "--cluster.worker_timeout_s=300")
+        path = tmp_path / drafter
+        with training(path, *words, steps=2, program="vllm_wheel.runner_v2") as process:
+            found[drafter] = finish(path, process)
+    assert same(found["none"], found["fresh"])

@@ -227,6 +227,10 @@ def admit_learned(config: Any) -> None:
             f"max_loras = {adapters.max_loras}: states of several adapters make no one drafter; "
             "set it to 1, or give a trained drafter as speculative_config"
         )
+    elif getattr(model, "is_hybrid", False) and config.device_config.device_type == "cpu":
+        problem = (  # its convolution has room for the longest draft only
+            "on a CPU vLLM's linear attention verifies drafts of one length alone; remove drafter"
+        )
     else:
         return
     raise ConfigError(f"longtail in vLLM, a learned drafter: {problem}")

@@ -70,12 +70,14 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
         ({"runner_type": "pooling"}, "does not generate"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: the last stage has no"),
         ({"lora_config": SimpleNamespace(max_loras=2)}, "max_loras = 2"),
+        ({"is_hybrid": True}, "linear attention"),
     ],
 )
 def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):
-    def asked(runner_type="generate", pipeline_parallel_size=1, lora_config=None):
+    def asked(runner_type="generate", pipeline_parallel_size=1, lora_config=None, is_hybrid=False):
         return SimpleNamespace(
-            model_config=SimpleNamespace(runner_type=runner_type),
+            model_config=SimpleNamespace(runner_type=runner_type, is_hybrid=is_hybrid),
+            device_config=SimpleNamespace(device_type="cpu"),
             parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size),
             lora_config=lora_config,
         )
