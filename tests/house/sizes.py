@@ -1,7 +1,5 @@
 """Print lines, files and budget of every package, and words of docs; part of `make lint`.
 
-    python tests/house/sizes.py
-
 Who is over a budget removes something, or raises it and says why.
 """
 
@@ -9,12 +7,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SRC, TESTS, WORDS, WORDS_OF_IDEA = 39_500, 32_000, 17_000, 300
-"""Most lines of all packages and of tests, and most words of all pages in docs/ that are written by
-hand, and of a page in docs/ideas/."""
+WORDS, WORDS_OF_IDEA = 17_000, 300
+"""Most words of all pages in docs/ that are written by hand, and of a page in docs/ideas/."""
 BUDGETS = {
     "top level": 1339,
-    "assembly": 1582,
+    "assembly": 1583,
     "bench": 2251,
     "cli": 725,
     "cluster": 4353,
@@ -32,8 +29,10 @@ BUDGETS = {
     "tuner": 1025,
     "view": 1063,
     "vllm": 3140,
+    "src": 39_500,
+    "tests": 32_000,
 }
-"""Most lines of each package: what it has now."""
+"""Most lines of each package, what it has now; of all together, and of tests."""
 GENERATED = ("cli.md", "configuration.md", "metrics.md")
 
 
@@ -54,11 +53,11 @@ def sizes() -> dict[str, tuple[int, int]]:
 
 def main() -> int:
     """Print the table; return 1 if something exceeds its budget."""
-    now, budgets = sizes(), {**BUDGETS, "src": SRC, "tests": TESTS}
+    now = sizes()
     print(f"{'package':14}{'lines':>8}{'files':>7}{'budget':>8}")
     for name in (*sorted(now.keys() - {"src", "tests"}), "src", "tests"):
-        print(f"{name:14}{now[name][0]:8}{now[name][1]:7}{budgets.get(name, 0):8}")
-    over = [name for name, (lines, _) in now.items() if lines > budgets.get(name, 0)]
+        print(f"{name:14}{now[name][0]:8}{now[name][1]:7}{BUDGETS.get(name, 0):8}")
+    over = [name for name, (lines, _) in now.items() if lines > BUDGETS.get(name, 0)]
     words = {
         page: len(page.read_text(encoding="utf-8").split())
         for page in (ROOT / "docs").rglob("*.md")
@@ -66,9 +65,8 @@ def main() -> int:
     }
     print(f"{'words of docs':14}{sum(words.values()):8}{'':7}{WORDS:8}")
     over += ["docs"] * (sum(words.values()) > WORDS)
-    over += [
-        page.name for page, n in words.items() if page.parent.name == "ideas" and n > WORDS_OF_IDEA
-    ]
+    ideas = {page.name: n for page, n in words.items() if page.parent.name == "ideas"}
+    over += [name for name, n in ideas.items() if n > WORDS_OF_IDEA]
     for name in over:
         print(f"sizes: {name} is over its budget")
     return 1 if over else 0

@@ -67,9 +67,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (row["step"], row["request_id"]))
 
 
-def written(path: Path, *options: str) -> list[dict[str, Any]]:
-    """Return the graded completions of an undisturbed run."""
-    with training(path, *options) as process:
+def written(path: Path, *options: str, **more: Any) -> list[dict[str, Any]]:
+    """Return the graded completions of an undisturbed run; `more` as for `training`."""
+    with training(path, *options, **more) as process:
         return finish(path, process)
 
 

@@ -50,10 +50,8 @@ SHARING = ("--cluster.workers=2", "--cluster.gpus_per_worker=0.5",
 @pytest.mark.parametrize("more", [(), SHARING], ids=["one-worker", "two-workers-on-a-gpu"])
 def test_a_run_on_a_gpu_is_the_same(more, own, tmp_path) -> None:
     """The GPU is pretended: no tensor of the loop meets one of another device."""
-    path = tmp_path / "run"
     words = ("--rollout.engine=vllm", "--run.device=cuda", "--learner.autocast=false", *more)
-    with training(path, *words, program="support.pretend_training") as process:
-        assert same(finish(path, process), own)
+    assert same(written(tmp_path / "run", *words, program="support.pretend_training"), own)
 
 
 def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(
@@ -63,8 +61,7 @@ def test_requests_that_move_while_finished_groups_are_learned_from_change_no_tex
     path = tmp_path / "run"
     words = ("--rollout.engine=vllm", "--speculation.drafter=fresh", "--cluster.workers=2",
              "--learner.streaming=true", "--rollout.max_running=2")  # fmt: skip
-    with training(path, *words, program="support.moves") as process:
-        assert same(finish(path, process), own)
+    assert same(written(path, *words, program="support.moves"), own)
     metrics = read_metrics(path)
     assert sum(row["cluster/moved_requests"] for row in metrics) >= 4
     assert sum(row["cluster/learning_ahead_s"] for row in metrics) > 0

@@ -15,10 +15,11 @@ from longtail.drafter.formats.layouts import write_layout
 from longtail.model.hf.model import load_model
 from support import toy
 from support.contract import toy_target
-from vllm_wheel.runs import NEEDS_VLLM, finish, play, same, training
+from vllm_wheel.runs import NEEDS_VLLM, play, same, written
 from vllm_wheel.test_v1 import accepted_share
 
 pytestmark = NEEDS_VLLM
+V2 = "vllm_wheel.runner_v2"
 SCENES = (("stock",), ("eagle3", "learned"))
 """Scenes of two processes: the plugin serves all engines of one, or none."""
 
@@ -33,8 +34,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     write_layout(root / "eagle3", loaded, load_model(toy.REASONER))
     prompts = [list(range(5 + index % 3, 25)) for index in range(7)]
     job = {"target": str(toy.REASONER), "prompts": prompts, "seeds": list(range(7))}
-    job |= {"eagle3": str(root / "eagle3"), "saved": str(root / "saved")}
-    job |= {"runner": "v2", "turns": 3}
+    job |= {name: str(root / name) for name in ("eagle3", "saved")} | {"runner": "v2", "turns": 3}
     found = dict[str, Any]()
     for scenes in SCENES:
         done = play("scenes.py", json.dumps(job | {"scenes": scenes}))
@@ -61,11 +61,9 @@ def test_vllm_learns_a_drafter_and_writes_the_same(played: dict[str, Any]) -> No
 
 
 def test_a_run_writes_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> None:
-    found = {}
-    for drafter in ("none", "fresh"):
-        words = ("--rollout.engine=vllm", f"--speculation.drafter={drafter}")
-        words += ("--rollout.max_tokens=48", "--cluster.worker_timeout_s=300")
-        path = tmp_path / drafter
-        with training(path, *words, steps=2, program="vllm_wheel.runner_v2") as process:
-            found[drafter] = finish(path, process)
-    assert same(found["none"], found["fresh"])
+    words = ("--rollout.engine=vllm", "--rollout.max_tokens=48", "--cluster.worker_timeout_s=300")
+    runs = [
+        written(tmp_path / name, *words, f"--speculation.drafter={name}", steps=2, program=V2)
+        for name in ("none", "fresh")
+    ]
+    assert same(*runs)

@@ -69,7 +69,10 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     weights = master * parameters
     shard = -(-weights // config.cluster.workers) if config.is_sharded else weights
     trained, saved = shard, 0
-    alone = max(0, shape.num_layers - 2)  # embedding, head and two layers are whole at a time
+    gathered = 0
+    if config.is_sharded:  # on a GPU all but two layers rest in their shards
+        resting = max(0, shape.num_layers - 2) * layer
+        gathered = 2 * weights if on_cpu else master * (parameters - resting)
     casts = 0
     if learner.autocast is True:  # on a GPU those of gathered layers stay until the pass ends
         casts = _BYTES["bfloat16"] * (shard if on_cpu else weights) // master
@@ -95,9 +98,7 @@ def estimate(plan: RunPlan) -> dict[str, int]:
         _ACTIVATIONS: 4 * scores * master
         + activation_bytes(shape, tokens, master, recompute=learner.gradient_checkpointing),
         "reference model": shard if learner.kl_coef > 0 and learner.lora is None else 0,
-        "gathered weights": (2 * weights if on_cpu else weights - master * layer * alone)
-        if config.is_sharded
-        else 0,
+        "gathered weights": gathered,
         "undo of a step": 3 * trained
         if config.cluster.workers > 1 < learner.mini_batches and not config.is_sharded
         else 0,

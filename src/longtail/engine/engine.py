@@ -59,7 +59,7 @@ class RolloutEngine(ActiveRequests):
             )
         super().__init__(policy_version)
         self.model = model
-        """The model that generates; drafters refer to it, and only `pull` changes its weights."""
+        """The model that generates; drafters refer to it, and `load_policy` alone changes it."""
         self._decode, self._limits = decode, limits
         self.model.eval().pack()
         self._kv = make_kv(model, limits)

@@ -25,9 +25,8 @@ def test_drafts_of_a_reduced_vocabulary_use_the_noise_of_their_target_tokens():
 def test_requests_without_a_seed_have_keys_of_their_own():
     key = request_key("0.0", "12-0a1b2c3d")
     assert key == request_key("0.0", "12-ffffffff") == request_key("0.0", "12")
-    assert (
-        len({key, request_key("0.0", "13"), request_key("0.1", "12"), request_key("0.0", "1")}) == 4
-    )
+    others = {request_key("0.0", "13"), request_key("0.1", "12"), request_key("0.0", "1")}
+    assert len({key, *others}) == 4
 
 
 def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
