@@ -4,8 +4,8 @@
     load_policy    between two rollouts: a text is of one policy
     load_drafter   between two steps: a drafter changes the speed, never a text
 
-`engine.RolloutEngine` is longtail's own generator, `vllm.generator` has vLLM's. Laws 1
-to 6 and 10 hold for each.
+`engine.RolloutEngine` is longtail's own generator, `vllm.generator` has vLLM's. Laws 1 to 6 and 10
+(docs/architecture.md) hold for each.
 """
 
 import abc

@@ -28,7 +28,7 @@ from longtail.cluster.records import Progress
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
-from longtail.config.rl import RunConfig
+from longtail.config.rl import LearnerSection, RolloutSection, RunConfig
 from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size
 from longtail.rl.data.requests import RequestBatch, train_requests
@@ -52,7 +52,11 @@ from longtail.view.report import write_report
 class TrainingStep:
     """The algorithm: one on-policy step from prompts to published weights."""
 
-    config: RunConfig
+    rollout: RolloutSection
+    learner: LearnerSection
+    reward: str
+    """Name of the reward, for errors."""
+    seed: int
     components: TrainerComponents
     grader: GraderPool
     phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
@@ -65,16 +69,15 @@ class TrainingStep:
         rounds: list[SampleRound] = []
         while num_prompts := self._num_missing(rounds):
             requests = self._requests(num_prompts)
-            stream = GroupStream(
-                requests, self.grader, self.config, num_learned=len(self._learnable(rounds))
-            )
+            wanted = self.rollout.prompts_per_step - len(self._learnable(rounds))
+            stream = GroupStream(requests, self.grader, self.learner, num_wanted=wanted)
             rollout = self._rollout(step, len(rounds), requests, stream)
             graded = self._grade(stream, is_first=not rounds)
             rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
         groups = self._learnable(rounds)
         with self.watch.section("learn"), self.phase("learning"):
             learned = self.components.workers.learn(
-                step_batches(groups, self.config, self.components.sampling)
+                step_batches(groups, self.learner, self.components.sampling)
             )
         self._publish()
         return StepRecord(
@@ -83,10 +86,10 @@ class TrainingStep:
 
     def _num_missing(self, rounds: Sequence[SampleRound]) -> int:
         """Return the number of prompts to sample next; 0 if the batch is complete."""
-        wanted = self.config.rollout.prompts_per_step
+        wanted = self.rollout.prompts_per_step
         if not rounds:
             return wanted
-        if not samples_dynamically(self.config) or len(rounds) > self.config.learner.max_refills:
+        if not samples_dynamically(self.learner) or len(rounds) > self.learner.max_refills:
             return 0
         return refill_size(
             wanted=wanted,
@@ -97,16 +100,16 @@ class TrainingStep:
     def _learnable(self, rounds: Sequence[SampleRound]) -> list[Group]:
         """Return the groups to learn from, in the order of the prompts."""
         groups = [group for each in rounds for group in each.groups]
-        if not samples_dynamically(self.config):
+        if not samples_dynamically(self.learner):
             return groups
-        return keep_informative(groups)[: self.config.rollout.prompts_per_step]
+        return keep_informative(groups)[: self.rollout.prompts_per_step]
 
     def _requests(self, num_prompts: int) -> RequestBatch:
         """Return `group_size` requests for each of the next prompts."""
         return train_requests(
             self.components.source.take(num_prompts),
-            samples=self.config.rollout.group_size,
-            seed=self.config.run.seed,
+            samples=self.rollout.group_size,
+            seed=self.seed,
             sampling=self.components.sampling,
         )
 
@@ -130,7 +133,7 @@ class TrainingStep:
         """Wait for the rewards; of the first round, one completion at least has one."""
         with self.watch.section("reward"), self.phase("grading"):
             graded = stream.finish()
-        return some_graded(graded, self.config.reward.name) if is_first else graded
+        return some_graded(graded, self.reward) if is_first else graded
 
     def _publish(self) -> None:
         """Copy the learners' weights to the engines, and offer the newly trained drafter."""
@@ -184,7 +187,13 @@ class Trainer:
             parts = assemble(config, directory, grader.check, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
         self._step = TrainingStep(
-            config=config, components=parts, grader=grader, phase=console.phase
+            rollout=config.rollout,
+            learner=config.learner,
+            reward=config.reward.name,
+            seed=config.run.seed,
+            components=parts,
+            grader=grader,
+            phase=console.phase,
         )
         self._evaluator = Evaluator(
             samples=config.eval.samples,
@@ -210,7 +219,9 @@ class Trainer:
                 self._state = replace(self._state, threads=threads)
             with console.phase("starting the graders"):
                 grader.wait_ready()
-            self._logger = RunLogger(config, run.path, last_step=last_step)
+            self._logger = RunLogger(
+                config.run, run.path, last_step=last_step, shown=config.model_dump()
+            )
         except BaseException:
             self.workers.close()
             raise
@@ -232,7 +243,10 @@ class Trainer:
         except Interrupted:
             self.workers.abandon()
             self._checkpoint()
-            self._console.log(_farewell(self._state.step))
+            done, again = self._state.step, "the same command"
+            after = f"after step {done}; {again} continues from there"
+            early = f"before the first step was complete; {again} starts again"
+            self._console.log(f"stopped {after if done else early}")
             return 130
         except NonFiniteError as error:
             step = f"{self._state.step + 1} of {self._config.run.steps}"
@@ -277,7 +291,8 @@ class Trainer:
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())
         self._console.step(step, self._config.run.steps, metrics)
-        refills = self._config.learner.max_refills if samples_dynamically(self._config) else 0
+        learner = self._config.learner
+        refills = learner.max_refills if samples_dynamically(learner) else 0
         shortage = record.shortage(self._config.rollout.prompts_per_step, refills)
         for line in shortage:
             self._console.log(line)
@@ -318,9 +333,3 @@ class Trainer:
         except CheckpointError as error:  # the run is complete without it
             self._console.log(f"no report: {error}")
         self._console.summary(finished, path)
-
-
-def _farewell(step: int) -> str:
-    if step == 0:
-        return "stopped before the first step was complete; the same command starts again"
-    return f"stopped after step {step}; the same command continues from there"

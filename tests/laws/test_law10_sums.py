@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from longtail.errors import NonFiniteError
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import fixed, native
+from longtail.model.kernels import fixed_point, native
 from longtail.rl.advantage import shaped_rewards
 from longtail.rl.data.requests import regroup
 from longtail.rl.learner import Learner
@@ -91,14 +91,14 @@ def test_kernels_and_torch_add_with_the_same_bits(numbers, factor, dtype, thread
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "functions", functions)
             patch.setattr(torch, "get_num_threads", lambda: threads)
-            sums, largest, out = fixed.new_sums(part), torch.ones(1), torch.empty_like(part)
+            sums, largest, out = fixed_point.new_sums(part), torch.ones(1), torch.empty_like(part)
             for _ in range(3):
-                fixed.add_gradient(sums, part, largest[0])
-            fixed.write_gradient(sums, factor, out)
+                fixed_point.add_gradient(sums, part, largest[0])
+            fixed_point.write_gradient(sums, factor, out)
             found.append((sums, largest, out))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
-    added = torch.where(part.abs() < fixed.LIMIT, part, 0.0).double()
-    expected = [3 * round(number * 2.0**fixed.BITS) for number in added.tolist()]
+    added = torch.where(part.abs() < fixed_point.LIMIT, part, 0.0).double()
+    expected = [3 * round(number * 2.0**fixed_point.BITS) for number in added.tolist()]
     assert found[0][0].tolist() == [expected]
     assert found[0][1].item() == float(part.abs().max())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention, SharedAttention, causal_window_mask
 from longtail.model.kernels import native
-from longtail.model.kernels.packed import NativePackedAttention
+from longtail.model.kernels.packed_attention import NativePackedAttention
 from longtail.model.kernels.training import select_training_kernels
 
 pytestmark = pytest.mark.skipif(

@@ -1,13 +1,12 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
 import builtins
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import pytest
 import torch
-from jaxtyping import Float, config
+from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import FlatBatch
@@ -29,17 +28,6 @@ def do_without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         return found(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-
-
-@contextmanager
-def unchecked_shapes() -> Iterator[None]:
-    """Suspend the shape checks in a unit test that takes many steps; see conftest.py."""
-    before = config.jaxtyping_disable
-    config.update("jaxtyping_disable", True)
-    try:
-        yield
-    finally:
-        config.update("jaxtyping_disable", before)
 
 
 def markov_model(

@@ -9,7 +9,7 @@ from typing import Any
 
 from longtail.cluster import coordinator
 from longtail.cluster.schedule.forecast import Text
-from longtail.cluster.schedule.sharing import Move
+from longtail.cluster.schedule.moves import Move
 
 SHARE_S = 0.05
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from longtail.assembly.drafters import read_drafter
-from longtail.cluster.work.publisher import DrafterState
+from longtail.cluster.work.drafter_publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer

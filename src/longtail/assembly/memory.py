@@ -1,11 +1,12 @@
 """Bound on a run's memory, by arithmetic on the model's shape; no weight is loaded.
 
-Every part is an upper bound at its own moment; the sum is what to have, not what is always used.
+Every part is an upper bound at its own moment, and the sum bounds the peak.
 `longtail train --dry-run` prints it, and a run is refused if it exceeds the free memory. On a GPU
 vLLM takes its share of the whole card, which must hold the weights and a text.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.policy import holds_bfloat16
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
-from longtail.model.kernels.fixed import sum_bytes
+from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.transformer import ModelConfig
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.system import machine
@@ -81,7 +82,7 @@ def estimate(plan: RunPlan) -> dict[str, int]:
         if casts and holds_bfloat16(plan.directory, learner):
             saved = (master - _BYTES["bfloat16"]) * shape.num_layers * layer
             casts -= _BYTES["bfloat16"] * shape.num_layers * layer
-    each = sum_bytes(getattr(torch, learner.dtype), exact=learner.sums == "exact")
+    each = sum_bytes(getattr(torch, learner.dtype), exact=learner.sums != "float")
     sums = trained if config.is_sharded else each * trained // master
     names = set(config.speculation.drafter.split("+"))
     untrained = {NONE, *WEIGHTLESS, *((AUTO, FRESH) if plan.on_vllm else ())}  # vLLM learns its own
@@ -110,23 +111,37 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-def check(plan: RunPlan) -> None:
-    """Raise ConfigError if a run may need more memory than is free.
+def fitted(plan: RunPlan) -> RunPlan:
+    """Return the plan with `learner.sums` for `auto`: exact, unless that exceeds the whole device.
 
-    Of a cluster one worker is counted, and of GPUs one with all workers that share it.
+    What is free there does not matter, so that a resumed run takes the same.
     """
+    on_cpu, own = plan.device.type == "cpu", plan.config.learner
+    total = machine.memory().total if on_cpu else torch.cuda.mem_get_info(plan.device)[1]
+    if own.sums != "auto" or total is None or _needed(plan, estimate(plan)) <= total:
+        return plan
+    learner = own.model_copy(update={"sums": "float"})
+    return replace(plan, config=plan.config.model_copy(update={"learner": learner}))
+
+
+def _needed(plan: RunPlan, found: Mapping[str, int]) -> int:
+    """Return the bytes of all workers of a device; of a cluster one worker is counted."""
+    workers = 1 if plan.config.cluster.address else plan.config.cluster.workers
+    if _VLLM in found:
+        workers = min(workers, max(1, int(1 / plan.gpus)))
+    return workers * (sum(found.values()) - _asleep(plan, found))
+
+
+def check(plan: RunPlan) -> None:
+    """Raise ConfigError if a run may need more memory than is free."""
     available, found = available_bytes(plan.device), estimate(plan)
-    share, config = found.get(_VLLM, 0), plan.config
+    share, needed = found.get(_VLLM, 0), _needed(plan, found)
     if 0 < share < (least := _least_share(plan)):
         raise ConfigError(
             f"rollout.vllm.gpu_memory_utilization = {_vllm_share(plan):g}: vLLM's "
             f"{share / 1e9:.1f} GB of the GPU must hold the weights and one text, "
             f"{least / 1e9:.1f} GB: raise it, or set rollout.vllm.tensor_parallel_size"
         )
-    workers = 1 if config.cluster.address else config.cluster.workers
-    if share:
-        workers = min(workers, max(1, int(1 / plan.gpus)))
-    needed = workers * (sum(found.values()) - _asleep(plan, found))
     if available is not None and needed > available:
         largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
@@ -185,7 +200,7 @@ def _least_share(plan: RunPlan) -> int:
 
 def report(config: RunConfig) -> str:
     """Return the parts and the free memory as lines."""
-    plan = plan_run(config, model_directory(config.model.path))
+    plan = fitted(plan_run(config, model_directory(config.model.path)))
     found, available = estimate(plan), available_bytes(plan.device)
     rows = {**found, "total": sum(found.values()), f"available on {plan.device}": available}
     lines = [f"memory, {count_parameters(plan.shape):,} parameters (GB of each worker)"]

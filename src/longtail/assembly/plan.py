@@ -68,7 +68,7 @@ def _check_learner(config: RunConfig, directory: Path, gpus: float) -> None:
     """Raise ConfigError for what the learner cannot do."""
     if config.learner.lora is not None:
         import_peft()
-    if config.learner.streaming and (why := why_not(config)) is not None:
+    if config.learner.streaming and (why := why_not(config.learner)) is not None:
         raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
     if not config.is_sharded:
         return

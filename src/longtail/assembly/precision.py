@@ -61,7 +61,8 @@ def decided(config: Config) -> Config:
         if field == "dtype":
             value = value if value in list(DTYPES) else _dtype(config, section, device)
         elif not isinstance(value, bool):
-            value = not _is_reference(config) and multiplies_bfloat16(device)
+            given = (_value(config, name, "dtype") for name in ("learner", "target"))
+            value = "float64" not in given and multiplies_bfloat16(device)
         changed = getattr(config, section).model_copy(update={field: value})
         config = config.model_copy(update={section: changed})
     return config
@@ -87,11 +88,6 @@ def _begun(run_dir: Path) -> str:
 def _value(config: AnyConfig, section: str, field: str) -> Any:
     """Return a field; None if the configuration has no such field."""
     return config.model_dump().get(section, {}).get(field)
-
-
-def _is_reference(config: AnyConfig) -> bool:
-    """Return whether the trained weights are float64, which has no autocast."""
-    return "float64" in (_value(config, "learner", "dtype"), _value(config, "target", "dtype"))
 
 
 def costs(config: AnyConfig) -> list[str]:

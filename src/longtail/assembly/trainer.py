@@ -74,8 +74,10 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    plan, tokenizer = plan_run(config, directory), load_tokenizer(directory)
+    plan, tokenizer = memory.fitted(plan_run(config, directory)), load_tokenizer(directory)
     memory.check(plan)
+    if plan.config.learner.sums != config.learner.sums:
+        log("learner.sums = 'float': the device has no room for exact ones, 4 bytes a weight more")
     check_vocabulary(tokenizer, plan.shape)
     prompts = load_prompts(config, tokenizer, check)
     longest = max(
@@ -105,7 +107,7 @@ def open_workers(
     """
     config = precision.decided(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
-    plan = plan_run(config, model_directory(config.model.path, log))
+    plan = memory.fitted(plan_run(config, model_directory(config.model.path, log)))
     return _started(plan, _limits(plan, max_prompt_len), log, lambda progress: None)
 
 
@@ -137,7 +139,7 @@ def group_settings(config: RunConfig) -> GroupSettings:
         cluster=config.cluster,
         max_running=config.rollout.max_running,
         shares=config.rollout.sharing,
-        learns_ahead=streams(config),
+        learns_ahead=streams(config.learner),
         is_sharded=config.is_sharded,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         seed=config.run.seed,

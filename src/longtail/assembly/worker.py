@@ -29,8 +29,8 @@ from longtail.config.sections import OptimizerSection
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.eagle import TrainerSettings
-from longtail.drafter.training.reader import training_taps
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
+from longtail.drafter.training.target_states import training_taps
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits

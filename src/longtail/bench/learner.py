@@ -7,8 +7,8 @@
     transformers   a plain loop over the same sequences, sorted by length and padded
 
 Texts are random tokens of heavy-tailed lengths; every second group of eight has an advantage. All
-contestants take turns on the run's device, under bfloat16 autocast where it multiplies it. They
-train float32 weights with AdamW.
+contestants take turns on the run's device, under bfloat16 autocast where the device is fast
+in it. They train float32 weights with AdamW.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -104,12 +104,12 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
         "drafter export": Command(
             "Write a drafter in the Hugging Face layout of EAGLE that vLLM reads.",
             options.ExportOptions,
-            "programs.published.run_export",
+            "programs.drafter_convert.run_export",
         ),
         "drafter import": Command(
             "Convert a published EAGLE or EAGLE-3 drafter into a drafter directory.",
             options.ImportOptions,
-            "programs.published.run_import",
+            "programs.drafter_convert.run_import",
         ),
         "merge": Command(
             "Write the whole model of a run that trained adapters (learner.lora).",

@@ -1,6 +1,6 @@
 """Options of the commands without a configuration, except those of benchmarks and servers.
 
-Programs below the command line know theirs as a Namespace.
+Programs take theirs as an argparse Namespace.
 """
 
 import argparse

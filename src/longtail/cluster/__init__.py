@@ -1,1 +1,1 @@
-"""Workers: what each of them does and when, which requests it gets, what idle ones are worth."""
+"""Workers: the requests and tasks of each, and the work of idle ones."""

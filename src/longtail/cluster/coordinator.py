@@ -20,14 +20,14 @@ from typing import Any, final
 from longtail.cluster.records import Progress
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.schedule.forecast import RolloutForecast, Text
+from longtail.cluster.schedule.moves import best_move
 from longtail.cluster.schedule.placement import PromptGroup, part_sizes, place
-from longtail.cluster.schedule.sharing import best_move
 from longtail.cluster.timeline import Mark
-from longtail.cluster.work.drafter import DrafterWork
+from longtail.cluster.work.drafter_publisher import Publisher
+from longtail.cluster.work.drafter_training import DrafterWork
 from longtail.cluster.work.generate import Generation
+from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.work.learning import LearningWork
-from longtail.cluster.work.publisher import Publisher
-from longtail.cluster.work.work import IdleCoordinator
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor

@@ -17,13 +17,13 @@ from longtail.cluster.result import RolloutResult
 from longtail.cluster.schedule.forecast import RolloutForecast
 from longtail.cluster.schedule.placement import LengthHistory
 from longtail.cluster.timeline import Mark, Timeline
-from longtail.cluster.work.drafter import DrafterWork
+from longtail.cluster.work.drafter_publisher import Decision, DrafterState, Publisher
+from longtail.cluster.work.drafter_training import DrafterWork
+from longtail.cluster.work.idle import IdleCoordinator, LendingWork
 from longtail.cluster.work.learning import LearningWork
-from longtail.cluster.work.publisher import Decision, DrafterState, Publisher
-from longtail.cluster.work.work import IdleCoordinator, LendingWork
+from longtail.cluster.workers.learner_team import LearnerTeam
 from longtail.cluster.workers.pool import WorkerPool
 from longtail.cluster.workers.supervisor import WorkerSupervisor
-from longtail.cluster.workers.team import LearnerTeam
 from longtail.cluster.workers.worker import Worker
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights

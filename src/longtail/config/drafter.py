@@ -16,7 +16,6 @@ from longtail.config.sections import (
     Positive,
     Schedule,
     Section,
-    Seed,
     SupervisedRunSection,
 )
 from longtail.system.machine import MAX_INT32
@@ -127,10 +126,6 @@ class DrafterRunSection(SupervisedRunSection):
     dir: Name = "runs/drafter"
     """Directory of config, texts, metrics and checkpoints; the drafter is in
     `checkpoints/*/policy`."""
-    seed: Seed = 0
-    """Seed for generated data, sampling noise, fresh weights and the order of texts."""
-    checkpoint_every: Count = 100
-    """Number of steps between checkpoints and measurements; the last step always makes both."""
 
 
 class DrafterTrainConfig(Section):

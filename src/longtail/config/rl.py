@@ -244,9 +244,9 @@ class LearnerSection(OptimizerSection):
     """Whether the backward pass recomputes activations: less memory, about a third more time."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the master weights; float64 is the reference."""
-    sums: Literal["exact", "float"] = "exact"
+    sums: Literal["auto", "exact", "float"] = "auto"
     """Sums of gradients: `exact` (8 bytes a weight) has the same bits for any number and order of
-    workers, `float` takes half of that."""
+    workers, `float` takes half of that; `auto` is `exact` where the device has room for that."""
     sharding: Literal["none", "full"] = "none"
     """`full`: each worker holds one shard of master weights, gradients, moments and reference
     (FSDP2), and all weights in main memory. A lost worker ends the run, which can be resumed."""

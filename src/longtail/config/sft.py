@@ -15,7 +15,6 @@ from longtail.config.sections import (
     Positive,
     Schedule,
     Section,
-    Seed,
     SupervisedRunSection,
 )
 from longtail.system.machine import MAX_INT32
@@ -63,8 +62,6 @@ class SftRunSection(SupervisedRunSection):
 
     dir: Name = "runs/sft"
     """Directory of config, metrics and checkpoints; the model is in `checkpoints/*/policy`."""
-    seed: Seed = 0
-    """Seed for example order, generated data and fresh weights."""
 
 
 class SftConfig(Section):

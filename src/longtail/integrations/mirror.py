@@ -1,6 +1,6 @@
 """The policy of another framework as the engine holds it: a copy of its weights, and an engine.
 
-    its model --parameters by Hugging Face's names--> rows of this copy --pack--> engine
+    its model --parameters by Hugging Face's names--> this copy --pack--> engine
                  (at each change)
 
 The copy is written in place. The engine grows with the longest request so far.

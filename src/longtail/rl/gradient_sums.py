@@ -5,7 +5,7 @@
     settle                 sums x factor become the gradients that the optimizer reads
 
 Floating-point sums depend on the order of their terms, so an update would depend on the number of
-workers, and on which micro-batch was ready first. `model.kernels.fixed` has the arithmetic.
+workers, and on which micro-batch was ready first. `model.kernels.fixed_point` has the arithmetic.
 `exact=False` adds floating-point numbers all the same, in half of the memory.
 """
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import NonFiniteError
-from longtail.model.kernels.fixed import LIMIT, add_gradient, new_sums, write_gradient
+from longtail.model.kernels.fixed_point import LIMIT, add_gradient, new_sums, write_gradient
 from longtail.rl.collectives import ProcessGroup
 from longtail.rl.learner_metrics import MetricsRow
 from longtail.rl.optim import check_loss

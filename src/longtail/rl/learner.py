@@ -30,7 +30,7 @@ from torch import Tensor
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, ProcessGroupError
 from longtail.model.hf.model import PolicyTransformer
-from longtail.model.kernels.fixed import sum_bytes
+from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
@@ -97,7 +97,7 @@ class Learner:
         self._reference = model.reference() if settings.kl_coef > 0 else None
         self.version = 0
         """Number of steps made, which is the version of the present weights."""
-        self._sums = GradientSums(self._parameters, exact=settings.sums == "exact")
+        self._sums = GradientSums(self._parameters, exact=settings.sums != "float")
         self._holds_casts = False
         self._metrics = LearnerMetrics()
         """Metrics of the next step, with the seconds of what was accumulated."""
@@ -313,7 +313,7 @@ class Learner:
 
     def state_bytes(self) -> int:
         """Return the bytes of the weights, and of the sums of their gradients and the moments."""
-        exact = self._settings.sums == "exact"
+        exact = self._settings.sums != "float"
         sizes = [parameter.nbytes for parameter in self._model.parameters()]
         return sum(sizes) + sum(
             2 * each.nbytes + sum_bytes(each.dtype, exact=exact) * each.numel()

@@ -2,8 +2,9 @@
 
     completions --group complete--> graders --graded--> advantages, packing --> micro-batches
 
-What is learned from is the same whenever a group comes: its advantages need no other group, and its
-micro-batches follow from it alone. Graders work beside the rollout, in one thread of this process.
+The order in which groups end changes nothing: the advantages of a group need no other group, and
+its micro-batches follow from it alone. Graders work during the rollout, in one thread of this
+process.
 """
 
 from collections import deque
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
-from longtail.config.rl import RunConfig
+from longtail.config.rl import LearnerSection
 from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.data.requests import RequestBatch, regroup, visit_of
 from longtail.rl.grading.pool import Graded, GraderPool
@@ -29,26 +30,23 @@ from longtail.types import (
 )
 
 
-def streams(config: RunConfig) -> bool:
+def streams(own: LearnerSection) -> bool:
     """Return whether groups are learned from while others are being written."""
-    own = config.learner.streaming
-    return why_not(config) is None if own is None else own
+    return why_not(own) is None if own.streaming is None else own.streaming
 
 
-def samples_dynamically(config: RunConfig) -> bool:
+def samples_dynamically(own: LearnerSection) -> bool:
     """Return whether groups with equal rewards are left out and replaced."""
-    own = config.learner.dynamic_sampling
-    return LOSSES[config.learner.loss].dynamic_sampling if own is None else own
+    given = own.dynamic_sampling
+    return LOSSES[own.loss].dynamic_sampling if given is None else given
 
 
 def step_batches(
-    groups: Sequence[Group], config: RunConfig, sampling: SamplingParams
+    groups: Sequence[Group], own: LearnerSection, sampling: SamplingParams
 ) -> list[TrainBatch]:
     """Return the rollouts of groups with their advantages, packed into mini-batches."""
-    own, loss = config.learner, LOSSES[config.learner.loss]
-    rewards = shaped_rewards(
-        groups, max_tokens=config.rollout.max_tokens, buffer=own.overlong_buffer
-    )
+    loss, most = LOSSES[own.loss], sampling.max_tokens
+    rewards = shaped_rewards(groups, max_tokens=most, buffer=own.overlong_buffer)
     return pack_mini_batches(
         [rollout for group in groups for rollout in group.rollouts],
         [value for group in loss.advantages(rewards) for value in group],
@@ -63,22 +61,21 @@ def step_batches(
 class GroupStream:
     """The groups of one round of a step: graded as they come, and packed for the learners.
 
-    `num_learned`: groups of earlier rounds that this step learns from. With dynamic sampling only
-    groups are packed here that are sure to be among the first `rollout.prompts_per_step`.
+    `num_wanted`: groups that the step still lacks. With dynamic sampling only groups are packed
+    here that are sure to be among them.
     """
 
     def __init__(
-        self, requests: RequestBatch, grader: GraderPool, config: RunConfig, *, num_learned: int = 0
+        self, requests: RequestBatch, grader: GraderPool, own: LearnerSection, *, num_wanted: int
     ) -> None:
-        self._grader, self._config = grader, config
+        self._grader, self._own = grader, own
         self._sampling = requests.requests[0].sampling
         self._members: dict[str, list[tuple[str, Prompt]]] = {}
         """Request id and prompt of each text of a group."""
         for request, prompt in zip(requests.requests, requests.prompts, strict=True):
             members = self._members.setdefault(visit_of(request.request_id), [])
             members.append((request.request_id, prompt))
-        surely = config.rollout.prompts_per_step - num_learned if streams(config) else 0
-        self._packed = set(list(self._members)[:surely])
+        self._packed = set(list(self._members)[: num_wanted if streams(own) else 0])
         """Groups that are packed here if anything can be learned from them."""
         self._missing = {visit: len(members) for visit, members in self._members.items()}
         """Number of unfinished texts of each group."""
@@ -110,10 +107,10 @@ class GroupStream:
         while self._num_read < len(self._graded) and self._graded[self._num_read].done():
             groups = regroup(self._graded[self._num_read].result().rollouts)
             self._num_read += 1
-            chosen = keep_informative(groups) if samples_dynamically(self._config) else groups
+            chosen = keep_informative(groups) if samples_dynamically(self._own) else groups
             for group in chosen:
                 if visit_of(group.rollouts[0].completion.request_id) in self._packed:
-                    (batch,) = step_batches([group], self._config, self._sampling)
+                    (batch,) = step_batches([group], self._own, self._sampling)
                     found += batch.micro_batches
         return found
 
@@ -146,9 +143,8 @@ class GroupStream:
         return self._grader.grade(pairs)
 
 
-def why_not(config: RunConfig) -> str | None:
+def why_not(own: LearnerSection) -> str | None:
     """Return why no group can be learned from before the step's last text is written."""
-    own = config.learner
     if own.mini_batches > 1:
         return f"learner.mini_batches = {own.mini_batches}: later updates need earlier ones"
     if own.sharding == "full":

@@ -2,7 +2,7 @@
 
 speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker; its oldest lines are
 dropped beyond `run.speculation_mb`. drafts.jsonl has the drafted characters of each text, bounded
-alike; rollouts.jsonl does not, because the same texts may be drafted otherwise.
+alike; rollouts.jsonl does not, because drafts can differ for equal texts.
 trace.json (`run.trace`) has the states of the workers, drafter.jsonl the decisions about a
 drafter in training.
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from longtail.cluster.timeline import Timeline
-from longtail.cluster.work.publisher import Decision
-from longtail.config.rl import RunConfig
+from longtail.cluster.work.drafter_publisher import Decision
+from longtail.config.rl import RunSection
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING
 from longtail.run.metrics import JsonLines, MetricLog
@@ -31,16 +31,17 @@ ROLLOUTS, DRAFTS, DECISIONS = "rollouts.jsonl", "drafts.jsonl", "drafter.jsonl"
 class RunLogger:
     """Log files of a run. Its methods raise CheckpointError if the disk refuses.
 
-    `last_step` is the checkpoint's step, None for a new run.
+    `last_step` is the checkpoint's step, None for a new run. `shown` is the run's whole
+    configuration, which some writers show.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, *, last_step: int | None) -> None:
-        self._keeps_rollouts = config.run.save_rollouts
+    def __init__(
+        self, own: RunSection, directory: Path, *, last_step: int | None, shown: Mapping[str, Any]
+    ) -> None:
+        self._keeps_rollouts = own.save_rollouts
         self._directory = directory
-        self._most_bytes = config.run.speculation_mb * 2**20 or math.inf
-        self._metrics = MetricLog(
-            config.run.writers, directory, last_step=last_step, config=config.model_dump()
-        )
+        self._most_bytes = own.speculation_mb * 2**20 or math.inf
+        self._metrics = MetricLog(own.writers, directory, last_step=last_step, config=shown)
         self._trace = TraceFile(directory / TRACE_FILE, last_step=last_step)
         self._files = {ROLLOUTS: JsonLines(directory / ROLLOUTS, last_step=last_step)}
         for name in (rollout_log.FILE, DRAFTS, DECISIONS):

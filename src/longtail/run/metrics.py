@@ -1,4 +1,4 @@
-"""Metrics: stopwatch, and log.
+"""The metrics of a step: a stopwatch for its sections, and the log file.
 
 Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 

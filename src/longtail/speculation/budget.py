@@ -7,8 +7,8 @@ verified, with N such that the token rate is highest:
 
 The expected number of accepted nodes is the sum of their probabilities. N = 0, plain decoding, is a
 candidate. At the optimum the marginal node yields as many tokens per second as the whole step. The
-rate there is computed on a sample of drafts. At that rate the time of a step has a price in tokens,
-by which the number of nodes is chosen in each step, for its own drafts (`best_count`).
+rate there is computed on a sample of drafts. That rate converts the time of a step to tokens,
+by which each step chooses the number of nodes for its own drafts (`best_count`).
 """
 
 import math

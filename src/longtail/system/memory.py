@@ -9,8 +9,8 @@ prefetcher stops at the end of each page. Where the system has no huge pages, me
     release(tensors)        frees their memory; the tensors stay the same objects, without content
     read(tensors, path)     gives them memory again, with the bytes of the file
 
-The file has no header: it is read by the tensors that wrote it, in the same order, or by those of a
-replica. No view of a parked tensor may exist, which would keep its memory.
+The file has no header: read it into the tensors that it was written from, in the same order, or
+into those of a replica. No view of a parked tensor may exist, which would keep its memory.
 """
 
 import contextlib

@@ -6,8 +6,8 @@
                        it detects a drafter that became worse sooner than single nodes do
 
 Time is converted to tokens at the predicted rate: at `rate` tokens per second, s seconds cost
-rate x s tokens. The likeliest N nodes are verified, with the N whose probabilities exceed the cost
-of their step most: a step computes rows in blocks, so that the last rows of a block are free. A
+rate x s tokens. The N likeliest nodes are verified; N maximizes the sum of their probabilities less
+the cost of their step, which is computed in blocks of rows: the last rows of a block are free. A
 node is proposed if it pays for the mean cost of the last nodes and is likely enough to be among
 them, and expanded if it also pays for its row of the drafter's next pass. Another pass is made if
 its nodes together pay for the pass. A descendant is never likelier than its ancestors, so nothing

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from longtail.errors import ConfigError
-from longtail.vllm import v1_cpu
+from longtail.vllm import cpu_fixes
 from longtail.vllm.guards import Patch, check, class_of, module_of
 from longtail.vllm.weights import read_weights
 
@@ -133,8 +133,8 @@ def load_policy(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
     model = runner.get_model()
     with torch.no_grad(), _noting_layers_left_out() as named:
         reload(weights_iterator=tensors)
-        if v1_cpu.is_cpu():
-            v1_cpu.repack_heads(model)
+        if cpu_fixes.is_cpu():
+            cpu_fixes.repack_heads(model)
     kinds = {type(each).__name__ for each in model.modules() if list(each.parameters(False))}
     if left_out := named & kinds:
         raise ConfigError(

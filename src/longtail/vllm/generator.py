@@ -1,4 +1,4 @@
-"""vLLM as a `Generator`: an `LLMEngine` in this process, whose steps longtail takes.
+"""vLLM as a `Generator`: an `LLMEngine` in this process, stepped by longtail.
 
     submit          add_request, the noise key as its seed: the plugin draws our very texts
     step            LLMEngine.step --> tokens, verified drafts, seconds
@@ -6,7 +6,7 @@
     load_drafter    weights in place, between two steps
 
 Texts, stop strings and logprobs are kept here; `depths` chooses in vLLM's scheduler how many tokens
-are drafted. Never run on a GPU.
+are drafted. It has not run on a GPU yet.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Settings of the plugin, checks before vLLM's functions are replaced, and the replacing itself.
+"""Settings of the plugin, checks before vLLM's functions are replaced, and the replacement.
 
 vLLM's internal functions change between releases. A function is replaced only if its parameters are
 known ones; otherwise the engine does not start, with one sentence. A parameter that is new may be a

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from longtail.vllm.copies import LONGEST, Found, Texts
+from longtail.vllm.history import LONGEST, Found, Texts
 from longtail.vllm.ridge import Block, Draw, Rows
 
 _KEPT = 0.98

@@ -1,4 +1,4 @@
-"""The learned drafter in vLLM's Model Runner V2: a speculator without a model and a cache.
+"""The learned drafter in vLLM's Model Runner V2: a speculator without a model or a cache.
 
 vLLM's configuration names its n-gram search, the other drafter that has neither; `init_speculator`
 makes this one. Nothing here waits for the device. Known functions: vLLM 0.32 and 0.33.

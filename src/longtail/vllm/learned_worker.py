@@ -28,8 +28,8 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
-from longtail.vllm.copies import Texts
 from longtail.vllm.guards import Patch, class_of, learning
+from longtail.vllm.history import Texts
 from longtail.vllm.learned import Learned
 from longtail.vllm.ridge import Block, Parts
 

@@ -4,9 +4,9 @@
     engine core  Scheduler.__init__: the depth of a learned drafter is chosen there
     worker       WorkerBase.__init__: functions of the model runner are checked and replaced
 
-Imports of vLLM are inside functions: importing this module costs milliseconds, and an engine that
-does not ask runs vLLM's own code. vLLM logs and ignores a plugin that fails to import; `require`
-therefore asks the workers of a started engine whether the functions were replaced.
+Imports of vLLM are inside functions: importing this module costs milliseconds, and an engine
+without our option runs vLLM's own code. vLLM logs and ignores a plugin that fails to import;
+`require` therefore asks the workers of a started engine whether the functions were replaced.
 """
 
 import logging

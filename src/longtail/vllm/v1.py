@@ -23,7 +23,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.sampling import gumbel_noise
-from longtail.vllm import v1_cpu
+from longtail.vllm import cpu_fixes
 from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
 
 REJECTED = -1
@@ -76,7 +76,11 @@ def patches(settings: VllmSettings) -> list[Patch]:
         Patch.of(proposer, "set_inputs_first_pass", first, _first),
         Patch.of(proposer, "_sample_draft_tokens", drafts, _drafting),
     ]
-    return [*found, *(coupled if settings.drafts == "coupled" else ()), *v1_cpu.patches(settings)]
+    return [
+        *found,
+        *(coupled if settings.drafts == "coupled" else ()),
+        *cpu_fixes.patches(settings),
+    ]
 
 
 # ---- the runner

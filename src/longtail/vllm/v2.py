@@ -2,8 +2,8 @@
 
 V2 draws every token by Gumbel-max with noise keyed by the request's seed, the position and the
 token id. Its verification is a probability-ratio test, so it salts the noise of drafts to keep it
-apart from the target's. Here each verified row draws as plain decoding would, a draft stands while
-it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
+apart from the target's. Here each verified row draws as plain decoding would, a draft is accepted
+if it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
 logits, sampling parameters and seed, whatever is drafted, and no cache of draft logits is needed.
 
 Known functions: vLLM 0.32 and 0.33. Nothing here waits for the device.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
+from longtail.drafter.formats.eagle_files import plain_name
 from longtail.drafter.formats.layouts import SECTION, layer_tensors
-from longtail.drafter.formats.published import plain_name
 from longtail.drafter.weights import DRAFT_IDS, load_parameters, tensors_digest
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.model import read_fields

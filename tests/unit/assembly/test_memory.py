@@ -99,6 +99,17 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
         check(needed - 1)
 
 
+@pytest.mark.parametrize(("lacking", "sums"), [(0, "auto"), (1, "float")])
+def test_sums_are_exact_where_the_device_has_room_and_as_set_anywhere(
+    monkeypatch: pytest.MonkeyPatch, lacking: int, sums: str
+) -> None:
+    own, exact = planned(), planned("--learner.sums=exact")
+    found = machine.Memory(total=sum(memory.estimate(exact).values()) - lacking, available=1)
+    monkeypatch.setattr(memory.machine, "memory", lambda: found)
+    assert memory.fitted(own).config.learner.sums == sums
+    assert memory.fitted(exact) is exact
+
+
 @pytest.mark.parametrize(
     ("words", "free", "field"),
     [

@@ -144,7 +144,7 @@ def plan_of(workshop: Workshop, *words: str, **options: object) -> Plan:
 
 
 def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
-    return own.speculation.drafter, own.spot.train, streams(own), own.rollout.sharing
+    return own.speculation.drafter, own.spot.train, streams(own.learner), own.rollout.sharing
 
 
 def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop: Workshop) -> None:

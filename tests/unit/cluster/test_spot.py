@@ -7,8 +7,8 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Forecast
-from longtail.cluster.work.drafter import DrafterWork
-from longtail.cluster.work.work import IdleCoordinator
+from longtail.cluster.work.drafter_training import DrafterWork
+from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.workers.states import State
 from longtail.drafter.training.replica import SpotEnd
 from support.fake_worker import QUALITY, FakeWorker, SpotScript, text

@@ -17,7 +17,7 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.formats.published import export_drafter, load_published
+from longtail.drafter.formats.eagle_files import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums

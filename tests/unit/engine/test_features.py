@@ -6,7 +6,7 @@ preemption, shared prompts and prompts in chunks.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,19 +30,12 @@ from support.engine_requests import (
     make_requests,
     write,
 )
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 TAPS = Taps(layers=(0, 1), final=True)
 CHUNKED = EngineLimits(max_running=5, max_step_tokens=9, max_len=64)
 ROW = 3 * 32 * 8
 """Bytes of the features of a token: three states of 32 numbers in float64."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def make_engine(

@@ -11,7 +11,6 @@ from longtail.engine.request import EngineLimits
 from longtail.speculation.drafter import Taps
 from longtail.tuner.cost import CostModel, TimeCurve
 from support.drafters import RIGHT, ScriptedDrafter
-from support.fakes import unchecked_shapes
 from support.tiny_models import tiny_model
 
 LIMITS = EngineLimits(max_running=4, max_step_tokens=64, max_len=128)
@@ -46,8 +45,7 @@ def test_a_measurement_is_lowered_only_above_both_neighbours(counts, seconds, fo
 
 
 def test_a_measured_model_costs_something_and_more_costs_more():
-    with unchecked_shapes():
-        costs = measure_steps(tiny_model(), LIMITS)
+    costs = measure_steps(tiny_model(), LIMITS)
     assert costs.drafts == []
     assert costs.pair_s >= 0
     assert 0 <= costs.node_pair_s <= costs.pair_s
@@ -90,6 +88,5 @@ def test_a_drafter_that_returns_keeps_its_corrected_costs():
 @pytest.mark.parametrize(("running", "tokens"), [(1, 1), (3, 3)])
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
-    with unchecked_shapes():
-        costs = measure_steps(tiny_model(), limits)
+    costs = measure_steps(tiny_model(), limits)
     assert costs.plain.at(1) > 0

@@ -1,6 +1,6 @@
 """Speculation in the engine: proposals, the tokens that drafters observe, late feedback."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
@@ -28,18 +28,12 @@ from support.engine_requests import (
     make_requests,
     request_of,
 )
-from support.fakes import scripted_model, unchecked_shapes
+from support.fakes import scripted_model
 from support.tiny_models import tiny_model
 
 _LAST = TREE.depth + 3
 """Tokens of the last steps, which no proposal follows: drafters do not observe them."""
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _many_steps() -> Iterator[None]:
-    with unchecked_shapes():
-        yield
 
 
 def nothing(tokens: Sequence[int]) -> str:

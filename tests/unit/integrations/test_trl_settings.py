@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.integrations.trl import host
+from longtail.integrations.trl import patches
 from longtail.integrations.trl.sampling import (
     end_tokens,
     refuse_images,
@@ -81,8 +81,8 @@ def test_a_text_ends_at_the_tokens_of_tokenizer_and_generation_config() -> None:
 
 
 def _functions() -> dict[str, Any]:
-    found = {name: _with_parameters(names) for name, names in host._SIGNATURES.items()}
-    return {**found, "VLLMGeneration.__init__": _with_parameters(tuple(host._SETTINGS))}
+    found = {name: _with_parameters(names) for name, names in patches._SIGNATURES.items()}
+    return {**found, "VLLMGeneration.__init__": _with_parameters(tuple(patches._SETTINGS))}
 
 
 def _with_parameters(names: tuple[str, ...]) -> Any:
@@ -94,14 +94,14 @@ def _with_parameters(names: tuple[str, ...]) -> Any:
 
 
 def test_a_version_with_other_signatures_is_refused_with_the_range_that_works() -> None:
-    host.check("1.16.0", _functions())
+    patches.check("1.16.0", _functions())
     changed = {**_functions(), "VLLMGeneration.generate": _with_parameters(("self", "requests"))}
     with pytest.raises(ConfigError, match=r"trl 9\.0: VLLMGeneration\..*use trl>=") as found:
-        host.check("9.0", changed)
+        patches.check("9.0", changed)
     assert "\n" not in str(found.value)
 
 
 def test_a_version_without_a_setting_is_refused() -> None:
-    fewer = _with_parameters(tuple(host._SETTINGS - {"temperature"}))
+    fewer = _with_parameters(tuple(patches._SETTINGS - {"temperature"}))
     with pytest.raises(ConfigError, match="no setting temperature"):
-        host.check("9.0", {**_functions(), "VLLMGeneration.__init__": fewer})
+        patches.check("9.0", {**_functions(), "VLLMGeneration.__init__": fewer})

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtail.engine.report import RolloutMeter
-from longtail.integrations.trl.host import Ranks
+from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.session import SessionMetrics
 from longtail.integrations.trl.turns import Batch, Turns
 

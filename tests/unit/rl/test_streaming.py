@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from longtail.config.rl import RunConfig, load
+from longtail.config.rl import LearnerSection, load
 from longtail.errors import GradingError
 from longtail.rl.data.prompts import Taken
 from longtail.rl.data.requests import RequestBatch, train_requests
@@ -18,9 +18,9 @@ from support.rollouts import completion, graders
 PROMPTS, SAMPLES = 5, 3
 
 
-def config(*words: str) -> RunConfig:
+def config(*words: str) -> LearnerSection:
     sizes = [f"--rollout.prompts_per_step={PROMPTS}", f"--rollout.group_size={SAMPLES}"]
-    return load(None, ["--learner.loss=grpo", *sizes, *words])
+    return load(None, ["--learner.loss=grpo", *sizes, *words]).learner
 
 
 def asked() -> RequestBatch:
@@ -58,7 +58,7 @@ def wait_for(stream: GroupStream, count: int) -> list[str]:
 
 def test_a_group_is_packed_as_soon_as_its_last_text_is_finished():
     batch, names = asked(), list[str]()
-    stream = GroupStream(batch, grader(names), config())
+    stream = GroupStream(batch, grader(names), config(), num_wanted=PROMPTS)
     done = texts(batch)
     stream.add(done[1:SAMPLES])
     stream.add(done[SAMPLES : 2 * SAMPLES - 1])
@@ -74,7 +74,7 @@ def test_a_group_is_packed_as_soon_as_its_last_text_is_finished():
 @pytest.mark.parametrize("seed", range(2))
 def test_grades_are_in_the_order_of_requests_and_packed_groups_can_be_learned_from(seed):
     batch, names = asked(), list[str]()
-    stream = GroupStream(batch, grader(names), config())
+    stream = GroupStream(batch, grader(names), config(), num_wanted=PROMPTS)
     done = texts(batch)
     random.Random(seed).shuffle(done)
     for each in done:
@@ -92,7 +92,7 @@ def test_grades_are_in_the_order_of_requests_and_packed_groups_can_be_learned_fr
 def test_with_dynamic_sampling_only_groups_that_are_surely_kept_are_packed():
     batch = asked()
     dynamic = config("--learner.dynamic_sampling=true")
-    stream = GroupStream(batch, grader([]), dynamic, num_learned=PROMPTS - 3)
+    stream = GroupStream(batch, grader([]), dynamic, num_wanted=3)
     stream.add(texts(batch))
     stream.finish()
     assert sorted(groups_of(stream.micro_batches())) == ["p/0@0", "p/2@0"]
@@ -105,7 +105,7 @@ def test_what_grading_raises_is_raised_at_the_end():
     pool: Any = object.__new__(GraderPool)
     pool.grade = broken
     batch = asked()
-    stream = GroupStream(batch, pool, config())
+    stream = GroupStream(batch, pool, config(), num_wanted=PROMPTS)
     stream.add(texts(batch))
     with pytest.raises(GradingError, match="the graders ended"):
         stream.finish()
@@ -124,7 +124,7 @@ def test_what_needs_the_whole_step_is_named_and_not_packed_before(word, reason):
     assert reason in str(why_not(own))
     assert not streams(own)
     batch = asked()
-    stream = GroupStream(batch, grader([]), own)
+    stream = GroupStream(batch, grader([]), own, num_wanted=PROMPTS)
     stream.add(texts(batch))
     stream.finish()
     assert stream.micro_batches() == []

@@ -9,7 +9,7 @@ import pytest
 from longtail.cluster.records import ShardResult
 from longtail.cluster.result import RolloutResult
 from longtail.cluster.workers.pool import TaskResult
-from longtail.config.rl import RunConfig, load
+from longtail.config.rl import RunSection, load
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import TRAINING, RolloutSeries
 from longtail.generator import Switch
@@ -61,7 +61,7 @@ def _lines(path: Path) -> list[dict[str, object]]:
 
 def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> set[str]:
     """Write some steps of a run; return the names of its files."""
-    logger = RunLogger(load(None, words), directory, last_step=None)
+    logger = RunLogger(load(None, words).run, directory, last_step=None, shown={})
     for step in range(1, steps + 1):
         logger.write(step, {"reward/mean": 0.5}, _record(ROLLOUT, **more))
     logger.close()
@@ -107,7 +107,7 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
     assert lines == [{"step": step, **series} for step in (1, 2, 3)]
     with (tmp_path / "speculation.jsonl").open("a") as file:
         file.write('{"step": 4, "seconds": [0.0')  # killed while writing
-    resumed = RunLogger(RunConfig(), tmp_path, last_step=last_step)
+    resumed = RunLogger(RunSection(), tmp_path, last_step=last_step, shown={})
     resumed.write(4, {}, _record(ROLLOUT, series=SERIES))
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl", "speculation.jsonl"):
@@ -115,7 +115,8 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
 
 
 def test_the_file_of_speculation_is_bounded(tmp_path: Path) -> None:
-    logger = RunLogger(load(None, ["--run.speculation_mb=1"]), tmp_path, last_step=None)
+    own = RunSection(speculation_mb=1)
+    logger = RunLogger(own, tmp_path, last_step=None, shown={})
     for step in (1, 2):
         long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB
         logger.log(step, [long.line(TRAINING, 0)])

@@ -75,8 +75,12 @@ def _step(source: PromptSource, grader: GraderPool, *words: str) -> tuple[Traini
     workers = _Workers()
     components = SimpleNamespace(source=source, workers=workers, sampling=SamplingParams())
     step: Any = object.__new__(TrainingStep)  # the parts are stand-ins of other types
+    own = _config(*words)
     fields = {
-        "config": _config(*words),
+        "rollout": own.rollout,
+        "learner": own.learner,
+        "reward": own.reward.name,
+        "seed": own.run.seed,
         "components": components,
         "grader": grader,
         "phase": lambda *_, **__: nullcontext(),

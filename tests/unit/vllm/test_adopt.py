@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from longtail.cluster.work.publisher import DrafterState
+from longtail.cluster.work.drafter_publisher import DrafterState
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TargetIdentity, TrainingRecord
 from longtail.drafter.formats.layouts import SECTION, layer_tensors

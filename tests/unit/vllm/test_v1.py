@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from longtail.sampling import gumbel_noise
-from longtail.vllm import v1_cpu
+from longtail.vllm import cpu_fixes
 from longtail.vllm.v1 import draw_drafts, request_key
 
 VOCAB = 13
@@ -38,7 +38,7 @@ def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
 
     generator = torch.Generator().manual_seed(4)
     weight, x = (torch.randint(-9, 9, (n, 6), generator=generator).float() for n in (5, 19))
-    blocks = v1_cpu.in_blocks(product, 8)
+    blocks = cpu_fixes.in_blocks(product, 8)
     whole = blocks(x, weight, None)
     assert set(heights) == {8}
     assert torch.equal(whole, x @ weight.T)
@@ -53,5 +53,5 @@ def test_attributes_of_a_library_that_poses_as_an_object_are_none() -> None:
     class Wrapper:
         __dict__ = len  # type: ignore[assignment]
 
-    assert v1_cpu._attributes(Wrapper()) == {}
-    assert v1_cpu._attributes(SimpleNamespace(kernel=1)) == {"kernel": 1}
+    assert cpu_fixes._attributes(Wrapper()) == {}
+    assert cpu_fixes._attributes(SimpleNamespace(kernel=1)) == {"kernel": 1}

@@ -115,18 +115,18 @@ def load_loop(spec: dict[str, Any]) -> tuple[str, Generate]:
 def drafting(spec: dict[str, Any]) -> dict[str, Any]:
     """Register longtail's plugin; return vLLM's options for a rule."""
     sys.path.append(spec["packages"])  # behind the packages of this environment
-    from longtail.vllm import guards, plugin, v1_cpu
+    from longtail.vllm import cpu_fixes, guards, plugin
 
     plugin.register()
     rule = spec["rule"]
-    options: dict[str, Any] = {"enforce_eager": v1_cpu.is_cpu(), "disable_log_stats": False}
+    options: dict[str, Any] = {"enforce_eager": cpu_fixes.is_cpu(), "disable_log_stats": False}
     if rule in ("plain", "learned", "coupled"):
         own: dict[str, Any] = {"block_rows": spec["block_rows"] or None}
         if rule == "learned":
             own |= {"drafter": "learned", "depth": spec["depth"]}
         options["additional_config"] = {"longtail": own}
-    elif v1_cpu.is_cpu():
-        guards.replace(v1_cpu.defects())
+    elif cpu_fixes.is_cpu():
+        guards.replace(cpu_fixes.defects())
     if rule not in ("plain", "learned"):
         options["speculative_config"] = {
             "method": spec["method"],

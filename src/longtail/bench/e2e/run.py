@@ -50,7 +50,7 @@ def must_park(plan: Plan) -> bool:
     """Return whether all arms together may need more memory than is free."""
     own = plan.arms[OFF]
     directory, available = model_directory(own.model.path), memory.available_bytes(run_device(own))
-    plans = [plan_run(each, directory) for each in plan.arms.values()]
+    plans = [memory.fitted(plan_run(each, directory)) for each in plan.arms.values()]
     parts = [(each.config.cluster.workers, memory.estimate(each)) for each in plans]
     passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)

@@ -1,4 +1,4 @@
-"""Forecasts of a rollout from what is measured in it: speeds, lengths, and who slows whom.
+"""Forecasts of a rollout from what is measured in it: speeds, lengths, slowdown by other work.
 
 tokens left of a text    from texts of its prompt, else from all texts that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress

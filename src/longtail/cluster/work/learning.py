@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from typing import Any, final
 
 from longtail.cluster.records import Forecast
-from longtail.cluster.work.work import IdleWork
+from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker

@@ -11,8 +11,8 @@ again. A worker for whose process no host has room is ABSENT. As long as `min_wo
 the others go on without those that are absent or start, which take part once they are ready.
 
 All waiting is done in `wait`, a short time at a time, and every worker that is waited for has a
-deadline: a busy worker until its next step, a starting one until it is ready, and an idle one that
-a new process needs the policy of until it answers.
+deadline: a busy worker until its next step, a starting one until it is ready, and an idle one
+that was asked for the policy until it answers.
 """
 
 import math

@@ -12,7 +12,7 @@ At greater depths the feature is the layer's own output. Two recipes (EAGLE-1, L
 arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840):
 
     eagle1   feature = final hidden state; fc([embedding; feature]) is the layer's input; the
-             output is a feature again, and the head reads it unchanged
+             output is a feature again, and goes to the head unchanged
     eagle3   feature = fc([low; middle; high]); attention reads [norm(embedding); norm(feature)],
              the residual is the feature; the head reads the normed output, the next depth the
              output before the norm

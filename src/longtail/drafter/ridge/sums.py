@@ -4,9 +4,9 @@ The signal of a text at its token i, before and after which it is zero:
 
     z[i] = [state of i ; embedding of i]                Z[k] = sum over i of z[i] z[i + k]'
 
-States and embeddings are read in whole steps, so that all products and their sums are integers
-below 2^53, which float64 adds exactly: no bit depends on who added which text when. The weights of
-slot k minimise, with the blocks of Z as all that is needed of the texts,
+States and embeddings are rounded to whole numbers of a unit, so all products and their sums are
+integers below 2^53, which float64 adds exactly: the order of the texts changes no bit. The weights
+of slot k minimise, with the blocks of Z as all that is needed of the texts,
 
     sum over i of | A x + T e - y |^2  +  RIDGE * (scaled weights)^2          (ridge regression)
 

@@ -14,7 +14,7 @@ from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.eagle import TrainerReport
-from longtail.drafter.training.reader import TargetReader
+from longtail.drafter.training.target_states import TargetReader
 from longtail.drafter.weights import load_parameters
 from longtail.errors import DataError
 from longtail.model.transformer import Transformer

@@ -28,7 +28,7 @@ from longtail.drafter.eagle.loss import (
     score_rows,
 )
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.training.reader import Interrupted, TargetReader, never
+from longtail.drafter.training.target_states import Interrupted, TargetReader, never
 from longtail.drafter.weights import (
     DRAFT_IDS,
     check_parameters,

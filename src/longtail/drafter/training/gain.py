@@ -1,4 +1,4 @@
-"""Gain of training a drafter, in seconds: the one forecast of cluster and TRL.
+"""Gain of training a drafter, in seconds, as a cluster and TRL predict it.
 
 measured replicas --rise of the accept length per second of training--> gain in seconds
 """

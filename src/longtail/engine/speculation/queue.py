@@ -114,7 +114,7 @@ class ObservationQueue:
         part: list[Computed] = []
         for step in steps:
             part.append(step)
-            if any(_ends_prompt(each) for each in step.scheduled):
+            if any(each.num_tokens > 1 for each in step.scheduled):  # it may end a prompt
                 yield self._merge(part, with_done)
                 part = []
         if part:
@@ -155,11 +155,6 @@ class ObservationQueue:
         if len(order) < len(every) or order != list(range(len(every))):
             every = every[torch.tensor(order, dtype=torch.int64, device=every.device)]
         return ObservationBatch(seen, every, done)
-
-
-def _ends_prompt(each: Scheduled) -> bool:
-    """Return whether the step may end a prompt: it computed several tokens."""
-    return each.num_tokens > 1
 
 
 def _size(features: Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""Speculative decoding as the engine uses it, and the object for engines without it.
+"""Speculative decoding as the engine uses it, and a null object for engines without drafters.
 
     draft            plan a step and propose its drafts              (`planner`)
     apply_feedback   learn from the previous step                    (`planner`)

@@ -12,9 +12,9 @@ def __getattr__(name: str) -> Any:
     """Import the integration, and with it TRL, when it is first used."""
     if name not in ("longtail_rollouts", "Rollouts"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from longtail.integrations.trl import host
+    from longtail.integrations.trl import patches
 
-    host.require_trl()
+    patches.require_trl()
     from longtail.integrations.trl import rollouts
 
     return getattr(rollouts, name)

@@ -17,11 +17,11 @@ import torch
 from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
-from longtail.drafter.formats.published import export_drafter
+from longtail.drafter.formats.eagle_files import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
-from longtail.integrations.trl import host
-from longtail.integrations.trl.host import Ranks
+from longtail.integrations.trl import patches
+from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.sampling import LongtailGeneration, RolloutsCallback, end_tokens
 from longtail.integrations.trl.session import Session
 from longtail.integrations.trl.turns import Batch, Tokens
@@ -79,7 +79,7 @@ class Rollouts:
     def __enter__(self) -> "Rollouts":
         """Replace TRL's class for vLLM, for the trainers that are made inside."""
         make = functools.partial(LongtailGeneration, self)
-        self._patch.enter_context(host.patched(make, self._before_log))
+        self._patch.enter_context(patches.patched(make, self._before_log))
         return self
 
     def __exit__(self, *_: object) -> None:

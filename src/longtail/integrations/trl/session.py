@@ -1,7 +1,7 @@
 """Rollouts for one trainer: its policy, its drafters and what they learn, keys, metrics, state.
 
-At the begin of a rollout the processes exchange the sums of the texts since the last one; one
-process alone also takes them after each rollout.
+At the begin of a rollout the processes exchange the sums of the texts since the last one. A single
+process also learns from them after each rollout.
 """
 
 import time
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
 from longtail.assembly.worker import learning, make_drafting, open_learned, without_fresh
-from longtail.cluster.work.publisher import Publisher
+from longtail.cluster.work.drafter_publisher import Publisher
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.integrations.mirror import MirroredPolicy
-from longtail.integrations.trl.host import Ranks
+from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.speculation.drafter import Statistics

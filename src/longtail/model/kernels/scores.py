@@ -1,4 +1,4 @@
-"""Log-probability and entropy of tokens under a large vocabulary, without a softmax that is kept.
+"""Log-probability and entropy of tokens under a large vocabulary, without storing the softmax.
 
     chunk of rows:  logits = hidden W^T  -->  one pass: log-sum, logprob, entropy     forward
                     logits               -->  their gradient, in place                backward

@@ -26,7 +26,7 @@ from longtail.model.kernels.ops import (
     QueryKeyValue,
     Residual,
 )
-from longtail.model.kernels.packed import NativePackedAttention
+from longtail.model.kernels.packed_attention import NativePackedAttention
 from longtail.model.kernels.products import apply, pointer
 from longtail.model.rope import Rotation
 

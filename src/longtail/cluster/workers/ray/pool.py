@@ -1,6 +1,6 @@
 """Workers as Ray actors (extra `cluster`).
 
-Without an address the pool starts a Ray of its own on this machine (`instance`), and stops it at
+Without an address the pool starts a Ray of its own on this machine (`own_ray`), and stops it at
 the end. Else its workers are on the hosts of a cluster. What several workers are sent is stored in
 Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster that
 you trust, as Ray itself requires (SECURITY.md).
@@ -20,8 +20,8 @@ from longtail.cluster.records import Progress
 from longtail.cluster.workers.pool import Place, TaskResult, WorkerPool
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
-from longtail.cluster.workers.ray.cluster import Places, check_answers
-from longtail.cluster.workers.ray.instance import OwnRay, disconnect, quietly
+from longtail.cluster.workers.ray.own_ray import OwnRay, disconnect, quietly
+from longtail.cluster.workers.ray.places import Places, check_answers
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 from longtail.rl.learner_metrics import LearnerReport

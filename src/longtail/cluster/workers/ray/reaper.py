@@ -3,7 +3,7 @@
     owner ---pipe---> python -I -S reaper.py FOLDER
 
 When the pipe closes, every process that writes to a file in FOLDER/ray is killed, as all processes
-of that Ray do (`instance`), and FOLDER is removed. Ray's own helpers would notice the loss of their
+of that Ray do (`own_ray`), and FOLDER is removed. Ray's own helpers would notice the loss of their
 owner after a minute.
 """
 

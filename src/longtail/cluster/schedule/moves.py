@@ -13,7 +13,7 @@ gathers them nearly for free. A step ends when all texts are written and learned
     end = T + (learning - what idle workers learn until T) / workers,      T = longest worker
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from longtail.cluster.schedule.forecast import RolloutForecast, Text
@@ -53,10 +53,7 @@ def best_move(
     seconds = {worker: forecast.worker_s(worker, texts) for worker, texts in loads.items()}
     now_s = _end_s(seconds, early_s, num_workers)
     moves = []
-    for source, target, moved in (
-        *_spreads(loads, idle, seconds, forecast),
-        *_gatherings(loads, idle, seconds, forecast),
-    ):
+    for source, target, moved in _candidates(loads, idle, seconds, forecast):
         names = tuple(each.request.request_id for each in moved)
         gone = set(names)
         stays = [each for each in loads[source] if each.request.request_id not in gone]
@@ -82,47 +79,27 @@ def _end_s(seconds: Mapping[int, float], early_s: float, num_workers: int) -> fl
     return longest_s - min(early_s, idle_s) / num_workers
 
 
-_Texts = tuple[int, int, Sequence[Text]]
-"""Source, target, and texts that may move."""
-
-
-def _spreads(
+def _candidates(
     loads: Mapping[int, Sequence[Text]],
     idle: Sequence[int],
     seconds: Mapping[int, float],
     forecast: RolloutForecast,
-) -> list[_Texts]:
-    """Divide the texts of the worker that ends last with an idle one, each by its speed."""
-    source = max(seconds, key=lambda worker: seconds[worker])
-    if not idle:
-        return []
-    target, speed_of = idle[0], forecast.speeds.of
-    moves, num_kept = list[Text](), 0
-    for text in sorted(loads[source], key=lambda each: -each.left):
-        if (num_kept + 1) / speed_of(source) <= (len(moves) + 1) / speed_of(target):
+) -> Iterator[tuple[int, int, Sequence[Text]]]:
+    """Yield source, target and texts of each move that may gain."""
+    ranked, speed_of = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.of
+    *others, last = ranked
+    moves, num_kept = list[Text](), 0  # divide the texts of the last one with an idle one by speed
+    for text in sorted(loads[last], key=lambda each: -each.left) if idle else ():
+        if (num_kept + 1) / speed_of(last) <= (len(moves) + 1) / speed_of(idle[0]):
             num_kept += 1
         else:
             moves.append(text)
-    return [(source, target, moves)] if moves else []
-
-
-def _gatherings(
-    loads: Mapping[int, Sequence[Text]],
-    idle: Sequence[int],
-    seconds: Mapping[int, float],
-    forecast: RolloutForecast,
-) -> list[_Texts]:
-    """Free the worker with the least left, for learning; relieve the last one, if it is slower."""
-    ranked, speed_of = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.of
-    pairs = list[tuple[int, int]]()
-    if len(ranked) > 1:
-        pairs.append((ranked[0], ranked[1]))
-    *others, last = ranked
+    if moves:
+        yield last, idle[0], moves
+    pairs = [(ranked[0], ranked[1])] if others else []  # free the one with the least left
     fastest = max((*idle[:1], *others), key=speed_of, default=last)
-    if speed_of(fastest) > speed_of(last):
+    if speed_of(fastest) > speed_of(last):  # relieve the last one
         pairs.append((last, fastest))
-    return [
-        (source, target, loads[source])
-        for source, target in pairs
-        if len(loads[source]) + len(loads.get(target, ())) <= forecast.max_running
-    ]
+    for source, target in pairs:
+        if len(loads[source]) + len(loads.get(target, ())) <= forecast.max_running:
+            yield source, target, loads[source]

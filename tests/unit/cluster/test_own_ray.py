@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.workers.ray import instance as own_ray
-from longtail.cluster.workers.ray.cluster import check_answers
-from longtail.cluster.workers.ray.instance import OwnRay
+from longtail.cluster.workers.ray import own_ray as own_ray
+from longtail.cluster.workers.ray.own_ray import OwnRay
+from longtail.cluster.workers.ray.places import check_answers
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from longtail.assembly.drafters import Target, open_drafters
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.formats import published
+from longtail.drafter.formats import eagle_files
+from longtail.drafter.formats.eagle_files import export_drafter, load_published
 from longtail.drafter.formats.layouts import layers_of, to_config
-from longtail.drafter.formats.published import export_drafter, load_published
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
@@ -117,8 +117,8 @@ def test_an_export_that_reads_back_differently_is_not_put_in_its_place(
         tensors[name].view(-1)[0] += 1
         write_tensors(tensors, path)
 
-    write = published.write_layout
-    monkeypatch.setattr(published, "write_layout", spoil)
+    write = eagle_files.write_layout
+    monkeypatch.setattr(eagle_files, "write_layout", spoil)
     loaded = our_drafter(target.model, target.tokenizer, reduced=True)
     with pytest.raises((CheckpointError, ConfigError)):
         export(tmp_path / "d", target, loaded)

@@ -12,8 +12,8 @@ from typing import final
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.timeline import Mark
-from longtail.cluster.work.publisher import Publisher
-from longtail.cluster.work.work import IdleWork
+from longtail.cluster.work.drafter_publisher import Publisher
+from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.workers.pool import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.supervisor import WorkerSupervisor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longtail.cluster.records import Progress
 from longtail.cluster.schedule.forecast import Lengths, RolloutForecast, Text, TokenTimes
-from longtail.cluster.schedule.sharing import best_move
+from longtail.cluster.schedule.moves import best_move
 from longtail.types import Request, SamplingParams
 
 

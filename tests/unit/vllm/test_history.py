@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.vllm.copies import LONGEST, Texts
+from longtail.vllm.history import LONGEST, Texts
 
 DEPTH, LENGTH = 3, 24
 TEXT = st.lists(st.integers(0, 2), min_size=2, max_size=16)

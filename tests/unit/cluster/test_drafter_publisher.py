@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from longtail.cluster.work.publisher import MIN_GAIN, Publisher
+from longtail.cluster.work.drafter_publisher import MIN_GAIN, Publisher
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean
 from support.fake_worker import drafter
