@@ -31,7 +31,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ObjectStoreFullError
 
-from longtail.cluster.workers.ray import own_ray as own_ray
+from longtail.cluster.workers.ray import own_ray
 from longtail.cluster.workers.ray import pool as ray_pool
 
 pytestmark = pytest.mark.slow

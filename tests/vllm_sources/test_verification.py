@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import support.interpreted  # noqa: F401  (Triton's interpreter, or a skip)
 from longtail.vllm import v2
 from longtail.vllm.guards import VllmSettings
 from vllm_sources.loader import GPU, load
@@ -26,6 +25,7 @@ pytestmark = [  # of what vLLM imports, and of interpreted logarithms of 0
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
+pytest.importorskip("triton", reason="its interpreter runs the kernels, and it is not installed")
 load(SOURCES)
 
 

@@ -189,6 +189,13 @@ def learned(job: dict[str, Any]) -> Any:
     return found
 
 
+def ranks(job: dict[str, Any]) -> Any:
+    """A learned drafter of two ranks, which hold halves of the target."""
+    with engine(job, "learned", tensor_parallel_size=2) as llm:
+        turns = [texts(job, llm)["tokens"] for _ in range(3)]
+        return {"turns": turns, "status": llm.collective_rpc("longtail_status")}
+
+
 def refused(act: Callable[[], object]) -> str:
     """Return the message of an error."""
     try:

@@ -53,7 +53,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job |= {"target": str(target.directory), "run": str(root / "run" / "drafter")}
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
     job |= {"prompts": prompts, "seeds": seeds, "runner": "v1", "turns": 5}
-    job["scenes"] = ["plain", "eagle3", "learned", "live", *DRAFTING]
+    job["scenes"] = ["plain", "eagle3", "learned", "ranks", "live", *DRAFTING]
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -137,6 +137,13 @@ def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
     saved = load_unbound(Path(learned["saved"]))
     assert isinstance(saved.layer, RidgeLayer)
     assert saved.sums["counts"].sum() > 0
+
+
+def test_ranks_learn_the_same_drafter(played: dict[str, Any]) -> None:
+    assert played["ranks"]["turns"] == [played["plain"]["tokens"]] * 3
+    first, second = (each["learned"] for each in played["ranks"]["status"])
+    assert first == second
+    assert first["solves"] > 1
 
 
 def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:

@@ -116,23 +116,24 @@ class Texts:
         width = max(self._most)
         texts = self._tokens[newest.indices, :width]
         lengths = torch.where(newest.values >= 0, self._lengths[newest.indices], 0)
-        own = self._lengths[places]
-        at = torch.arange(width, device=places.device)
+        at = torch.arange(max(width, LONGEST), device=places.device)
+        ends = (self._lengths[places][:, None] - 1 - at[:LONGEST]).clamp(min=0)
+        ends, at = self._tokens[places[:, None], ends], at[:width]
+        before = torch.nn.functional.pad(texts, (LONGEST - 1, 0), value=-1)
         matches = at < lengths[..., None] - 1
         score = torch.zeros_like(matches, dtype=torch.int32)
-        for back in range(min(LONGEST, width)):
-            token = self._tokens[places, (own - 1 - back).clamp(min=0)]
-            before = torch.nn.functional.pad(texts, (back, 0), value=-1)[..., :width]
-            matches &= before == token[:, None, None]
+        for back in range(LONGEST):
+            first = LONGEST - 1 - back
+            matches &= before[..., first : first + width] == ends[:, back, None, None]
             score += matches
         # Of equal matches the newest text's last one is copied.
         rank = torch.arange(texts.shape[1], 0, -1, device=places.device)[:, None]
-        order = (score.long() * (len(rank) + 1) + rank) * width + at
-        best = order.flatten(1).argmax(1)
-        text, place = best // width, best % width
+        step = (len(rank) + 1) * width
+        best = (score * step + (rank * width + at).int()).flatten(1).max(1)
+        text, place = best.indices // width, best.indices % width
         chosen = newest.indices.gather(1, text[:, None])[:, 0]
         following = place[:, None] + 1 + torch.arange(depth, device=places.device)
-        matched = score.flatten(1).gather(1, best[:, None])[:, 0].long()
+        matched = best.values.long() // step
         counts = (following < self._lengths[chosen][:, None]) & (matched > 0)[:, None]
         tokens = self._tokens[chosen[:, None], following.clamp(max=self._tokens.shape[1] - 1)]
         return Found(tokens=tokens.long(), matched=matched, counts=counts)

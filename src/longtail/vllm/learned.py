@@ -19,6 +19,8 @@ from longtail.vllm.ridge import Block, Draw, Rows
 
 _KEPT = 0.98
 """Weight of earlier steps in the rates."""
+_COPIED = LONGEST + 1
+"""Number of the rates of copied tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +64,6 @@ class _Rates:
     hits: Float[Tensor, "kinds"]
     tries: Float[Tensor, "kinds"]
 
-    @staticmethod
-    def of(first: list[float], device: torch.device) -> "_Rates":
-        return _Rates(torch.tensor(first, device=device), torch.ones(len(first), device=device))
-
     def values(self) -> Float[Tensor, "kinds"]:
         return self.hits / self.tries
 
@@ -84,9 +82,10 @@ class Learned:
         self.block, self.texts, self._copies = block, texts, copies
         self._has_changed = False
         device, depth = block.parts.device, block.depth
-        expected = [0.1 + 0.08 * min(matched, 6) for matched in range(LONGEST + 1)]
-        self._copied = _Rates.of(expected, device)
-        self._drafted = _Rates.of([0.4] * depth, device)
+        copied = [0.1 + 0.08 * min(matched, 6) for matched in range(_COPIED)]
+        expected = torch.tensor(copied + [0.4] * depth, device=device)
+        self._rates = _Rates(expected, torch.ones_like(expected))
+        """Rates of copies by the number of tokens matched, then of the block by slot."""
         self._last: _Last | None = None
 
     def status(self) -> dict[str, float]:
@@ -94,7 +93,7 @@ class Learned:
         return {
             "tokens": self.block.sums.num_tokens,
             "solves": self.block.num_solved,
-            "accept_length": 1 + float(self._drafted.values().cumprod(0).sum()),
+            "accept_length": 1 + float(self._rates.values()[_COPIED:].cumprod(0).sum()),
         }
 
     def policy_changed(self) -> None:
@@ -133,7 +132,10 @@ class Learned:
         if found is None:
             drafts = self.block.propose(states, roots, depth, draw)
             return drafts, has_root[:, None].expand_as(drafts)
-        goes_first = self._goes_first(found, depth)
+        steps, rates = torch.arange(depth, device=at.device), self._rates.values()
+        longer = (found.matched[:, None] + steps).clamp(max=LONGEST)
+        promised = (rates[longer] * found.counts).cumprod(1).sum(1)
+        goes_first = promised > rates[_COPIED:][:depth].cumprod(0).sum()
 
         def copied_or_drawn(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
             drawn = draw(slot, logits, ids)
@@ -143,19 +145,17 @@ class Learned:
 
         own = list[Tensor]()
         tokens = self.block.propose(states, roots, depth, copied_or_drawn)
+        # The block's first token is measured in any case, the others where the chain is its own.
+        of_block = torch.cat((own[0][:, None], tokens[:, 1:]), 1)
+        counts = (steps == 0) | ~goes_first[:, None]
         self._last = _Last(
-            places=places, positions=at[:, 0], found=found, tokens=tokens, first=own[0],
-            is_own=~goes_first,
-        )  # fmt: skip
+            places=places,
+            positions=at[:, 0],
+            tokens=torch.stack((found.tokens, of_block)),
+            counts=torch.stack((found.counts, counts)),
+            kinds=torch.stack((longer, (_COPIED + steps).expand_as(longer))),
+        )
         return tokens, has_root[:, None].expand_as(tokens)
-
-    def _goes_first(self, found: Found, depth: int) -> Bool[Tensor, "requests"]:
-        """Return whether copied tokens promise more than the block's."""
-        copied = self._copied.values()
-        steps = torch.arange(depth, device=copied.device)
-        longer = (found.matched[:, None] + steps).clamp(max=LONGEST)
-        promised = (copied[longer] * found.counts).cumprod(1).sum(1)
-        return promised > self._drafted.values()[:depth].cumprod(0).sum()
 
     def _measure(self) -> None:
         """Compare the drafts of the step before with the text."""
@@ -163,33 +163,25 @@ class Learned:
         if last is None:
             return
         # The text is read where it stands, since places in the batch change between steps.
-        depth = last.tokens.shape[1]
-        text, counts = self.texts.after(last.places, last.positions, depth)
-        copied = (last.found.tokens == text) & last.found.counts & counts
-        steps = torch.arange(depth, device=text.device)
-        so_far = torch.cat((torch.ones_like(copied[:, :1]), copied.cumprod(1).bool()[:, :-1]), 1)
-        kinds = (last.found.matched[:, None] + steps).clamp(max=LONGEST)
-        self._copied.learn(kinds, copied, last.found.counts & counts & so_far)
-        right = (last.tokens == text) & counts & last.is_own[:, None]
-        right[:, 0] = (last.first == text[:, 0]) & counts[:, 0]
-        so_far = torch.cat((torch.ones_like(right[:, :1]), right.cumprod(1).bool()[:, :-1]), 1)
-        tries = counts & so_far & last.is_own[:, None]
-        tries[:, 0] = counts[:, 0]
-        self._drafted.learn(steps.expand_as(right), right, tries)
+        text, counts = self.texts.after(last.places, last.positions, last.tokens.shape[2])
+        counts = counts & last.counts
+        right = (last.tokens == text) & counts
+        # A token is tried if those before it are right.
+        before = torch.nn.functional.pad(right, (1, -1), value=True).cumprod(2, dtype=torch.int32)
+        self._rates.learn(last.kinds, right, counts & before.bool())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Last:
-    """Drafts of the step before."""
+    """Drafts of the step before: copies, and the block's."""
 
     places: Int[Tensor, "requests"]
     positions: Int[Tensor, "requests"]
-    found: Found
-    tokens: Int[Tensor, "requests depth"]
-    first: Int[Tensor, "requests"]
-    """The block's own first tokens."""
-    is_own: Bool[Tensor, "requests"]
-    """Whether the chain is the block's."""
+    tokens: Int[Tensor, "2 requests depth"]
+    counts: Bool[Tensor, "2 requests depth"]
+    """Whether a token is measured."""
+    kinds: Int[Tensor, "2 requests depth"]
+    """Places in the rates."""
 
 
 def _alone(found: Found | None, roots: Tensor, has_root: Tensor, depth: int) -> Chains:

@@ -102,6 +102,14 @@ class Parts:
         biases = None if bias is None else tensor_model_parallel_all_reduce(bias[places] * is_mine)
         return tensor_model_parallel_all_reduce(found), biases
 
+    def of_first_rank(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the weights of the first rank: all ranks must draft the same tokens."""
+        if getattr(self.head, "tp_size", 1) == 1:
+            return weights
+        from vllm.distributed import get_tp_group
+
+        return get_tp_group().broadcast_tensor_dict(weights, src=0) or {}
+
 
 def _without_adapters(embed: Callable[[Tensor], Tensor], model: Any) -> Callable[[Tensor], Tensor]:
     """Return an embedding of any tokens: that of an engine with adapters reads a step's alone."""
@@ -220,13 +228,7 @@ class Block:
     def solve(self) -> None:
         """Take the weights that follow from the sums; keep the old ones if none do."""
         began = time.perf_counter()
-        try:
-            found = self.sums.weights(())
-        except RuntimeError as error:  # LinAlgError is one
-            logger.warning("longtail: the learned drafter keeps its weights: %s", error)
-            return
-        if not all(bool(each.isfinite().all()) for each in found.values()):
-            logger.warning("longtail: the learned drafter keeps its weights: new ones overflow")
+        if not (found := self.parts.of_first_rank(self._solved())):
             return
         self.take(found)
         self.num_solved += 1
@@ -236,6 +238,18 @@ class Block:
         )  # fmt: skip
         if self.sums.num_tokens >= _MOST_TOKENS:
             self._fade(0.5)
+
+    def _solved(self) -> dict[str, Tensor]:
+        """Return the weights that follow from the sums; none, with a warning, if none do."""
+        try:
+            found = self.sums.weights(())
+            if all(bool(each.isfinite().all()) for each in found.values()):
+                return found
+            why = "new ones overflow"
+        except RuntimeError as error:  # LinAlgError is one
+            why = str(error)
+        logger.warning("longtail: the learned drafter keeps its weights: %s", why)
+        return {}
 
     @torch.inference_mode()
     def take(self, weights: Mapping[str, Tensor]) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.workers.ray import own_ray as own_ray
+from longtail.cluster.workers.ray import own_ray
 from longtail.cluster.workers.ray.own_ray import OwnRay
 from longtail.cluster.workers.ray.places import check_answers
 

@@ -20,7 +20,7 @@ from longtail.drafter.formats.checkpoint import (
 from longtail.drafter.formats.eagle_files import export_drafter, load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import RIDGE, TextSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.weights import copy_parameters
 from longtail.errors import CheckpointError, ConfigError, DataError
@@ -34,7 +34,6 @@ from longtail.speculation.strategy import Strategy
 from longtail.types import PackedSequences, SamplingParams
 from support.eagle_requests import KEY, keyed_noise, ridge_layer, text
 from support.engine_requests import features_of
-from support.regression import ridge
 from support.spot_training import same
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -65,6 +64,15 @@ def _layer(model: Transformer, seed: int = 2) -> RidgeLayer:
     return ridge_layer(_config(model), seed).to(model.dtype)
 
 
+def _regression(gram: Tensor, moment: Tensor, num_rows: int) -> Tensor:
+    """Least squares plus RIDGE times each weight's square, for inputs of a mean square of 1."""
+    mean_square = gram.diagonal() / num_rows
+    scale = mean_square.clamp_min(torch.finfo(torch.float32).tiny).rsqrt()[:, None]
+    scaled = gram * scale * scale.T
+    scaled.diagonal().add_(RIDGE)
+    return torch.linalg.solve(scaled, moment * scale) * scale
+
+
 def test_each_slot_is_one_ridge_regression() -> None:
     """`solve` eliminates a slot's own input; the reference regresses on all inputs at once."""
     model = tiny_model(dtype=torch.float64)
@@ -82,7 +90,7 @@ def test_each_slot_is_one_ridge_regression() -> None:
         later = signal[slot:]
         inputs = [signal[:-slot, :32], signal[1 : len(signal) - slot + 1, 32:], later[:, 32:]]
         rows = torch.cat(inputs[: 2 + (slot > 1)], 1)
-        expected = ridge(rows.T @ rows, rows.T @ later[:, :32], int(sums.num_tokens))
+        expected = _regression(rows.T @ rows, rows.T @ later[:, :32], int(sums.num_tokens))
         found = [solved[f"streams.{slot - 1}.weight"].T]
         if slot > 1:
             found.append(solved[f"transitions.{slot - 2}.weight"].T)
