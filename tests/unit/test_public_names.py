@@ -62,11 +62,6 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'Trainer2'"):
-        longtail.Trainer2  # noqa: B018
-
-
 def test_completions_depend_on_prompt_seed_and_index_alone(model_path: str) -> None:
     engine = Engine(model_path)
     params = SamplingParams(max_tokens=8)

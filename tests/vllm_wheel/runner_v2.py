@@ -1,6 +1,7 @@
 """Model Runner V2 on the CPU, with its kernels under Triton's interpreter: the wheel runs V1."""
 
 import os
+import runpy
 from typing import Any
 
 
@@ -32,3 +33,8 @@ def choose() -> None:
         scheduler.async_scheduling = ahead
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+if __name__ == "__main__":
+    choose()
+    runpy.run_module("longtail.cli.main", run_name="__main__")

@@ -40,8 +40,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         done = play("scenes.py", json.dumps(job | {"scenes": scenes}))
         assert done.returncode == 0, done.stderr[-3000:]
         found |= json.loads(done.stdout)
-    failed = [each["failed"] for each in found.values() if "failed" in each]
-    assert not failed
+    assert not [each["failed"] for each in found.values() if "failed" in each]
     return found
 
 
