@@ -1,7 +1,7 @@
-"""Drafts copied from the request's own text and from completions of the same prompt, on the device.
+"""Drafts copied from a request's own text, its group's and recent ones, on the device.
 
     a request ends in ..       x b c
-    texts of its prompt        .. a b c d e ..,  .. x b c f g ..     running or finished
+    texts                      .. a b c d e ..,  .. x b c f g ..     running or finished
     the longest known end      x b c, three tokens: f g is copied
 
 Texts of one prompt share the hash of their prompt, so the completions of a group find each other.
@@ -18,8 +18,14 @@ from torch import Tensor
 
 LONGEST = 8
 """Most tokens of an end that are compared."""
-_TEXTS = 8
-"""Most texts of a prompt that are searched, the newest first."""
+_TEXTS, _SEARCHED = 16, 1 << 23
+"""Most texts that are searched for a request, and most tokens of them for all requests."""
+_SAME = 1 << 40
+"""Rank of a text of the same prompt: its own goes first, then these, then others; new ones first.
+
+Copies alone, on 96 texts of gsm_symbolic (Qwen2.5-Coder-0.5B, groups of 8): accept length 1.79 from
+texts of the same prompt, 1.88 with others.
+"""
 _MOST_BYTES = 64 << 20
 
 
@@ -108,28 +114,29 @@ class Texts:
 
     def find(self, places: Int[Tensor, "requests"], depth: int) -> Found:
         """Return what follows the longest known end of each request."""
-        prompts = self._prompts[places]
-        is_same = self._prompts[None, :-1] == prompts[:, None]
-        age = torch.where(is_same, self._begun[:-1], -1)
-        age.scatter_(1, places[:, None], self._num_begun + 1)  # its own text goes first
-        newest = age.topk(min(_TEXTS, age.shape[1]), 1)
+        is_same = self._prompts[None, :-1] == self._prompts[places][:, None]
+        rank = self._begun[:-1] + is_same * _SAME
+        rank.scatter_(1, places[:, None], 2 * _SAME)
         width = max(self._most)
+        most = min(_TEXTS, rank.shape[1], max(_SEARCHED // (len(places) * width), 1))
+        newest = rank.topk(most, 1)
         texts = self._tokens[newest.indices, :width]
-        lengths = torch.where(newest.values >= 0, self._lengths[newest.indices], 0)
+        lengths = torch.where(newest.values > 0, self._lengths[newest.indices], 0)
         at = torch.arange(max(width, LONGEST), device=places.device)
-        ends = (self._lengths[places][:, None] - 1 - at[:LONGEST]).clamp(min=0)
-        ends, at = self._tokens[places[:, None], ends], at[:width]
+        ends, at = self._lengths[places][:, None] - 1 - at[:LONGEST], at[:width]
+        # Before its first token there is none, which equals no other one.
+        ends = torch.where(ends < 0, -2, self._tokens[places[:, None], ends.clamp(min=0)])
         before = torch.nn.functional.pad(texts, (LONGEST - 1, 0), value=-1)
         matches = at < lengths[..., None] - 1
-        score = torch.zeros_like(matches, dtype=torch.int32)
+        score = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(LONGEST):
             first = LONGEST - 1 - back
             matches &= before[..., first : first + width] == ends[:, back, None, None]
             score += matches
-        # Of equal matches the newest text's last one is copied.
-        rank = torch.arange(texts.shape[1], 0, -1, device=places.device)[:, None]
-        step = (len(rank) + 1) * width
-        best = (score * step + (rank * width + at).int()).flatten(1).max(1)
+        # Of equal matches the first text's last one is copied.
+        order = torch.arange(most, 0, -1, device=places.device)[:, None] * width + at
+        step = (most + 1) * width
+        best = (score.int() * step + order.int()).flatten(1).max(1)
         text, place = best.indices // width, best.indices % width
         chosen = newest.indices.gather(1, text[:, None])[:, 0]
         following = place[:, None] + 1 + torch.arange(depth, device=places.device)

@@ -199,8 +199,7 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
             places[f"r{begun}"] = free.pop(0)
             begun += 1
         if number % 40 == 39:  # a preempted request is read again
-            running[next(iter(running))].computed = 0
-            running[next(iter(running))].drafts = []
+            vars(running[next(iter(running))]).update(computed=0, drafts=[])
         names = list(running)[:: -1 if number % 2 else 1]
         step = take(names, [running[name] for name in names])
         had = [each.drafts for each in step.requests]
@@ -210,10 +209,9 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
         ours, theirs = v1_drafts(v1, step), v2_drafts(v2, step, places)
         for name, own, other in zip(names, ours, theirs.tolist(), strict=True):
             assert other[: len(own)] == own
-            running[name].drafts = (
-                own if running[name].computed == len(running[name].text) - 1 else []
-            )
-            if len(running[name].text) > LENGTH - 2 * DEPTH - 2:
+            each = running[name]
+            each.drafts = own if each.computed == len(each.text) - 1 else []
+            if len(each.text) > LENGTH - 2 * DEPTH - 2:
                 del running[name]
                 free.append(places.pop(name))
     assert torch.allclose(v1.learned.block.sums.products, v2.learned.block.sums.products, atol=1e-2)
