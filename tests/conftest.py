@@ -26,19 +26,18 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 TESTS = Path(__file__).parent
-_MANY_STEPS = ("test_features.py", "test_profile.py", "test_speculator.py")
 _CONNECT = socket.socket.connect
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Check the shapes and types of every call, except in many steps that are not marked `shapes`.
+    """Check the shapes and types of every call, except in whole runs that are not marked `shapes`.
 
     The checks take two thirds of a tiny engine step, and shapes do not depend on the schedule.
     """
-    parts = item.path.relative_to(TESTS).parts
-    is_long = parts[0] in ("end_to_end", "laws") or parts[-1] in _MANY_STEPS
-    is_checked = not is_long or item.get_closest_marker("shapes") is not None
+    marks = {mark.name for mark in item.iter_markers()}
+    is_whole = item.path.relative_to(TESTS).parts[0] in ("end_to_end", "laws")
+    is_checked = "shapes" in marks if is_whole else "many_steps" not in marks
     jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 

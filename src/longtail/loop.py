@@ -243,10 +243,7 @@ class Trainer:
         except Interrupted:
             self.workers.abandon()
             self._checkpoint()
-            done, again = self._state.step, "the same command"
-            after = f"after step {done}; {again} continues from there"
-            early = f"before the first step was complete; {again} starts again"
-            self._console.log(f"stopped {after if done else early}")
+            self._console.log(_farewell(self._state.step))
             return 130
         except NonFiniteError as error:
             step = f"{self._state.step + 1} of {self._config.run.steps}"
@@ -333,3 +330,9 @@ class Trainer:
         except CheckpointError as error:  # the run is complete without it
             self._console.log(f"no report: {error}")
         self._console.summary(finished, path)
+
+
+def _farewell(step: int) -> str:
+    if step == 0:
+        return "stopped before the first step was complete; the same command starts again"
+    return f"stopped after step {step}; the same command continues from there"

@@ -10,12 +10,12 @@ ROOT = Path(__file__).parents[2]
 WORDS, WORDS_OF_IDEA = 17_000, 300
 """Most words of all pages in docs/ that are written by hand, and of a page in docs/ideas/."""
 BUDGETS = {
-    "top level": 1337,
-    "assembly": 1598,
+    "top level": 1340,
+    "assembly": 1597,
     "bench": 2251,
     "cli": 725,
     "cluster": 4330,
-    "config": 1211,
+    "config": 1213,
     "drafter": 4411,
     "engine": 2697,
     "integrations": 1434,
@@ -28,7 +28,7 @@ BUDGETS = {
     "system": 919,
     "tuner": 1019,
     "view": 1063,
-    "vllm": 3154,
+    "vllm": 3151,
     "src": 39_500,
     "tests": 32_000,
 }

@@ -5,8 +5,8 @@
 They show the curves of a run in light colours, and its last step in dark ones.
 """
 
+import argparse
 import shutil
-import sys
 from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
@@ -24,12 +24,13 @@ def picture(browser: Browser, url: str, path: Path, scheme: str) -> None:
     page.goto(url)
     page.wait_for_selector("body[data-step] #text pre.completion")
     page.wait_for_timeout(500)
-    bottom, whole = (page.locator(name).bounding_box() for name in ("#panel-timeline", "main"))
+    bottom = page.locator("#panel-timeline").bounding_box()
+    whole = page.locator("main").bounding_box()
     assert bottom is not None
     assert whole is not None
     split = bottom["y"] + bottom["height"] + 8
-    end = whole["y"] + whole["height"] - 90
-    top, height = (0.0, split) if scheme == "light" else (bottom["y"] - 70, end - bottom["y"] + 70)
+    top, height = (0.0, split) if scheme == "light" else (bottom["y"] - 70, 0.0)
+    height = height or whole["y"] + whole["height"] - top - 90
     clip = {"x": 0.0, "y": top, "width": WIDTH, "height": height}
     page.screenshot(path=path, full_page=True, clip=clip)
     context.close()
@@ -37,12 +38,16 @@ def picture(browser: Browser, url: str, path: Path, scheme: str) -> None:
 
 def main() -> None:
     """Write both pictures."""
-    run, directory = sys.argv[1:]
-    chromium = shutil.which("chromium")
-    with viewing(open_runs([run])) as url, sync_playwright() as playwright:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run")
+    parser.add_argument("directory", type=Path)
+    args = parser.parse_args()
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    with viewing(open_runs([args.run])) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        picture(browser, url, Path(directory, "view.png"), "light")
-        picture(browser, url, Path(directory, "view-step.png"), "dark")
+        for name, scheme in (("view.png", "light"), ("view-step.png", "dark")):
+            picture(browser, url, args.directory / name, scheme)
+        browser.close()
 
 
 if __name__ == "__main__":

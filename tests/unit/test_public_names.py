@@ -47,6 +47,8 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_the_package_offers_these_names_and_no_others() -> None:
     assert tuple(longtail.__all__) == NAMES
     assert tuple(dir(longtail)) == NAMES
+    with pytest.raises(AttributeError, match="no attribute 'Trainer2'"):
+        longtail.Trainer2  # noqa: B018
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "__version__"])

@@ -18,8 +18,9 @@ import torch
 
 from longtail.drafter.architecture import make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
-from longtail.drafter.formats import checkpoint, eagle_files
+from longtail.drafter.formats import checkpoint
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
+from longtail.drafter.formats.eagle_files import is_published, load_published
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.engine.speculation.features import FeatureStore
@@ -110,8 +111,8 @@ def read_drafter(
     model, tokenizer = target.model, target.tokenizer
     if run_drafters(path) is not None:
         return load_run_drafter(path, model, tokenizer, dtype=dtype)
-    if eagle_files.is_published(path):
-        return eagle_files.load_published(path, target.name, model, tokenizer, dtype=dtype)
+    if is_published(path):
+        return load_published(path, target.name, model, tokenizer, dtype=dtype)
     found = drafter_directory(path)
     return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
 
@@ -184,9 +185,7 @@ def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path
     path = Path(name).absolute()
     if not path.is_dir():
         raise _unknown(name, field)
-    home = run_drafters(path) or (
-        path if eagle_files.is_published(path) else drafter_directory(path)
-    )
+    home = run_drafters(path) or (path if is_published(path) else drafter_directory(path))
     return str(path if path.is_relative_to(home) else home), home
 
 

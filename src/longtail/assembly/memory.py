@@ -5,7 +5,7 @@ Every part is an upper bound at its own moment, and the sum bounds the peak.
 vLLM takes its share of the whole card, which must hold the weights and a text.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,7 +111,7 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-def fitted(plan: RunPlan) -> RunPlan:
+def fitted(plan: RunPlan, log: Callable[[str], None] = lambda line: None) -> RunPlan:
     """Return the plan with `learner.sums` for `auto`: exact, unless that exceeds the whole device.
 
     What is free there does not matter, so that a resumed run takes the same.
@@ -120,6 +120,7 @@ def fitted(plan: RunPlan) -> RunPlan:
     total = machine.memory().total if on_cpu else torch.cuda.mem_get_info(plan.device)[1]
     if own.sums != "auto" or total is None or _needed(plan, estimate(plan)) <= total:
         return plan
+    log("learner.sums = 'float': the device has no room for exact ones, 4 bytes a weight more")
     learner = own.model_copy(update={"sums": "float"})
     return replace(plan, config=plan.config.model_copy(update={"learner": learner}))
 
@@ -200,7 +201,8 @@ def _least_share(plan: RunPlan) -> int:
 
 def report(config: RunConfig) -> str:
     """Return the parts and the free memory as lines."""
-    plan = fitted(plan_run(config, model_directory(config.model.path)))
+    notes = list[str]()
+    plan = fitted(plan_run(config, model_directory(config.model.path)), notes.append)
     found, available = estimate(plan), available_bytes(plan.device)
     rows = {**found, "total": sum(found.values()), f"available on {plan.device}": available}
     lines = [f"memory, {count_parameters(plan.shape):,} parameters (GB of each worker)"]
@@ -208,7 +210,7 @@ def report(config: RunConfig) -> str:
         f"{name:<36}{'?' if size is None else f'{size / 1e9:.3f}':>10}"
         for name, size in rows.items()
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *notes])
 
 
 def available_bytes(device: torch.device) -> int | None:

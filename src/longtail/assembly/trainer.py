@@ -74,10 +74,8 @@ def assemble(
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    plan, tokenizer = memory.fitted(plan_run(config, directory)), load_tokenizer(directory)
+    plan, tokenizer = memory.fitted(plan_run(config, directory), log), load_tokenizer(directory)
     memory.check(plan)
-    if plan.config.learner.sums != config.learner.sums:
-        log("learner.sums = 'float': the device has no room for exact ones, 4 bytes a weight more")
     check_vocabulary(tokenizer, plan.shape)
     prompts = load_prompts(config, tokenizer, check)
     longest = max(
@@ -107,7 +105,7 @@ def open_workers(
     """
     config = precision.decided(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
-    plan = memory.fitted(plan_run(config, model_directory(config.model.path, log)))
+    plan = memory.fitted(plan_run(config, model_directory(config.model.path, log)), log)
     return _started(plan, _limits(plan, max_prompt_len), log, lambda progress: None)
 
 

@@ -88,7 +88,7 @@ class CommonRunSection(Section):
     dir: Name
     """Directory of everything that the run writes."""
     seed: Seed = 0
-    """Seed for prompt order, generated data, sampling noise and fresh weights."""
+    """Seed for the order of data, generated data, sampling noise and fresh weights."""
     device: Device = "auto"
     """`auto`, `cpu`, `cuda` or `cuda:1`; longtail's own engine generates on CPUs only."""
     threads: Threads = 0

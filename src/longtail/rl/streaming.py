@@ -3,8 +3,7 @@
     completions --group complete--> graders --graded--> advantages, packing --> micro-batches
 
 The order in which groups end changes nothing: the advantages of a group need no other group, and
-its micro-batches follow from it alone. Graders work during the rollout, in one thread of this
-process.
+its micro-batches follow from it alone. One thread of this process grades during the rollout.
 """
 
 from collections import deque

@@ -8,7 +8,7 @@ It needs three parts of the target: its input embedding, its final states and it
 paired with another of the same request by its position, within one buffer; so no row is ever paired
 with a stale state, even if requests end or change their places in the batch. Nothing here waits
 for the device except a solve. With tensor parallelism every rank takes the same decisions, from
-numbers that the host knows.
+numbers that the host knows, and the weights of the first rank.
 """
 
 import logging

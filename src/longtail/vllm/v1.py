@@ -76,11 +76,8 @@ def patches(settings: VllmSettings) -> list[Patch]:
         Patch.of(proposer, "set_inputs_first_pass", first, _first),
         Patch.of(proposer, "_sample_draft_tokens", drafts, _drafting),
     ]
-    return [
-        *found,
-        *(coupled if settings.drafts == "coupled" else ()),
-        *cpu_fixes.patches(settings),
-    ]
+    found += coupled if settings.drafts == "coupled" else ()
+    return [*found, *cpu_fixes.patches(settings)]
 
 
 # ---- the runner

@@ -100,13 +100,13 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
 
 
 @pytest.mark.parametrize(("lacking", "sums"), [(0, "auto"), (1, "float")])
-def test_sums_are_exact_where_the_device_has_room_and_as_set_anywhere(
-    monkeypatch: pytest.MonkeyPatch, lacking: int, sums: str
-) -> None:
+def test_sums_are_exact_where_the_device_has_room_and_otherwise_as_set(monkeypatch, lacking, sums):
     own, exact = planned(), planned("--learner.sums=exact")
     found = machine.Memory(total=sum(memory.estimate(exact).values()) - lacking, available=1)
     monkeypatch.setattr(memory.machine, "memory", lambda: found)
-    assert memory.fitted(own).config.learner.sums == sums
+    said = list[str]()
+    assert memory.fitted(own, said.append).config.learner.sums == sums
+    assert len(said) == lacking
     assert memory.fitted(exact) is exact
 
 

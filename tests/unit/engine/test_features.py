@@ -32,6 +32,7 @@ from support.engine_requests import (
 )
 from support.tiny_models import tiny_model
 
+pytestmark = pytest.mark.many_steps
 TAPS = Taps(layers=(0, 1), final=True)
 CHUNKED = EngineLimits(max_running=5, max_step_tokens=9, max_len=64)
 ROW = 3 * 32 * 8

@@ -44,6 +44,7 @@ def test_a_measurement_is_lowered_only_above_both_neighbours(counts, seconds, fo
     assert without_stalls(counts, seconds) == pytest.approx(found)
 
 
+@pytest.mark.many_steps
 def test_a_measured_model_costs_something_and_more_costs_more():
     costs = measure_steps(tiny_model(), LIMITS)
     assert costs.drafts == []
@@ -85,6 +86,7 @@ def test_a_drafter_that_returns_keeps_its_corrected_costs():
     assert profiler.measure([second, first]).drafts == [corrected, kept]
 
 
+@pytest.mark.many_steps
 @pytest.mark.parametrize(("running", "tokens"), [(1, 1), (3, 3)])
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)

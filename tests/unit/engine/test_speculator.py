@@ -31,6 +31,7 @@ from support.engine_requests import (
 from support.fakes import scripted_model
 from support.tiny_models import tiny_model
 
+pytestmark = pytest.mark.many_steps
 _LAST = TREE.depth + 3
 """Tokens of the last steps, which no proposal follows: drafters do not observe them."""
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))

@@ -16,13 +16,8 @@ from support.tiny_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="module")
-def model(directory: Path) -> PreTrainedModel:
-    return opened(directory)
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return opened(tmp_path_factory.mktemp("models"))
 
 
 def test_without_a_seed_torchs_generator_decides(model: PreTrainedModel) -> None:
@@ -108,14 +103,12 @@ def test_right_padding_empty_prompts_and_too_long_texts_are_refused(model: PreTr
     assert model.generate(**inputs, **options).shape == (2, 8)
 
 
-def test_a_model_with_an_adapter_or_mixed_dtypes_is_refused(
-    directory: Path,
-) -> None:
-    mixed = opened(directory)
+def test_a_model_with_an_adapter_or_mixed_dtypes_is_refused(tmp_path: Path) -> None:
+    mixed = opened(tmp_path)
     mixed.model.norm.float()
     with pytest.raises(ConfigError, match="several dtypes"):
         mixed.generate(**batch("12"), custom_generate=generate, max_new_tokens=4)
-    adapted = opened(directory)
+    adapted = opened(tmp_path)
     adapted.model.layers[0].mlp.lora_A = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="merge_and_unload"):
         adapted.generate(**batch("12"), custom_generate=generate, max_new_tokens=4)

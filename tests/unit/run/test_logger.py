@@ -115,8 +115,7 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
 
 
 def test_the_file_of_speculation_is_bounded(tmp_path: Path) -> None:
-    own = RunSection(speculation_mb=1)
-    logger = RunLogger(own, tmp_path, last_step=None, shown={})
+    logger = RunLogger(RunSection(speculation_mb=1), tmp_path, last_step=None, shown={})
     for step in (1, 2):
         long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB
         logger.log(step, [long.line(TRAINING, 0)])

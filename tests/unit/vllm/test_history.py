@@ -25,9 +25,7 @@ def longest(end: list[int], texts: list[list[int]]) -> int:
 @given(
     prompts=st.lists(TEXT, min_size=2, max_size=2), written=st.lists(TEXT, min_size=4, max_size=4)
 )
-def test_the_longest_end_in_any_text_is_continued(
-    prompts: list[list[int]], written: list[list[int]]
-) -> None:
+def test_the_longest_end_in_any_text_is_continued(prompts, written):
     table = Texts(4, LENGTH * 2, torch.device("cpu"))
     texts = [prompts[i % 2] + each for i, each in enumerate(written)]
     for i, each in enumerate(texts):
@@ -69,9 +67,8 @@ def test_what_does_not_count_is_written_to_no_text() -> None:
     table = Texts(2, LENGTH, torch.device("cpu"))
     table.begin("a", torch.tensor([1, 2, 3]), 3)
     place = table.given(["a"], [3], [4])[1]
-    table.write(
-        place, torch.tensor([[3, 4]]), torch.tensor([[8, 9]]), torch.tensor([[True, False]])
-    )
+    at, new = torch.tensor([[3, 4]]), torch.tensor([[8, 9]])
+    table.write(place, at, new, torch.tensor([[True, False]]))
     tokens, counts = table.after(place, torch.tensor([2]), 2)
     assert tokens[0, 0] == 8
     assert counts[0].tolist() == [True, False]

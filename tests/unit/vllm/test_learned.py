@@ -199,7 +199,8 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
             places[f"r{begun}"] = free.pop(0)
             begun += 1
         if number % 40 == 39:  # a preempted request is read again
-            vars(running[next(iter(running))]).update(computed=0, drafts=[])
+            first = running[next(iter(running))]
+            first.computed, first.drafts = 0, []
         names = list(running)[:: -1 if number % 2 else 1]
         step = take(names, [running[name] for name in names])
         had = [each.drafts for each in step.requests]

@@ -13,6 +13,7 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError
 from longtail.vllm.ridge import FIRST_SOLVE, Block, Parts, Rows
+from support.spot_training import same
 from support.tiny_models import tiny_config
 
 HIDDEN, VOCAB, DEPTH = 8, 24, 3
@@ -156,8 +157,7 @@ def test_each_rank_takes_what_the_first_has_solved(monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         block.solve()
     assert block.num_solved == 1
-    found = block.tensors()
-    assert all(torch.equal(found[name], each) for name, each in first.tensors().items())
+    assert same(block.tensors(), first.tensors())
 
 
 def test_a_failed_solve_keeps_the_weights_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
