@@ -52,7 +52,7 @@ _SAMPLE = 16
 
 @final
 @dataclass(slots=True, kw_only=True)
-class Components(steps.Components):
+class DrafterTraining(steps.Training):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
@@ -184,7 +184,7 @@ def run(config: DrafterTrainConfig) -> int:
 
     def build(
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
-    ) -> Components:
+    ) -> DrafterTraining:
         with Interruption() as interruption:
             return assemble(config, directory.path, checkpoint, console, interruption)
 
@@ -197,7 +197,7 @@ def assemble(
     checkpoint: Checkpoint | None,
     console: Console,
     interruption: Interruption,
-) -> Components:
+) -> DrafterTraining:
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
@@ -236,7 +236,7 @@ def assemble(
     trainer = _trainer(config, layer, target, ids, head)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
-    return Components(
+    return DrafterTraining(
         config=config,
         trainer=trainer,
         batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),

@@ -36,7 +36,7 @@ _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Components(steps.Components):
+class FineTuning(steps.Training):
     """Model, learner and examples of fine-tuning."""
 
     config: SftConfig
@@ -110,7 +110,7 @@ def run(config: SftConfig) -> int:
     return steps.run(config, lambda directory, checkpoint, console: assemble(config))
 
 
-def assemble(config: SftConfig) -> Components:
+def assemble(config: SftConfig) -> FineTuning:
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
     device, path = run_device(config), model_directory(config.model.path)
     model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
@@ -123,7 +123,7 @@ def assemble(config: SftConfig) -> Components:
     examples, num_dropped = _examples(config, tokenizer)
     cut = len(examples) - min(_MAX_HELDOUT, len(examples) // _HELDOUT_ONE_IN)
     own = config.train
-    return Components(
+    return FineTuning(
         config=config,
         model=model,
         tokenizer=tokenizer,

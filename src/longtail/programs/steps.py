@@ -19,7 +19,7 @@ from longtail.system.device import set_threads
 from longtail.system.interrupt import Interrupted, Interruption
 
 
-class Components(abc.ABC):
+class Training(abc.ABC):
     """Model, batches and held-out data of a training program."""
 
     trainer: SftLearner | DrafterTrainer | RidgeTrainer
@@ -69,7 +69,7 @@ class Components(abc.ABC):
 
 def run(
     config: SftConfig | DrafterTrainConfig,
-    assemble: Callable[[RunDirectory, Checkpoint | None, Console], Components],
+    assemble: Callable[[RunDirectory, Checkpoint | None, Console], Training],
 ) -> int:
     """Train to the last step, resuming from the newest checkpoint; 130 if interrupted."""
     console = Console()
@@ -78,33 +78,33 @@ def run(
         checkpoint = directory.start(configfile.render(config), resume=config.run.resume)
         try:
             with console.phase("preparing model and data"):
-                components = assemble(directory, checkpoint, console)
+                training = assemble(directory, checkpoint, console)
         except Interrupted:
             console.log("stopped before the first step; start again to go on")
             return 130
         if checkpoint is not None:
-            components.restore(checkpoint)
-            if components.steps >= components.total_steps:
+            training.restore(checkpoint)
+            if training.steps >= training.total_steps:
                 more = "; raise train.steps to go on"
-                is_given = components.total_steps == config.train.steps
+                is_given = training.total_steps == config.train.steps
                 console.log(f"{checkpoint.policy}: its steps are done{more if is_given else ''}")
                 return 0
-        first = f", resumed after step {components.steps}" if components.steps else ""
-        console.log(f"{components.title()}, run directory {config.run.dir}{first}")
-        for line in filter(None, (*costs(config), components.left_out())):
+        first = f", resumed after step {training.steps}" if training.steps else ""
+        console.log(f"{training.title()}, run directory {config.run.dir}{first}")
+        for line in filter(None, (*costs(config), training.left_out())):
             console.log(line)
-        return _train(config, directory, components, console)
+        return _train(config, directory, training, console)
 
 
 def _train(
     config: SftConfig | DrafterTrainConfig,
     directory: RunDirectory,
-    components: Components,
+    training: Training,
     console: Console,
 ) -> int:
     """Step until all steps are done or the user interrupts, and end with a checkpoint."""
-    own, steps, began = config.run, components.total_steps, time.perf_counter()
-    first = saved = components.steps
+    own, steps, began = config.run, training.total_steps, time.perf_counter()
+    first = saved = training.steps
     tokens = 0.0
     writer = MetricLog(
         own.writers,
@@ -115,29 +115,29 @@ def _train(
     interruption = Interruption()
     try:
         with interruption, console.phase("training", total=steps - first):
-            while components.steps < steps:
+            while training.steps < steps:
                 interruption.check()
-                console.count(components.steps - first)
-                metrics = components.step()
-                step, tokens = components.steps, tokens + metrics["train/tokens"]
+                console.count(training.steps - first)
+                metrics = training.step()
+                step, tokens = training.steps, tokens + metrics["train/tokens"]
                 metrics["perf/tokens_per_s"] = tokens / (time.perf_counter() - began)
                 if step % own.checkpoint_every == 0 or step == steps:
                     with console.phase("measuring and writing a checkpoint"):
-                        metrics |= components.measure()
-                        components.save(directory)
+                        metrics |= training.measure()
+                        training.save(directory)
                     saved = step
                 writer.write(step, metrics)
                 is_due = step % own.log_every == 0 or step == steps
-                for line in components.lines(metrics, is_due=is_due):
+                for line in training.lines(metrics, is_due=is_due):
                     console.log(line)
     except Interrupted:
-        if saved < components.steps:
-            components.save(directory)
-        console.log(f"stopped after step {components.steps}; start again to go on")
+        if saved < training.steps:
+            training.save(directory)
+        console.log(f"stopped after step {training.steps}; start again to go on")
         return 130
     finally:
         writer.close()
-    components.log_end(console, directory.checkpoints / f"step_{steps:06d}" / "policy")
+    training.log_end(console, directory.checkpoints / f"step_{steps:06d}" / "policy")
     return 0
 
 
