@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longtail.config import files as configfile
 from longtail.errors import CheckpointError, ConfigError
-from longtail.system.files import remove_folder, replace_folder, write_atomically
+from longtail.system import tensor_files
+from longtail.system.files import read_object, remove_folder, replace_folder, write_atomically
 
 _log = logging.getLogger("longtail")
 _STATE = "state.json"
@@ -60,28 +59,21 @@ _LOGS = (
     "metrics.jsonl", "rollouts.jsonl", "speculation.jsonl", "drafts.jsonl", "drafter.jsonl",
     "trace.json", "summary.json", "report.html", "drafter", "tensorboard",
 )  # fmt: skip
-UNWRITABLE = (OSError, SafetensorError)
-"""Errors of a failed write of tensors, or of a read."""
-
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors, no two of which overlap, to one safetensors file."""
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read a safetensors file into CPU memory. Raises CheckpointError if it is damaged."""
     try:
-        return load_file(path)
-    except UNWRITABLE as error:
+        return tensor_files.read(path)
+    except ConfigError as error:
         raise damaged(path.parent, error) from error
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Return state.json of a checkpoint. Raises CheckpointError if it is damaged."""
+def read_state(path: Path, name: str) -> dict[str, Any]:
+    """Return state.json of a checkpoint, with the object `name`; CheckpointError if damaged."""
     try:
-        return json.loads((path / _STATE).read_bytes())
-    except (OSError, ValueError) as error:
+        return read_object(path / _STATE, {name: dict})
+    except ConfigError as error:
         raise damaged(path, error) from error
 
 
@@ -173,7 +165,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if not found:
             return None
         step, path = found[-1]
-        document = read_state(path)
+        document = read_state(path, "state")
         return Checkpoint(
             step=step, path=path, state=document["state"], run_format=document.get("run_format")
         )
@@ -194,12 +186,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         def write(folder: Path) -> None:
             (folder / "policy").mkdir()
             save_policy(folder / "policy")
-            save_tensors(tensors, folder / "trainer.safetensors")
+            tensor_files.save(tensors, folder / "trainer.safetensors")
             write_state(folder, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)})
 
         try:
             put_step(self.checkpoints, step, write, keep=self._keep)
-        except (*UNWRITABLE, CheckpointError) as error:
+        except OSError as error:
             free = shutil.disk_usage(self.path).free / 1e9
             raise CheckpointError(
                 f"checkpoint of step {step} in {self.checkpoints} cannot be written: {error}; free "

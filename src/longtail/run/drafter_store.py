@@ -26,15 +26,14 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import (
-    UNWRITABLE,
     load_tensors,
     put_step,
     read_state,
-    save_tensors,
     step_of,
     steps_in,
     write_state,
 )
+from longtail.system import tensor_files
 
 _TENSORS = "tensors.safetensors"
 INITIAL = "initial"
@@ -51,12 +50,12 @@ class DrafterStore:
         """Write a drafter. Raises CheckpointError if that fails."""
 
         def write(folder: Path) -> None:
-            save_tensors(state.tensors, folder / _TENSORS)
+            tensor_files.save(state.tensors, folder / _TENSORS)
             write_state(folder, {"numbers": dict(state.numbers)})
 
         try:
             put_step(self._directory, step, write, keep=self._keep)
-        except UNWRITABLE as error:
+        except OSError as error:
             raise CheckpointError(
                 f"the drafter cannot be written to {self._directory}: {error}; free some space, "
                 "then start again: the run resumes from its newest checkpoint"
@@ -70,7 +69,7 @@ class DrafterStore:
         found = [path for number, path in steps_in(self._directory) if number <= step]
         if not found:
             return None
-        numbers = read_state(found[-1])["numbers"]
+        numbers = read_state(found[-1], "numbers")["numbers"]
         return DrafterState(tensors=load_tensors(found[-1] / _TENSORS), numbers=numbers)
 
 

@@ -6,11 +6,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
-from longtail.errors import JsonError
+from longtail.errors import ConfigError, JsonError
+
+_NO_FIELDS: Mapping[str, type] = MappingProxyType({})
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -80,7 +83,33 @@ def _put_aside(path: Path) -> Path:
 
 def read_json(path: Path) -> Any:
     """Read a JSON file. Raises OSError if it cannot be read, JsonError if it is not JSON."""
-    return parse_json(path.read_bytes(), allow_nan=True)
+    return parse_json(read_file(path), allow_nan=True)
+
+
+def read_object(path: Path, fields: Mapping[str, type] = _NO_FIELDS) -> dict[str, Any]:
+    """Read a JSON object that has at least these fields, of these types.
+
+    Raises ConfigError, which names the file and the field, if it is missing or something else.
+    """
+    try:
+        found = read_json(path)
+    except (OSError, JsonError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}): copy the file again") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold one JSON object: copy the file again")
+    for name, kind in fields.items():
+        if type(value := found.get(name)) is not kind:
+            raise ConfigError(
+                f"{path}: {name} is {value!a:.40}, wanted is {kind.__name__}: copy the file again"
+            )
+    return found
+
+
+def read_file(path: Path) -> bytes:
+    """Read a file whole. Raises OSError if it cannot be read, or is a pipe or a device."""
+    if path.exists() and not path.is_file():
+        raise OSError("it is not a file")
+    return path.read_bytes()
 
 
 def meant(name: str, known: Iterable[str]) -> str:

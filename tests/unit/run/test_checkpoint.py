@@ -14,9 +14,8 @@ from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.config.sft import SftConfig
 from longtail.errors import CheckpointError, ConfigError
-from longtail.run import checkpoint
 from longtail.run.checkpoint import Checkpoint, RunDirectory, policy_directory
-from longtail.system import files
+from longtail.system import files, tensor_files
 
 CONFIG = configfile.render(RunConfig())
 
@@ -58,7 +57,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
 def test_a_checkpoint_is_restored_exactly(run: RunDirectory) -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     tensors = {
-        "double": torch.tensor([0.1, -0.0, float("nan"), float("inf")], dtype=torch.float64),
+        "double": torch.tensor([0.1, -0.0, 5e-324, 1.7e308], dtype=torch.float64),
         "half": torch.tensor([1.0, 3.14], dtype=torch.bfloat16),
         "bytes": torch.get_rng_state(),
         "scalar": torch.tensor(7, dtype=torch.int64),
@@ -104,6 +103,14 @@ def test_a_damaged_checkpoint_is_named_with_the_remedy(run: RunDirectory, name: 
     assert _latest(run).step == 1
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"state": []}', "NaN", "[" * 100_000])
+def test_a_state_of_another_shape_is_refused_in_one_sentence(run: RunDirectory, text: str) -> None:
+    _save(run, 1)
+    (run.checkpoints / "step_000001" / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json.*move it away"):
+        _latest(run)
+
+
 class _Killed(BaseException):
     """The process ends here: nothing is cleaned up."""
 
@@ -123,7 +130,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places = [
-        (files, "sync"), (files, "sync_folder"), (checkpoint, "save_tensors"),
+        (files, "sync"), (files, "sync_folder"), (tensor_files, "save"),
         (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"),
     ]  # fmt: skip
     for kill_at in itertools.count():
