@@ -31,7 +31,7 @@ _AGAIN = "copy the file again"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a tensor is, or must be."""
+    """Shape and type of a tensor, as it is or must be."""
 
     shape: tuple[int | None, ...]
     """Sizes; None admits any."""
@@ -75,7 +75,7 @@ class Kind:
 
 
 Wanted = Mapping[str, Kind]
-"""What the tensors of a file must be, by name."""
+"""Wanted tensors of a file, by name."""
 
 
 def require(where: object, found: Wanted, wanted: Wanted, remedy: str = _AGAIN) -> None:
@@ -96,7 +96,7 @@ class TensorFile:
     def __init__(self, path: Path, handle: Any) -> None:
         self.path, self._handle = path, handle
         self.kinds: dict[str, Kind] = {}
-        """What each tensor is, by its header."""
+        """Kind of each tensor, by its header."""
         for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
             header = handle.get_slice(name)
             dtype = header.get_dtype()
