@@ -20,8 +20,8 @@ from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
 from longtail.cluster import coordinator
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.system.files import process_of
 from support import moves
@@ -31,8 +31,7 @@ pytest.importorskip("ray")
 
 from ray.exceptions import ObjectStoreFullError
 
-from longtail.cluster.workers.ray import own_ray
-from longtail.cluster.workers.ray import pool as ray_pool
+from longtail.cluster.workers.ray import own_ray, ray_processes
 
 pytestmark = pytest.mark.slow
 
@@ -170,35 +169,35 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
     """
     left = {"ahead": 2, "release": 3}
     """Number of the micro-batch and of the move that kill their worker."""
-    start, tell = WorkerSupervisor.start, WorkerSupervisor.tell
+    start, tell = WorkerPool.start, WorkerPool.tell
 
-    def kill(supervisor: WorkerSupervisor, worker: int, what: str) -> None:
-        pids = [supervisor.ask(each, lambda own: os.getpid()) for each in (0, 1)]
-        if supervisor.workers(State.STARTING) or None in pids:
+    def kill(pool: WorkerPool, worker: int, what: str) -> None:
+        pids = [pool.ask(each, lambda own: os.getpid()) for each in (0, 1)]
+        if pool.workers(State.STARTING) or None in pids:
             return  # with both workers the policy would be lost
         left[what] -= 1
         if left[what] == 0:
             os.kill(pids[worker], signal.SIGKILL)
 
-    def deadly_start(supervisor: WorkerSupervisor, worker: int, task: Any, *args: Any) -> None:
-        start(supervisor, worker, task, *args)
+    def deadly_start(pool: WorkerPool, worker: int, task: Any, *args: Any) -> None:
+        start(pool, worker, task, *args)
         if task is Worker.accumulate:
-            kill(supervisor, worker, "ahead")
+            kill(pool, worker, "ahead")
         elif task is Worker.publish and worker == 0 and max(left.values()) <= 0:
             os.kill(os.getpid(), signal.SIGHUP)
 
-    def deadly_tell(supervisor: WorkerSupervisor, worker: int, message: Any, *args: Any) -> bool:
-        told = tell(supervisor, worker, message, *args)
+    def deadly_tell(pool: WorkerPool, worker: int, message: Any, *args: Any) -> bool:
+        told = tell(pool, worker, message, *args)
         if message is Worker.release:
-            kill(supervisor, worker, "release")
+            kill(pool, worker, "release")
         return told
 
     words = ("--speculation.drafter=fresh+history", *UNEVEN)
     with monkeypatch.context() as patch:
         patch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
         patch.setattr(coordinator, "best_move", moves.half_of_the_most)
-        patch.setattr(WorkerSupervisor, "start", deadly_start)
-        patch.setattr(WorkerSupervisor, "tell", deadly_tell)
+        patch.setattr(WorkerPool, "start", deadly_start)
+        patch.setattr(WorkerPool, "tell", deadly_tell)
         said = workshop.train("moved", "--run.steps=100", *words, *TWO)
     assert said.code == 130, said.err
     assert said.err.count("is gone") == said.err.count("it is replaced") == 2
@@ -226,7 +225,7 @@ def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at
         return answer
 
     monkeypatch.setattr(own_ray, "STORE_BYTES", 80 * 2**20)
-    pool = ray_pool.RayWorkerPool(lambda number: None, 2)  # only the processes matter
+    pool = ray_processes.RayProcesses(lambda number: None, 2)  # only the processes matter
     try:
         started = [ended for _ in range(2) for ended in pool.wait(60.0)]
         assert [ended.error for ended in started] == [None, None]

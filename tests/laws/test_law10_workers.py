@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import READY_S
+from longtail.cluster.workers.worker_pool import READY_S
 from longtail.errors import ClusterError
 from longtail.types import Request
 from support.fake_worker import Absence, Death, Fault, text

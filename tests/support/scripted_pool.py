@@ -17,7 +17,7 @@ from typing import Any, final
 from longtail.assembly.trainer import group_settings
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
-from longtail.cluster.workers.pool import TaskResult, WorkerPool
+from longtail.cluster.workers.processes import Processes, TaskResult
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError
@@ -102,7 +102,7 @@ class _Run:
 
 
 @final
-class ScriptedPool(WorkerPool):
+class ScriptedPool(Processes):
     def __init__(self, size: int, *, limit_s: float = 10_000.0, **script: Any) -> None:
         self.script, self.clock, self.size = Script(**script), Clock(limit_s), size
         self.log_lines: list[str] = []

@@ -13,7 +13,7 @@ from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import GroupSettings, Progress
-from longtail.cluster.workers.pool import LocalWorkerPool, Place, WorkerPool
+from longtail.cluster.workers.processes import LocalProcess, Place, Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
@@ -150,14 +150,14 @@ def _worker_pool(
     make: Callable[[Place], Worker],
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
-) -> WorkerPool:
+) -> Processes:
     """Start the workers: one in this process, or several as Ray actors."""
     own = plan.config.cluster
     if own.workers == 1 and not own.address:
-        return LocalWorkerPool(make, on_progress)
+        return LocalProcess(make, on_progress)
     try:
         from longtail.cluster.workers.ray.hosts import own_kit
-        from longtail.cluster.workers.ray.pool import RayWorkerPool
+        from longtail.cluster.workers.ray.ray_processes import RayProcesses
     except ImportError as error:
         raise ConfigError(
             f"cluster.workers = {own.workers}: more than one are Ray actors: "
@@ -166,7 +166,7 @@ def _worker_pool(
     kit = None
     if own.address:
         kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm)
-    return RayWorkerPool(make, own.workers, address=own.address, kit=kit, gpus=plan.gpus, log=log)
+    return RayProcesses(make, own.workers, address=own.address, kit=kit, gpus=plan.gpus, log=log)
 
 
 def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:

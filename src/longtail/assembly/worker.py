@@ -22,7 +22,7 @@ from longtail.assembly.plan import RunPlan
 from longtail.assembly.policy import open_policy
 from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
-from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection

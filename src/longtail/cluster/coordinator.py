@@ -28,10 +28,10 @@ from longtail.cluster.work.drafter_training import DrafterWork
 from longtail.cluster.work.generate import Generation
 from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.work.learning import LearningWork
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.rl.data.requests import visit_of
 from longtail.types import Completion, Request
 
@@ -47,7 +47,7 @@ _SHARE_S = 1.0
 class RolloutCoordinator:
     """Runs one rollout."""
 
-    supervisor: WorkerSupervisor
+    pool: WorkerPool
     forecast: RolloutForecast
     idle: IdleCoordinator
     hosts: Callable[[], Mapping[int, str]]
@@ -69,26 +69,26 @@ class RolloutCoordinator:
 
     def run(self) -> RolloutResult:
         """Generate all completions."""
-        began = self._shared_s = self.supervisor.now()
-        speeds = [self.forecast.speeds.of(each) for each in self.supervisor.present] or [1.0]
+        began = self._shared_s = self.pool.now()
+        speeds = [self.forecast.speeds.of(each) for each in self.pool.present] or [1.0]
         self.forecast.begin(len(speeds))
         generation = self._generation = Generation(
-            self.supervisor,
+            self.pool,
             _shards(self.requests, self.expected, speeds),
             self._on_texts,
             learns=self.learns,
         )
         while generation.waiting or generation.held:
             self._start_shards()
-            now, is_over = self.supervisor.now(), not generation.held
+            now, is_over = self.pool.now(), not generation.held
             self.idle.assign(self.forecast.now(now, is_over=is_over))
-            for ended in self.supervisor.wait(POLL_S):
+            for ended in self.pool.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
-        done = self.supervisor.now()
+        done = self.pool.now()
         self.idle.end_all()
-        while self.supervisor.workers(State.SPOT):  # each has seconds to stop
-            for ended in self.supervisor.watch(POLL_S):
+        while self.pool.workers(State.SPOT):  # each has seconds to stop
+            for ended in self.pool.watch(POLL_S):
                 self._on_ended(ended)
         return RolloutResult(
             completions=tuple(generation.completions[each.request_id] for each in self.requests),
@@ -103,7 +103,7 @@ class RolloutCoordinator:
     def _start_shards(self) -> None:
         """Start waiting shards on idle workers; others that lend or train end that for them."""
         num_waiting = len(self._generation.waiting)
-        missing = max(num_waiting - len(self.supervisor.workers(State.IDLE)), 0)
+        missing = max(num_waiting - len(self.pool.workers(State.IDLE)), 0)
         for worker in self._fastest(State.LENDING, State.SPOT)[:missing]:
             self.idle.end(worker)
         idle = self._fastest(State.IDLE)[:num_waiting]
@@ -114,16 +114,16 @@ class RolloutCoordinator:
     def _fastest(self, *states: State) -> list[int]:
         """Return the workers in each of the states, the fastest ones first."""
         speed_of = self.forecast.speeds.of
-        found = (sorted(self.supervisor.workers(s), key=speed_of, reverse=True) for s in states)
+        found = (sorted(self.pool.workers(s), key=speed_of, reverse=True) for s in states)
         return [worker for workers in found for worker in workers]
 
     def _offer_missed(self, workers: Sequence[int]) -> None:
         """Offer the published drafter to the workers that draft with an older one."""
         if self.publisher is not None:
             new = self.publisher.published
-            found = self.supervisor.ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
+            found = self.pool.ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
             late = [each for each, old in found.items() if old is not None and old < new.version]
-            self.supervisor.ask_each(Worker.offer, dict.fromkeys(late, (new,)))
+            self.pool.ask_each(Worker.offer, dict.fromkeys(late, (new,)))
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         if self.idle.on_ended(ended):
@@ -142,12 +142,12 @@ class RolloutCoordinator:
 
     def _poll(self) -> None:
         """Report the progress of the rollout; exchange texts, offers and requests."""
-        progress = self.supervisor.check_progress()
+        progress = self.pool.check_progress()
         if not (held := self._generation.held):
             return
         running = {worker: each for worker, each in progress.items() if worker in held}
-        beside = len(self.supervisor.workers(State.SPOT, State.AHEAD))
-        now = self.supervisor.now()
+        beside = len(self.pool.workers(State.SPOT, State.AHEAD))
+        now = self.pool.now()
         self.forecast.observe(running, now, beside)
         self.on_progress(self._generation.total(list(running.values())))
         self._generation.poll(running)
@@ -158,7 +158,7 @@ class RolloutCoordinator:
 
     def _share(self, running: Iterable[int], now: float) -> None:
         """Forecast the ends of all texts, and move requests if the step ends sooner by that."""
-        lengths = self.supervisor.ask_each(Worker.lengths, dict.fromkeys(running, ()))
+        lengths = self.pool.ask_each(Worker.lengths, dict.fromkeys(running, ()))
         loads = {each: self._texts_of(each, lengths.get(each, ())) for each in running}
         self.forecast.load(loads, now, self.hosts())
         if not self.shares or self._generation.moves:
@@ -167,7 +167,7 @@ class RolloutCoordinator:
         move = best_move(loads, takers, self._early_s(loads), self.forecast)
         if move is not None and self._generation.move(move.source, move.target, move.names):
             text = f"{len(move.names)} requests to worker {move.target}: {move.gain_s:+.1f} s"
-            self.marks.append(Mark(worker=move.source, at_s=self.supervisor.now(), name=text))
+            self.marks.append(Mark(worker=move.source, at_s=self.pool.now(), name=text))
 
     def _early_s(self, loads: Mapping[int, Sequence[Text]]) -> float:
         """Return the seconds of learning that could be done before the last text is written."""

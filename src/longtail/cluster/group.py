@@ -22,9 +22,10 @@ from longtail.cluster.work.drafter_training import DrafterWork
 from longtail.cluster.work.idle import IdleCoordinator, LendingWork
 from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.workers.learner_team import LearnerTeam
-from longtail.cluster.workers.pool import WorkerPool
-from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.processes import Processes
+from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.learner import LearnerState
@@ -39,31 +40,21 @@ _MOST_SOLVERS = 4
 
 @final
 class WorkerGroup:
-    """Owns the pool. Lifecycle: `begin`, `restore` if the run resumes, `publish`, then steps."""
+    """All workers. Lifecycle: `begin`, `restore` if the run resumes, `publish`, then steps."""
 
     def __init__(
         self,
-        pool: WorkerPool,
+        processes: Processes,
         settings: GroupSettings,
         *,
         on_progress: Callable[[Progress], None],
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._settings = pool, settings
+        self._settings = settings
         self._on_progress, self._log = on_progress, log
-        self._supervisor = WorkerSupervisor(pool, settings, log, self._on_replaced)
-        self._team = LearnerTeam(pool, self._supervisor, settings, log)
-        self.workers = self._supervisor.workers
-        """Returns the workers that are in one of some states, in ascending order."""
-        self.abandon = self._supervisor.abandon
-        """Stops the tasks of an interrupted rollout, and drops their results."""
-        self.learner_state = self._team.state
-        """Copies the state of the learner beside the weights; of shards, all rows."""
-        self.drain_traffic = pool.drain_traffic
-        """Returns metrics of what passed between hosts since the last call; none on one host."""
-        self.close = pool.close
-        """Ends all workers."""
-        self._shares = pool.size > 1 and settings.shares
+        self._pool = WorkerPool(processes, settings, log, self._on_replaced)
+        self._team = LearnerTeam(self._pool, settings, log)
+        self._shares = self._pool.size > 1 and settings.shares
         """Whether running requests move, and cores are lent."""
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
@@ -88,9 +79,9 @@ class WorkerGroup:
 
     def begin(self) -> None:
         """Wait for all workers."""
-        self._borrows = all(self._supervisor.run_on_all(Worker.ready))
-        (self.num_parameters,) = self._supervisor.run_on((0,), Worker.num_parameters)
-        (drafter,) = self._supervisor.run_on((0,), Worker.drafter)
+        self._borrows = all(self._pool.run_on_all(Worker.ready))
+        (self.num_parameters,) = self._pool.run_on((0,), Worker.num_parameters)
+        (drafter,) = self._pool.run_on((0,), Worker.drafter)
         if drafter is not None:
             weights, sums = drafter
             buffer = DrafterBuffer(self._settings.buffer_bytes, seed=self._settings.seed)
@@ -114,11 +105,11 @@ class WorkerGroup:
             self.offer_drafter()
         spot = self._begin_spot(step, requests) if trains else None
         learning = self._begin_learning(groups, requests)
-        lending = LendingWork(self._supervisor, self._forecast.lends)
+        lending = LendingWork(self._pool, self._forecast.lends)
         works = [work for work in (learning, spot, lending) if work is not None]
-        idle = IdleCoordinator(self._supervisor, works)
+        idle = IdleCoordinator(self._pool, works)
         coordinator = RolloutCoordinator(
-            supervisor=self._supervisor,
+            pool=self._pool,
             forecast=self._forecast,
             idle=idle,
             hosts=self._hosts,
@@ -155,7 +146,7 @@ class WorkerGroup:
         if limit_s:
             self._spot.send_texts(0)
             task = {0: (self._publisher.published, limit_s)}
-            self._spot.on_ended(self._supervisor.run(Worker.train_drafter, task)[0])
+            self._spot.on_ended(self._pool.run(Worker.train_drafter, task)[0])
 
     def learn(self, batches: Sequence[TrainBatch]) -> LearnerReport:
         """Make one learner step on all workers together; again, if a worker is lost in it."""
@@ -167,18 +158,18 @@ class WorkerGroup:
         if self._learning is None:
             return
         (idle, learning), self._learning = self._learning, None
-        forecast = self._forecast.now(self._supervisor.now(), is_over=True)
+        forecast = self._forecast.now(self._pool.now(), is_over=True)
         learning.poll(())
         while learning.is_unfinished:
             idle.assign(forecast)
-            for ended in self._supervisor.watch(POLL_S):
+            for ended in self._pool.watch(POLL_S):
                 idle.on_ended(ended)
         self._learn_token_s = learning.token_s
 
     def publish(self) -> None:
         """Hand the learners' weights to the engines: all have the newest ones then."""
         self._team.form()
-        self._supervisor.run_on_all(Worker.publish)
+        self._pool.run_on_all(Worker.publish)
 
     def offer_drafter(self) -> None:
         """Offer the drafter trained since the last call to all workers, if it is better."""
@@ -186,8 +177,8 @@ class WorkerGroup:
         if publisher is None or offer is None:
             return
         mark = f"drafter v{offer.version} offered"
-        self._marks.append(Mark(worker=0, at_s=self._supervisor.now(), name=mark))
-        self._supervisor.run_on_all(Worker.adopt, offer)
+        self._marks.append(Mark(worker=0, at_s=self._pool.now(), name=mark))
+        self._pool.run_on_all(Worker.adopt, offer)
         publisher.record(offer.version)
 
     def _new_drafter(self) -> DrafterWeights | None:
@@ -211,14 +202,30 @@ class WorkerGroup:
     def _solve(self, sums: Sums) -> dict[str, Tensor]:
         """Return the drafter that follows from sums, solved by some workers together."""
         while True:
-            self._supervisor.wait_ready()
-            solvers = self._supervisor.present[:_MOST_SOLVERS]
+            self._pool.wait_ready()
+            solvers = self._pool.present[:_MOST_SOLVERS]
             args = {each: (sums, part, len(solvers)) for part, each in enumerate(solvers)}
-            parts = self._supervisor.run_each(Worker.solve_drafter, args)
+            parts = self._pool.run_each(Worker.solve_drafter, args)
             if len(parts) == len(solvers):  # else one is absent now
                 return {name: part[name] for part in parts for name in part}
 
+    def abandon(self) -> None:
+        """Stop the tasks of an interrupted rollout, and drop their results."""
+        self._pool.abandon()
+
+    def close(self) -> None:
+        """End all workers."""
+        self._pool.processes.close()
+
     # ---- observation
+
+    def workers(self, *states: State) -> list[int]:
+        """Return the workers that are in one of these states, in ascending order."""
+        return self._pool.workers(*states)
+
+    def drain_traffic(self) -> dict[str, float]:
+        """Return metrics of what passed between hosts since the last call; none on one host."""
+        return self._pool.processes.drain_traffic()
 
     @property
     def published(self) -> DrafterWeights | None:
@@ -238,18 +245,22 @@ class WorkerGroup:
     def drain_timeline(self) -> Timeline:
         """Return the timeline of all workers since the last call."""
         marks, self._marks = self._marks, []
-        begin_s, end_s, spans = self._supervisor.states.drain()
+        begin_s, end_s, spans = self._pool.states.drain()
         return Timeline(spans=spans, marks=tuple(marks), begin_s=begin_s, end_s=end_s)
 
     # ---- state
 
+    def learner_state(self) -> LearnerState:
+        """Copy the learner's state, without the weights; of a sharded learner, all rows."""
+        return self._team.state()
+
     def save_policy(self, path: Path) -> None:
         """Write the policy as a Hugging Face directory."""
-        self._supervisor.run_on((0,), Worker.save_policy, path)
+        self._pool.run_on((0,), Worker.save_policy, path)
 
     def policy_digest(self) -> str:
         """Return the SHA-256 of the policy's weights."""
-        return self._supervisor.run_on((0,), Worker.policy_digest)[0]
+        return self._pool.run_on((0,), Worker.policy_digest)[0]
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
         """Restore every learner from a checkpoint.
@@ -257,15 +268,15 @@ class WorkerGroup:
         Worker 0 reads it, and the others get a copy: their hosts may not have the files. Shards are
         cut from it when the team is formed.
         """
-        self._supervisor.run_on((0,), Worker.restore_saved, policy, learner)
-        others = self._supervisor.present[1:]
+        self._pool.run_on((0,), Worker.restore_saved, policy, learner)
+        others = self._pool.present[1:]
         if others:
-            (copied,) = self._supervisor.run_on((0,), Worker.policy_state)
-            self._supervisor.run_on(others, Worker.restore, copied)
+            (copied,) = self._pool.run_on((0,), Worker.policy_state)
+            self._pool.run_on(others, Worker.restore, copied)
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, or one that worker 0's generator learns by itself."""
-        self._supervisor.run_on((0,), Worker.save_drafter, path)
+        self._pool.run_on((0,), Worker.save_drafter, path)
 
     def drafter_state(self) -> DrafterState | None:
         """Copy the published drafter, its texts, and the lengths of prompts; None without one."""
@@ -281,18 +292,18 @@ class WorkerGroup:
         assert self._publisher is not None, "there is a drafter to restore"
         weights = self._publisher.restore(state)
         self.lengths.restore(state.numbers["lengths"])
-        self._supervisor.run_on_all(Worker.adopt, weights)
+        self._pool.run_on_all(Worker.adopt, weights)
 
     def park(self, path: Path) -> None:
         """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
         assert not self._settings.is_sharded, "shards are not parked"
-        args = {worker: (path, worker == 0) for worker in self._supervisor.present}
-        for ended in self._supervisor.run(Worker.park, args).values():
+        args = {worker: (path, worker == 0) for worker in self._pool.present}
+        for ended in self._pool.run(Worker.park, args).values():
             ended.value()
 
     def unpark(self, path: Path) -> None:
         """Continue as if `park` had not been called."""
-        self._supervisor.run_on_all(Worker.unpark, path)
+        self._pool.run_on_all(Worker.unpark, path)
 
     # ---- helpers
 
@@ -307,18 +318,18 @@ class WorkerGroup:
         if groups is None or self._pool.size == 1 or not self._settings.learns_ahead:
             return None
         sampling, token_s = requests[0].sampling, self._learn_token_s
-        return LearningWork(self._supervisor, groups, token_s, sampling, self._log)
+        return LearningWork(self._pool, groups, token_s, sampling, self._log)
 
     def _hosts(self) -> dict[int, str]:
         """Return the hosts of the workers that are present; none if no cores can be lent."""
         lends = self._borrows and self._shares
-        return {each: self._pool.host_of(each) for each in self._supervisor.present if lends}
+        return {each: self._pool.processes.host_of(each) for each in self._pool.present if lends}
 
     def _begin_spot(self, step: int, requests: Sequence[Request]) -> DrafterWork | None:
         """Begin to collect texts, if there is a drafter that gradients train."""
         if self._publisher is None or self._publisher.sums is not None:
             return None
-        return DrafterWork(self._supervisor, self._publisher, requests, step=step, log=self._log)
+        return DrafterWork(self._pool, self._publisher, requests, step=step, log=self._log)
 
     def _expected(self, requests: Sequence[Request]) -> dict[str, float]:
         """Return the length of each group in earlier epochs, if it is known."""

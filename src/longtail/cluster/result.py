@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from longtail.cluster.records import ShardResult
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries

@@ -5,7 +5,7 @@
     rank 2   no micro-batch left --> zeros ----'                '--> same sum, same update
 
 A rank that is gone or late ends the process group for every rank: all waits are bounded, and the
-supervisor of the processes forms a new group. Batches and losses are unknown here.
+pool of the workers forms a new group. Batches and losses are unknown here.
 """
 
 import os

@@ -8,7 +8,7 @@ from longtail.assembly.plan import plan_run
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components
 from longtail.cluster.workers.components import WorkerComponents
-from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, load
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError

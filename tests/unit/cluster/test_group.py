@@ -4,7 +4,7 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import READY_S
+from longtail.cluster.workers.worker_pool import READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
 from support.fake_worker import WORKER_TIMEOUT_S, Fault, text

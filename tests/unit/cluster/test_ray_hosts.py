@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.hosts import Kit, find, keep, own_kit, read
 from longtail.errors import ClusterError

@@ -151,26 +151,26 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
     pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(gain=0.0))
     group = begun(pool)
     group.rollout(1, requests(100, 10, 50))
-    supervisor = group._supervisor
+    workers = group._pool
     asked = requests(100, first=7)
-    work = DrafterWork(supervisor, group._publisher, asked, step=2, log=pool.log_lines.append)
+    work = DrafterWork(workers, group._publisher, asked, step=2, log=pool.log_lines.append)
     work.add_completions(group.rollout(2, asked).completions)
 
     cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
     assert work.rate(1, cheap) > 0.0 > work.rate(1, dear)
     assert work.rate(1, replace(cheap, rest_s=0.0)) == 0.0
-    idle = IdleCoordinator(supervisor, [work])
+    idle = IdleCoordinator(workers, [work])
     idle.assign(dear)
-    assert supervisor.workers(State.SPOT) == []
+    assert workers.workers(State.SPOT) == []
     idle.assign(cheap)
-    assert supervisor.workers(State.SPOT) == [0, 1, 2]
+    assert workers.workers(State.SPOT) == [0, 1, 2]
     pool.clock.pass_to(pool.clock.now + 2.0)
     idle.poll({0, 1, 2}, cheap)
-    supervisor.wait(1.0)
-    assert supervisor.workers(State.SPOT) == [0, 1, 2]
+    workers.wait(1.0)
+    assert workers.workers(State.SPOT) == [0, 1, 2]
     pool.clock.pass_to(pool.clock.now + 2.0)
     idle.poll({0, 1, 2}, dear)
-    while ends := supervisor.wait(1.0):
+    while ends := workers.wait(1.0):
         assert all(idle.on_ended(each) for each in ends)
-    assert supervisor.workers(State.SPOT) == []
+    assert workers.workers(State.SPOT) == []
     assert work.reports[0].reason is SpotEnd.STOPPED

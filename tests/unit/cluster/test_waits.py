@@ -13,7 +13,7 @@ import pytest
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import MAX_LOSSES
+from longtail.cluster.workers.worker_pool import MAX_LOSSES
 from longtail.errors import ClusterError
 from longtail.rl.learner import LearnerState
 from longtail.system.interrupt import Interrupted

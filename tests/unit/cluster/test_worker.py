@@ -14,7 +14,7 @@ from longtail.assembly.plan import plan_run
 from longtail.assembly.worker import build_components
 from longtail.cluster.records import Progress
 from longtail.cluster.workers.components import WorkerComponents
-from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
 from longtail.drafter.training.buffer import TextSnapshot

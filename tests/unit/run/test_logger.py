@@ -8,7 +8,7 @@ import pytest
 
 from longtail.cluster.records import ShardResult
 from longtail.cluster.result import RolloutResult
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.config.rl import RunSection, load
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import TRAINING, RolloutSeries

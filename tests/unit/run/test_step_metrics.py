@@ -4,7 +4,7 @@ import pytest
 
 from longtail.cluster.records import ShardResult
 from longtail.cluster.result import RolloutResult
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.engine.report import RolloutMeter, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics

@@ -14,10 +14,10 @@ from longtail.cluster.records import Forecast
 from longtail.cluster.timeline import Mark
 from longtail.cluster.work.drafter_publisher import Publisher
 from longtail.cluster.work.idle import IdleWork
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.types import Completion, Request
@@ -32,14 +32,14 @@ class DrafterWork(IdleWork):
 
     def __init__(
         self,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         publisher: Publisher,
         requests: Iterable[Request],
         *,
         step: int,
         log: Callable[[str], None],
     ) -> None:
-        self._supervisor, self._publisher = supervisor, publisher
+        self._pool, self._publisher = pool, publisher
         self._requests = {each.request_id: each for each in requests}
         self._step, self._log = step, log
         self._sent: dict[int, int] = {}
@@ -48,7 +48,7 @@ class DrafterWork(IdleWork):
         """Newest replica of each worker that trained."""
         self._failed: set[int] = set()
         """Workers whose training has failed."""
-        self._began_s = self._polled_s = supervisor.now()
+        self._began_s = self._polled_s = pool.now()
         self.reports: list[SpotReport] = []
         self.marks: list[Mark] = []
         publisher.begin_rollout()
@@ -67,7 +67,7 @@ class DrafterWork(IdleWork):
         """Send a worker the texts that it does not have."""
         buffer = self._publisher.buffer
         unsent = buffer.snapshots(self._sent.get(worker, 0))
-        if unsent and self._supervisor.tell(worker, Worker.add_texts, unsent):
+        if unsent and self._pool.tell(worker, Worker.add_texts, unsent):
             self._sent[worker] = buffer.num_added
 
     # ---- training
@@ -78,23 +78,23 @@ class DrafterWork(IdleWork):
         0 without texts that it does not have: it has trained on the others, or could not. Replicas
         are averaged, so those who train share the gain.
         """
-        buffer, training = self._publisher.buffer, set(self._supervisor.workers(State.SPOT))
+        buffer, training = self._publisher.buffer, set(self._pool.workers(State.SPOT))
         has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
         is_possible = has_new or worker in training
         if not is_possible or worker in self._failed or forecast.rest_s <= 0.0:
             return 0.0
-        rollout_s = self._supervisor.now() - self._began_s + forecast.rest_s
+        rollout_s = self._pool.now() - self._began_s + forecast.rest_s
         gain_s = self._publisher.gain.gain_s(forecast.rest_s, rollout_s)
         return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
 
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start training on an idle worker."""
         self.send_texts(worker)
-        self._supervisor.start(worker, Worker.train_drafter, self._publisher.published)
+        self._pool.start(worker, Worker.train_drafter, self._publisher.published)
 
     def end(self, worker: int) -> None:
         """Ask a worker that trains to stop."""
-        self._supervisor.stop(worker)
+        self._pool.stop(worker)
 
     def on_ended(self, ended: TaskResult[SpotReport]) -> None:
         """Record the end of a worker's training."""
@@ -120,16 +120,16 @@ class DrafterWork(IdleWork):
 
         Does nothing until `POLL_S` after the last poll.
         """
-        now = self._supervisor.now()
-        idle = self._supervisor.workers(State.IDLE, State.LENDING, State.SPOT)
+        now = self._pool.now()
+        idle = self._pool.workers(State.IDLE, State.LENDING, State.SPOT)
         if now - self._polled_s < POLL_S or not idle:
             return
         self._polled_s = now
         generating, training = (
-            [worker for worker in self._supervisor.workers(state) if worker in answering]
+            [worker for worker in self._pool.workers(state) if worker in answering]
             for state in (State.GENERATING, State.SPOT)
         )
-        ask_each = self._supervisor.ask_each
+        ask_each = self._pool.ask_each
         for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
             self._publisher.record(version)
         for texts in ask_each(Worker.texts, dict.fromkeys(generating, (self._step,))).values():
@@ -154,7 +154,7 @@ class DrafterWork(IdleWork):
         offer = self._publisher.offer(list(self.replicas.values()))
         if offer is None:
             return
-        name, now = f"drafter v{offer.version} offered", self._supervisor.now()
-        self._supervisor.ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
+        name, now = f"drafter v{offer.version} offered", self._pool.now()
+        self._pool.ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
         for worker in generating:
             self.marks.append(Mark(worker=worker, at_s=now, name=name))

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 
 from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.workers.pool import TaskResult
-from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.worker import Stopped, Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion, Request
 
 
@@ -26,13 +26,13 @@ class Generation:
 
     def __init__(
         self,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         shards: Iterable[Sequence[Request]],
         on_texts: Callable[[Sequence[Completion]], None],
         *,
         learns: bool,
     ) -> None:
-        self._supervisor, self._on_texts, self._learns = supervisor, on_texts, learns
+        self._pool, self._on_texts, self._learns = pool, on_texts, learns
         self.waiting = [list(shard) for shard in shards]
         """Shards without a worker."""
         self.held: dict[int, dict[str, Request]] = {}
@@ -52,7 +52,7 @@ class Generation:
         shard = self.waiting.pop(0)
         self.held[worker] = {each.request_id: each for each in shard}
         self._num_known[worker] = 0
-        self._supervisor.start(worker, Worker.generate, shard, self._learns, self._begun_of(shard))
+        self._pool.start(worker, Worker.generate, shard, self._learns, self._begun_of(shard))
 
     def on_ended(self, ended: TaskResult[Any]) -> ShardResult | None:
         """Record the end of a worker's task; return the result of a shard.
@@ -80,7 +80,7 @@ class Generation:
         """Take the finished texts and the released requests of workers that answer."""
         known = self._num_known
         more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
-        for worker, found in self._supervisor.ask_each(Worker.completed, more).items():
+        for worker, found in self._pool.ask_each(Worker.completed, more).items():
             known[worker] += len(found)
             self._take(found)
         for worker in {source for source, _ in self.moves.values()} & running.keys():
@@ -88,7 +88,7 @@ class Generation:
 
     def move(self, source: int, target: int, names: Sequence[str]) -> bool:
         """Ask a worker for requests that another one goes on with; return whether it heard."""
-        is_asked = self._supervisor.tell(source, Worker.release, names)
+        is_asked = self._pool.tell(source, Worker.release, names)
         if is_asked:
             self.moves |= dict.fromkeys(names, (source, target))
         return is_asked
@@ -123,7 +123,7 @@ class Generation:
         asked = {name: target for name, (source, target) in self.moves.items() if source == worker}
         if not asked:
             return
-        released = self._supervisor.ask(worker, Worker.drain_released) or []
+        released = self._pool.ask(worker, Worker.drain_released) or []
         moved: dict[int, list[Request]] = {}
         for each in released:
             name = each.request_id
@@ -135,6 +135,6 @@ class Generation:
         for target, requests in moved.items():
             if target in self.held:
                 self.held[target] |= {each.request_id: each for each in requests}
-                self._supervisor.tell(target, Worker.add, requests, self._begun_of(requests))
+                self._pool.tell(target, Worker.add, requests, self._begun_of(requests))
             else:
                 self.waiting.append(requests)

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 from longtail.cluster.records import Forecast
-from longtail.cluster.workers.pool import TaskResult
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.supervisor import WorkerSupervisor
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 
 
 class IdleWork:
@@ -51,14 +51,14 @@ class IdleWork:
 class IdleCoordinator:
     """Gives idle workers the work that gains most."""
 
-    def __init__(self, supervisor: WorkerSupervisor, works: Sequence[IdleWork]) -> None:
-        self._supervisor, self._works = supervisor, tuple(works)
+    def __init__(self, pool: WorkerPool, works: Sequence[IdleWork]) -> None:
+        self._pool, self._works = pool, tuple(works)
         self._at: dict[int, IdleWork] = {}
         """Work of each worker that has one."""
 
     def assign(self, forecast: Forecast) -> None:
         """Start the best work on each idle worker, if any gains."""
-        for worker in self._supervisor.workers(State.IDLE):
+        for worker in self._pool.workers(State.IDLE):
             if (work := self._best(worker, forecast)) is not None:
                 self._at[worker] = work
                 work.start(worker, forecast)
@@ -89,7 +89,7 @@ class IdleCoordinator:
     def end(self, worker: int) -> None:
         """End the endless work of a worker; it is idle now or soon."""
         self._at[worker].end(worker)
-        if worker in self._supervisor.workers(State.IDLE):
+        if worker in self._pool.workers(State.IDLE):
             del self._at[worker]
 
     def end_all(self) -> None:
@@ -109,8 +109,8 @@ class LendingWork(IdleWork):
     once.
     """
 
-    def __init__(self, supervisor: WorkerSupervisor, lends: dict[int, int]) -> None:
-        self._supervisor, self._lends = supervisor, lends
+    def __init__(self, pool: WorkerPool, lends: dict[int, int]) -> None:
+        self._pool, self._lends = pool, lends
 
     def rate(self, worker: int, forecast: Forecast) -> float:
         """Return the gain of the worker's loan; 0 if its borrower generates no more."""
@@ -121,13 +121,13 @@ class LendingWork(IdleWork):
     def start(self, worker: int, forecast: Forecast) -> None:
         """Lend the cores of an idle worker."""
         borrower = forecast.loans[worker].borrower
-        self._supervisor.states.move(worker, State.LENDING)
+        self._pool.states.move(worker, State.LENDING)
         self._lends[worker] = borrower
         self._tell(borrower)
 
     def end(self, worker: int) -> None:
         """Take the cores back; the worker is idle."""
-        self._supervisor.states.move(worker, State.IDLE)
+        self._pool.states.move(worker, State.IDLE)
         self._tell(self._lends.pop(worker))
 
     def on_lost(self, worker: int) -> None:
@@ -136,9 +136,9 @@ class LendingWork(IdleWork):
             self._tell(borrower)
 
     def _is_generating(self, worker: int) -> bool:
-        return worker in self._supervisor.workers(State.GENERATING)
+        return worker in self._pool.workers(State.GENERATING)
 
     def _tell(self, borrower: int) -> None:
         if self._is_generating(borrower):
             num = list(self._lends.values()).count(borrower)
-            self._supervisor.tell(borrower, Worker.borrow_cores, num)
+            self._pool.tell(borrower, Worker.borrow_cores, num)

@@ -12,9 +12,9 @@ from typing import Any, final
 
 from longtail.cluster.records import Forecast
 from longtail.cluster.work.idle import IdleWork
-from longtail.cluster.workers.pool import TaskResult
-from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.rl.streaming import GroupStream
 from longtail.types import MicroBatch, SamplingParams
 
@@ -33,13 +33,13 @@ class LearningWork(IdleWork):
 
     def __init__(
         self,
-        supervisor: WorkerSupervisor,
+        pool: WorkerPool,
         groups: GroupStream,
         token_s: float,
         sampling: SamplingParams,
         log: Callable[[str], None],
     ) -> None:
-        self._supervisor, self._groups, self.token_s = supervisor, groups, token_s
+        self._pool, self._groups, self.token_s = pool, groups, token_s
         self._sampling, self._log = sampling, log
         self._ready: list[MicroBatch] = []
         self._running: dict[int, tuple[MicroBatch, float]] = {}
@@ -67,15 +67,15 @@ class LearningWork(IdleWork):
         """Learn from the longest micro-batch: the last ones decide when all workers are done."""
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
-        self._running[worker] = unit, self._supervisor.now()
-        self._supervisor.start(worker, Worker.accumulate, unit, self._sampling)
+        self._running[worker] = unit, self._pool.now()
+        self._pool.start(worker, Worker.accumulate, unit, self._sampling)
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record that a micro-batch is in a worker's sums, or not."""
         unit, began_s = self._running.pop(ended.worker)
         if ended.error is None:
             self._done.setdefault(ended.worker, []).append(unit)
-            each_s = (self._supervisor.now() - began_s) / max(unit.packed.num_tokens, 1)
+            each_s = (self._pool.now() - began_s) / max(unit.packed.num_tokens, 1)
             self.token_s = _FADE * self.token_s + (1 - _FADE) * each_s if self.token_s else each_s
         elif ended.is_lost:
             self._ready.append(unit)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from longtail.cluster.records import GroupSettings
-from longtail.cluster.workers.pool import TaskResult, WorkerPool
-from longtail.cluster.workers.supervisor import WorkerSupervisor
+from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.errors import AGAIN, ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
@@ -30,11 +30,10 @@ class LearnerTeam:
     def __init__(
         self,
         pool: WorkerPool,
-        supervisor: WorkerSupervisor,
         settings: GroupSettings,
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._supervisor, self._log = pool, supervisor, log
+        self._pool, self._log = pool, log
         self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
         self._members: list[int] = []
         """Workers of the team, by rank."""
@@ -45,7 +44,7 @@ class LearnerTeam:
         """Make one learner step. Raises ClusterError if every attempt fails."""
         for _ in range(_ATTEMPTS):
             self.form()
-            found = self._supervisor.run(Worker.learn, dict.fromkeys(self._members, (batches,)))
+            found = self._pool.run(Worker.learn, dict.fromkeys(self._members, (batches,)))
             _raise_own_errors(found)
             done = [worker for worker, ended in found.items() if ended.error is None]
             if len(done) < len(self._members):
@@ -62,7 +61,7 @@ class LearnerTeam:
             self.form()
             tensors: dict[str, Tensor] = {}
             for worker in self._members if self._is_sharded else (0,):
-                (state,) = self._supervisor.run_on((worker,), Worker.learner_state)
+                (state,) = self._pool.run_on((worker,), Worker.learner_state)
                 for name, rows in state.tensors.items():
                     if name not in tensors:
                         tensors[name] = rows
@@ -78,17 +77,17 @@ class LearnerTeam:
         Its members then have the newest policy of them all. Raises ClusterError if that is not
         `version`, where it is given.
         """
-        self._supervisor.wait_ready()
+        self._pool.wait_ready()
         for _ in range(_ATTEMPTS):
-            present = self._supervisor.present
+            present = self._pool.present
             if self._pool.size == 1 or (self._members == present and not self.is_stale):
                 self._members, self.is_stale = present, False
                 return
             try:
-                address = self._pool.rendezvous_address()
+                address = self._pool.processes.rendezvous_address()
             except ClusterError as error:
-                self._supervisor.mark_lost(0, str(error))
-                self._supervisor.wait_ready()
+                self._pool.mark_lost(0, str(error))
+                self._pool.wait_ready()
                 continue
             size = len(present)
             if present != self._members and (self._members or size < self._pool.size):
@@ -98,14 +97,14 @@ class LearnerTeam:
                 worker: (rank, size, address, self._timeout_s)
                 for rank, worker in enumerate(present)
             }
-            found = self._supervisor.run(Worker.join, args)
+            found = self._pool.run(Worker.join, args)
             _raise_own_errors(found)
             self.is_stale = len(found) < size or any(end.error for end in found.values())
             joined = [ended.value() for ended in found.values() if ended.error is None]
             if version is not None and any(each != version for each in joined):
                 raise ClusterError(f"all workers that had made the learner step are lost; {AGAIN}")
-            self._supervisor.wait_ready()
-        if self.is_stale or self._members != self._supervisor.present:
+            self._pool.wait_ready()
+        if self.is_stale or self._members != self._pool.present:
             raise ClusterError(
                 f"the workers cannot find each other; see that they share a network, then {AGAIN}"
             )

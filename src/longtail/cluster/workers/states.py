@@ -12,7 +12,7 @@
 
 All work begins and ends in IDLE: a worker in SPOT is stopped before it is given another task, so to
 wait for the workers is to wait for IDLE. `WorkerStates` records the time in each state, from which
-the timeline of a step is made (`timeline`). It starts and stops nothing: the supervisor does.
+the timeline of a step is made (`timeline`). It starts and stops nothing: the pool does.
 """
 
 import enum

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtail.cluster.workers.pool import Place
+from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.hosts import Kit
 from longtail.cluster.workers.worker import Worker

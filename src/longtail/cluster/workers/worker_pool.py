@@ -1,4 +1,4 @@
-"""Supervision of the workers: their states, the start and the end of their tasks, and their losses.
+"""The pool of workers: their states, the start and the end of their tasks, and their losses.
 
     IDLE --start--> GENERATING, SPOT, AHEAD, LEARNING --wait--> IDLE, and the task's result
                             |
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
 from longtail.cluster.records import GroupSettings, PolicyState, Progress
-from longtail.cluster.workers.pool import TaskResult, WorkerPool
+from longtail.cluster.workers.processes import Processes, TaskResult
 from longtail.cluster.workers.states import State, WorkerStates
 from longtail.cluster.workers.worker import Worker
 from longtail.errors import AGAIN, ClusterError, LostWorkerError
@@ -54,7 +54,7 @@ _HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD, State.LEN
 
 
 @dataclass(slots=True)
-class _Process:
+class _Watched:
     """Signs of life, stop requests and startup of a worker's process."""
 
     seen_s: float
@@ -73,23 +73,25 @@ class _Process:
 
 
 @final
-class WorkerSupervisor:
-    """Owns the states of the workers. `on_replaced` is called with each worker that is replaced."""
+class WorkerPool:
+    """All workers, numbered from 0: the group reaches them through this object alone.
+
+    `on_replaced` is called with each worker that is replaced.
+    """
 
     def __init__(
         self,
-        pool: WorkerPool,
+        processes: Processes,
         settings: GroupSettings,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
     ) -> None:
-        self._pool, self._log, self._on_replaced = pool, log, on_replaced
+        self.processes, self._log, self._on_replaced = processes, log, on_replaced
+        self.size = processes.size
         self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
-        self._min_workers = settings.cluster.min_workers or pool.size
-        self.now = pool.now
-        self.states = WorkerStates(pool.size, pool.now)
-        self.workers = self.states.workers
-        self._processes = {worker: _Process(pool.now()) for worker in range(pool.size)}
+        self._min_workers = settings.cluster.min_workers or self.size
+        self.states = WorkerStates(self.size, self.now)
+        self._watched = {worker: _Watched(self.now()) for worker in range(self.size)}
         self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
         self._without_policy: list[int] = []
@@ -97,20 +99,28 @@ class WorkerSupervisor:
         self._losses = 0
         self._has_begun = False
         """Whether all workers were idle once; before, there is no policy to copy."""
-        self._complete_s = self._began_s = pool.now()
+        self._complete_s = self._began_s = self.now()
         """Time at which there was last room for enough workers, and of the beginning."""
+
+    def now(self) -> float:
+        """Return the time in seconds."""
+        return self.processes.now()
+
+    def workers(self, *states: State) -> list[int]:
+        """Return the workers that are in one of these states, in ascending order."""
+        return self.states.workers(*states)
 
     @property
     def present(self) -> list[int]:
         """Workers that are ready, in ascending order."""
-        return [each for each in self._processes if self.states.state(each) not in _UNREADY]
+        return [each for each in self._watched if self.states.state(each) not in _UNREADY]
 
     # ---- tasks
 
     def start(self, worker: int, task: Task[Any], *args: object) -> None:
         """Start a task on an idle worker."""
         self.states.move(worker, _WITH_BEATS.get(task, State.LEARNING))
-        process = self._processes[worker]
+        process = self._watched[worker]
         process.stop_s = math.inf
         if process.must_clear_stop and self.tell(worker, Worker.clear_stop):
             process.must_clear_stop = False
@@ -126,7 +136,7 @@ class WorkerSupervisor:
             for worker, reason in self._lost.items()
         ]
         self._lost.clear()
-        for ended in lost or self._pool.wait(timeout_s):
+        for ended in lost or self.processes.wait(timeout_s):
             state = self.states.state(ended.worker)
             if ended.is_lost:
                 self._replace(ended.worker, str(ended.error))
@@ -140,7 +150,7 @@ class WorkerSupervisor:
             if state not in _UNREADY:
                 found.append(ended)
         for worker in set(self.workers(State.STARTING)) - set(self._without_policy):
-            if self.now() - self._processes[worker].seen_s > READY_S:
+            if self.now() - self._watched[worker].seen_s > READY_S:
                 self.mark_lost(worker, f"worker {worker} did not begin within {READY_S:.0f} s")
         return found
 
@@ -209,7 +219,7 @@ class WorkerSupervisor:
         """Return whether enough workers are ready; at the beginning, all that have found room."""
         unready, absent = self.workers(*_UNREADY), self.workers(State.ABSENT)
         if self._has_begun:
-            waits = any(self._processes[each].gets_policy for each in unready)
+            waits = any(self._watched[each].gets_policy for each in unready)
         else:
             is_early = self.now() - self._began_s < LAST_CALL_S
             waits = unready != absent or (bool(absent) and is_early)
@@ -217,7 +227,7 @@ class WorkerSupervisor:
 
     def _are_too_many(self, lacking: Sequence[int]) -> bool:
         """Return whether a run cannot go on without these workers; worker 0 writes its files."""
-        return 0 in lacking or self._pool.size - len(lacking) < self._min_workers
+        return 0 in lacking or self.size - len(lacking) < self._min_workers
 
     def abandon(self) -> None:
         """Stop generation and idle work on all workers, and drop their results."""
@@ -229,11 +239,11 @@ class WorkerSupervisor:
             self.watch(_POLL_S)
 
     def _send(self, worker: int, task: Task[Any], *args: object) -> None:
-        process = self._processes[worker]
+        process = self._watched[worker]
         process.beats, process.seen_s = _NO_BEATS, self.now()
         process.max_silence_s = self._timeout_s if task in _WITH_BEATS else READY_S
         try:
-            self._pool.start(worker, task, *args)
+            self.processes.start(worker, task, *args)
         except ClusterError as error:
             self.mark_lost(worker, str(error))
 
@@ -255,7 +265,7 @@ class WorkerSupervisor:
     ) -> dict[int, R]:
         """Return the answers of several workers, asked at once; those as in `ask` are left out."""
         found: dict[int, R] = {}
-        for worker, answer in self._pool.answers(message, args).items():
+        for worker, answer in self.processes.answers(message, args).items():
             if isinstance(answer, LostWorkerError):
                 self.mark_lost(worker, str(answer))
             elif not isinstance(answer, ClusterError):
@@ -264,7 +274,7 @@ class WorkerSupervisor:
 
     def stop(self, worker: int) -> None:
         """Ask a worker to end its task; `check_progress` marks it as lost if it does not."""
-        process = self._processes[worker]
+        process = self._watched[worker]
         if process.stop_s == math.inf:
             process.stop_s, process.must_clear_stop = self.now(), True
             self.tell(worker, Worker.stop)
@@ -275,10 +285,10 @@ class WorkerSupervisor:
         A rise of `Progress.beats` is a sign of life, and so is `Progress.is_waiting`.
         """
         busy = self.workers(*_BUSY)
-        found = self._pool.progress(busy)
+        found = self.processes.progress(busy)
         now = self.now()
         for worker in busy:
-            process, progress = self._processes[worker], found.get(worker)
+            process, progress = self._watched[worker], found.get(worker)
             if now - process.stop_s > STOP_S:
                 self.mark_lost(worker, f"worker {worker} did not stop within {STOP_S:.0f} s")
             elif progress is not None and (progress.beats != process.beats or progress.is_waiting):
@@ -304,10 +314,10 @@ class WorkerSupervisor:
                 f"then {AGAIN}"
             )
         is_shard = self._is_sharded and self._has_begun
-        if self._pool.size == 1 or is_shard:
+        if self.size == 1 or is_shard:
             what = "a shard of the policy (learner.sharding)" if is_shard else "the only worker"
             raise ClusterError(f"{what} is lost ({reason}); {AGAIN}")
-        self._pool.replace(worker)
+        self.processes.replace(worker)
         self._complete_s = self.now()
         self._begin_start(worker)
         if worker in self._without_policy:
@@ -317,14 +327,14 @@ class WorkerSupervisor:
 
     def _begin_start(self, worker: int) -> None:
         self.states.move(worker, State.STARTING)
-        self._processes[worker] = _Process(self.now(), needs_policy=self._has_begun)
+        self._watched[worker] = _Watched(self.now(), needs_policy=self._has_begun)
 
     def _follow_room(self) -> None:
         """Note which new processes have no room on a host, and which have found some.
 
         Raises ClusterError if there has not been room for enough for `worker_timeout_s`.
         """
-        absent = self._pool.absent()
+        absent = self.processes.absent()
         for worker in self.workers(State.ABSENT):
             if worker not in absent:
                 self._begin_start(worker)
@@ -338,15 +348,15 @@ class WorkerSupervisor:
         elif self.now() - self._complete_s > self._timeout_s:
             names = ", ".join(map(str, self.workers(State.ABSENT)))
             raise ClusterError(
-                f"cluster.workers = {self._pool.size}: for {self._timeout_s:.0f} s there has been "
-                f"no room for worker {names} ({self._pool.room()}); start more hosts, or lower "
+                f"cluster.workers = {self.size}: for {self._timeout_s:.0f} s there has been "
+                f"no room for worker {names} ({self.processes.room()}); start more hosts, or lower "
                 f"cluster.workers or cluster.min_workers, then {AGAIN}"
             )
 
     def _continue_startup(self, ended: TaskResult[Any]) -> None:
         """Start the next task of a new process, or make it idle after the last one."""
         ended.value()
-        process = self._processes[ended.worker]
+        process = self._watched[ended.worker]
         process.gets_policy = False
         if process.needs_policy:
             self._without_policy.append(ended.worker)
@@ -356,13 +366,13 @@ class WorkerSupervisor:
     def _copy_policy(self) -> None:
         """Copy the policy to new processes; while others learn, they wait."""
         if not self._without_policy:
-            for process in self._processes.values():
+            for process in self._watched.values():
                 process.withholds_since_s = None
         if self.workers(State.LEARNING):  # the policy may be changing
             return
         while self._without_policy and (policy := self._policy()) is not None:
             worker = self._without_policy.pop(0)
-            process = self._processes[worker]
+            process = self._watched[worker]
             process.needs_policy, process.gets_policy = False, True
             self._send(worker, Worker.continue_run, policy)
 
@@ -372,11 +382,11 @@ class WorkerSupervisor:
         A worker that does not answer for `worker_timeout_s` is marked as lost. Raises ClusterError
         if no worker has the policy any more.
         """
-        is_being_copied = any(process.gets_policy for process in self._processes.values())
+        is_being_copied = any(process.gets_policy for process in self._watched.values())
         if not is_being_copied and not self.workers(*_HAVE_POLICY, State.LEARNING):
             raise ClusterError(f"all workers are lost, and the policy with them; {AGAIN}")
         for worker in self.workers(*_HAVE_POLICY):
-            process = self._processes[worker]
+            process = self._watched[worker]
             if process.withholds_since_s is None:
                 process.withholds_since_s = self.now()
             policy = self.ask(worker, Worker.policy_state)

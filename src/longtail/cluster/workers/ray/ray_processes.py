@@ -1,6 +1,6 @@
 """Workers as Ray actors (extra `cluster`).
 
-Without an address the pool starts a Ray of its own on this machine (`own_ray`), and stops it at
+Without an address this starts a Ray of its own on this machine (`own_ray`), and stops it at
 the end. Else its workers are on the hosts of a cluster. What several workers are sent is stored in
 Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster that
 you trust, as Ray itself requires (SECURITY.md).
@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from longtail.cluster.records import Progress
-from longtail.cluster.workers.pool import Place, TaskResult, WorkerPool
+from longtail.cluster.workers.processes import Place, Processes, TaskResult
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.workers.ray.own_ray import OwnRay, disconnect, quietly
@@ -52,7 +52,7 @@ class _Stored(NamedTuple):
 
 
 @final
-class RayWorkerPool(WorkerPool):
+class RayProcesses(Processes):
     """Starts `size` workers, each made by `make(place)` in a process of its own.
 
     They are on this machine, or on the hosts of the cluster at `address`, which must have `kit`.
@@ -61,9 +61,9 @@ class RayWorkerPool(WorkerPool):
 
     _own_ray: ClassVar[OwnRay | None] = None
     _has_connected: ClassVar[bool] = False
-    """Whether a pool of this process has connected it to an existing cluster."""
+    """Whether an object of this process has connected it to an existing cluster."""
     _users: ClassVar[set[int]] = set()
-    """Pools of this process that use its Ray; the last one stops it."""
+    """Objects of this process that use its Ray; the last one stops it."""
 
     def __init__(
         self,
@@ -189,7 +189,7 @@ class RayWorkerPool(WorkerPool):
         self._actors[worker] = self._actor(worker)
 
     def close(self) -> None:
-        """End all workers; the last pool also disconnects from Ray, or stops its own."""
+        """End all workers; the last such object also disconnects from Ray, or stops its own."""
         if self._places is None or self._places.has_head:  # else each call would wait for it
             for actor in self._actors:
                 ray.kill(actor)
@@ -200,10 +200,10 @@ class RayWorkerPool(WorkerPool):
             return
         if self._own_ray is not None:
             self._own_ray.close()
-            RayWorkerPool._own_ray = None
+            RayProcesses._own_ray = None
         elif self._has_connected:
             disconnect(has_head=self._places is None or self._places.has_head)
-        RayWorkerPool._has_connected = False
+        RayProcesses._has_connected = False
 
     def _log_output(self) -> None:
         """Log the lines that workers have printed."""
@@ -221,9 +221,9 @@ class RayWorkerPool(WorkerPool):
                 check_answers(address)
                 with quietly():
                     ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-                RayWorkerPool._has_connected = True
+                RayProcesses._has_connected = True
             else:
-                RayWorkerPool._own_ray = OwnRay(self.size)
+                RayProcesses._own_ray = OwnRay(self.size)
         except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
@@ -235,7 +235,7 @@ class RayWorkerPool(WorkerPool):
     def _actor(self, worker: int) -> Any:
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
-        # Several pools may share this machine.
+        # Several runs may share this machine.
         own = {"num_cpus": 0, "num_gpus": self._gpus}
         where = own if self._places is None else self._places.options(worker)
         actor = remote(Actor).options(**where).remote()

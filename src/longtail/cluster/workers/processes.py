@@ -1,4 +1,4 @@
-"""The pool of workers: their processes, and the calls of their tasks and messages.
+"""The processes of the workers, and the calls of their tasks and messages.
 
 A worker runs one task at a time, and answers messages beside it. Every wait has a deadline. A lost
 worker is reported as a failed task, and as LostWorkerError in place of an answer, busy or idle; an
@@ -56,8 +56,8 @@ class TaskResult(Generic[T]):
         return cast(T, self.result)
 
 
-class WorkerPool(abc.ABC):
-    """A fixed number of workers, numbered from 0."""
+class Processes(abc.ABC):
+    """The processes of a fixed number of workers, numbered from 0."""
 
     size: int
     """Number of workers."""
@@ -117,7 +117,7 @@ class WorkerPool(abc.ABC):
 
 
 @final
-class LocalWorkerPool(WorkerPool):
+class LocalProcess(Processes):
     """One worker in this process; `wait` runs its tasks. It has no team, and is not replaced."""
 
     size = 1
