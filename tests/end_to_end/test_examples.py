@@ -62,18 +62,6 @@ def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.slow
-def test_transformers_generate_writes_the_same_texts_with_and_without_drafts(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    example = runpy.run_path(str(EXAMPLES / "transformers_generate.py"))
-    example["main"](str(toy.REASONER))
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in said[:3]] == ["drafter none"] + ["drafter auto"] * 2
-    assert said[3] == "the texts are equal"
-    assert len(said) == 8
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("in_toys")
 def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
     capsys: pytest.CaptureFixture[str],

@@ -1,1 +1,1 @@
-"""longtail inside other frameworks: one module or package for each of them."""
+"""longtail inside other frameworks: one package for each of them."""

@@ -19,8 +19,8 @@ from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.eagle_files import export_drafter
 from longtail.errors import ConfigError
-from longtail.integrations.mirror import MirroredPolicy
 from longtail.integrations.trl import patches
+from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.sampling import LongtailGeneration, RolloutsCallback, end_tokens
 from longtail.integrations.trl.session import Session

@@ -20,7 +20,7 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
-from longtail.integrations.mirror import MirroredPolicy
+from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.run.drafter_store import INITIAL, DrafterStore

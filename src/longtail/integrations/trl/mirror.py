@@ -1,4 +1,4 @@
-"""The policy of another framework as the engine holds it: a copy of its weights, and an engine.
+"""The trainer's policy as the engine holds it: a copy of its weights, and an engine.
 
     its model --parameters by Hugging Face's names--> this copy --pack--> engine
                  (at each change)
@@ -9,7 +9,6 @@ The copy is written in place. The engine grows with the longest request so far.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import final
 
-import torch
 from torch import Tensor
 
 from longtail.assembly.engine import GrowingEngine
@@ -17,7 +16,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
 from longtail.generator import StepReport
-from longtail.model.hf.weights import hf_rows, write_hf
+from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.types import Completion, Request
 
@@ -27,7 +26,7 @@ _LENGTH_STEP = 256
 
 @final
 class MirroredPolicy:
-    """A copy of another framework's weights, which an engine generates with.
+    """A copy of the trainer's weights, which an engine generates with.
 
     `model` is empty until the first `pull`. Texts have at most `max_len` tokens, prompts included.
     """
@@ -50,17 +49,9 @@ class MirroredPolicy:
             length_step=_LENGTH_STEP,
             max_positions=self.max_len,
         )
-        self._rows = hf_rows(model)
         self._speculation: Speculation | None = None
         self.version = 0
         """Number of pulls."""
-
-    def holds(self, parameters: Mapping[str, Tensor]) -> bool:
-        """Return whether the copy equals these parameters; takes a few decoding steps."""
-        return all(
-            name in parameters and torch.equal(rows, parameters[name])
-            for name, rows in self._rows.items()
-        )
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all parameters, by Hugging Face's names; see `Generator.load_policy`."""
@@ -83,15 +74,11 @@ class MirroredPolicy:
             engine.load_drafter(tensors)
             self._speculation = engine.speculation
 
-    def ready(self, requests: Sequence[Request]) -> RolloutEngine:
-        """Return an idle engine with room for the requests."""
-        engine = self._engines.ready(requests)
-        if engine.speculation is not self._speculation:
-            engine.speculate(self._speculation)
-        return engine
-
     def generate(
         self, requests: Sequence[Request], on_step: Callable[[StepReport], None]
     ) -> list[Completion]:
         """Return the completions, in the order of the requests."""
-        return self.ready(requests).generate(requests, on_step)
+        engine = self._engines.ready(requests)
+        if engine.speculation is not self._speculation:
+            engine.speculate(self._speculation)
+        return engine.generate(requests, on_step)
