@@ -198,7 +198,8 @@ format: develop
 
 bench: develop model
 	for what in engine learner e2e; do \
-		$(BIN)/longtail bench $$what gsm --model.path $(MODEL) && $(BIN)/longtail bench $$what || exit 1; \
+		$(BIN)/longtail bench $$what gsm --model.path $(MODEL) && \
+		$(BIN)/longtail bench $$what --rollout.max_running 16 || exit 1; \
 	done
 
 # On a GPU, with the python of an environment that has longtail and vLLM; POLICY is a quickstart's.

@@ -64,7 +64,8 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
     large = ["quickstart", f"--model.path={options.large}", longest]
     loop = ["train", *sums, "--run.steps=3", "--run.device=cuda", vllm(_QUICK)]
     pair = ["bench", "e2e", *sums, "--arms", "off,all", "--steps", "3", "--run.device=cuda"]
-    pair += ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", vllm(_QUICK)]
+    shares = f"gpu_memory_utilization = 0.1, {_QUICK}"  # of two workers of each of two arms
+    pair += ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", vllm(shares)]
     learner = ["bench", "learner", *sums, "--contestants", "transformers", "--mean-tokens", "256"]
     learner += ["--learner.tokens_per_micro_batch=4096", "--rollout.prompts_per_step=8"]
     learner += ["--rollout.group_size=8"]

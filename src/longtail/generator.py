@@ -143,8 +143,8 @@ class Generator(abc.ABC):
         """Write the drafter that it learns by itself; nothing if there is none."""
 
     @abc.abstractmethod
-    def sleep(self, *, fully: bool = False) -> None:
-        """Free KV memory while idle; `fully`, even where later requests are slowed."""
+    def sleep(self) -> None:
+        """Free memory while idle, where later requests are not slowed."""
 
     @property
     @abc.abstractmethod

@@ -201,11 +201,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.kv.release(name)
         del self.blocks[name], self.held[name]
 
-    @precondition(lambda self: not self.blocks)
-    @rule()
-    def free_memory(self):
-        self.kv.free_memory()
-
     @invariant()
     def free_and_owned_are_the_total(self):
         usage = self.kv.usage()

@@ -10,7 +10,7 @@ from longtail.errors import ConfigError
 
 CONTESTANTS = ("plain", "alone", "tuned")
 TRAINERS = ("modelled", "adapters", "transformers")
-ARMS = ("off", "history", "frozen", "spot", "cold", "stream", "share", "all")
+ARMS = ("off", "frozen", "spot", "cold", "all")
 
 _Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
 _Overrides = Annotated[
@@ -25,7 +25,7 @@ class E2eBenchOptions:
     """The training run, and the arms that make it."""
 
     run: _Run = "smollm2"
-    arms: Annotated[tuple[str, ...], Option("arms", choices=ARMS)] = ARMS
+    arms: Annotated[tuple[str, ...], Option("arms, off first", choices=ARMS)] = ("off", "all")
     steps: Annotated[int, Option("training steps of each arm, at most run.steps of RUN", low=1)] = (
         20
     )

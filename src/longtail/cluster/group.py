@@ -294,17 +294,6 @@ class WorkerGroup:
         self.lengths.restore(state.numbers["lengths"])
         self._pool.run_on_all(Worker.adopt, weights)
 
-    def park(self, path: Path) -> None:
-        """Free most memory of all workers until `unpark`; `path` takes the learner's state."""
-        assert not self._settings.is_sharded, "shards are not parked"
-        args = {worker: (path, worker == 0) for worker in self._pool.present}
-        for ended in self._pool.run(Worker.park, args).values():
-            ended.value()
-
-    def unpark(self, path: Path) -> None:
-        """Continue as if `park` had not been called."""
-        self._pool.run_on_all(Worker.unpark, path)
-
     # ---- helpers
 
     def _on_replaced(self, worker: int) -> None:

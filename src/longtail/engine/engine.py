@@ -119,11 +119,9 @@ class RolloutEngine(ActiveRequests):
         else:
             self.speculate(full)
 
-    def sleep(self, *, fully: bool = False) -> None:
-        """Return the KV memory of an idle engine if `fully`; without, later requests use it."""
+    def sleep(self) -> None:
+        """Keep the KV memory of an idle engine, which later requests use."""
         assert not self._active, "requests in progress need their keys and values"
-        if fully:
-            self._kv.free_memory()
 
     def submit(self, request: Request, begun: Completion | None = None) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""

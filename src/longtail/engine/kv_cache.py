@@ -188,11 +188,6 @@ class KVCache:
             free=self._free_blocks * size, owned=owned * size, total=self._num_blocks * size
         )
 
-    def free_memory(self) -> None:
-        """Return written memory to the system; no request owns tokens."""
-        assert not self._rows, "a request would lose its keys and values"
-        self._storage = self._allocate(self._storage.shape[3])
-
     def attention(self, batch: FlatBatch) -> Attention:
         """Return attention that stores each token, which then sees its request so far.
 

@@ -306,11 +306,6 @@ class Learner:
         """Copy the parameters that are learned, by the model's own names, as `restore` takes."""
         return {name: each.detach().clone() for name, each in self._parameters.items()}
 
-    def tensors(self) -> list[Tensor]:
-        """Return the weights and moments themselves, for parking; always in the same order."""
-        assert self._shards is None, "shards are not parked"
-        return [*self._model.parameters(), *self._optimizer.moments().values()]
-
     def state_bytes(self) -> int:
         """Return the bytes of the weights, and of the sums of their gradients and the moments."""
         exact = self._settings.sums != "float"

@@ -208,7 +208,7 @@ class VllmGenerator(ActiveRequests):
         self._engine.collective_rpc(load_drafter, args=(dict(self._by_vllms_names(tensors)),))
         self._depths.begin()
 
-    def sleep(self, *, fully: bool = False) -> None:
+    def sleep(self) -> None:
         """Free what vLLM holds, until it is needed, if `enable_sleep_mode` allows it.
 
         Weights wait in main memory (vLLM's level 1), the cache is dropped; else vLLM keeps all.

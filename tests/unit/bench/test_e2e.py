@@ -4,20 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
 from longtail.assembly.plan import plan_run
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, Plan, differing_share, make_plan
-from longtail.bench.e2e.run import must_park, run_arms
+from longtail.bench.e2e.arms import ArmResult, Comparison, differing_share, make_comparison
+from longtail.bench.e2e.run import check_memory, run_arms
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.errors import ConfigError
 from longtail.rl.streaming import streams
-from longtail.system import memory as parking
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
@@ -43,10 +41,9 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
     return ArmResult(metrics=rows, texts=texts)
 
 
-PLAN = Plan(
+COMPARED = Comparison(
     arms={"off": config.load(None, ["--model.path=small", "--cluster.workers=2"])},
     steps=3,
-    notes=(),
 )
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),
@@ -55,7 +52,7 @@ FOUND = {
 
 
 def test_ratios_are_taken_step_by_step() -> None:
-    found = card.as_json(PLAN, FOUND)
+    found = card.as_json(COMPARED, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
     assert found["differing_share"] == {"spot": 0.5}
@@ -73,7 +70,7 @@ def test_ratios_are_taken_step_by_step() -> None:
 def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared() -> None:
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
-    assert not card.as_json(PLAN, {**FOUND, "spot": other})["rewards_agree"]
+    assert not card.as_json(COMPARED, {**FOUND, "spot": other})["rewards_agree"]
     assert differing_share(arm([], 0.0, a="x", b="y"), arm([], 0.0, b="y", c="z")) == 0.0
     assert differing_share(arm([], 0.0), arm([], 0.0)) == 0.0
     assert card.sentences(FOUND)[-1].startswith("NOTE: up to 50.00% of the texts differ")
@@ -138,9 +135,9 @@ def run_file(workshop: Workshop, *words: str) -> Path:
     return path
 
 
-def plan_of(workshop: Workshop, *words: str, **options: object) -> Plan:
+def compared(workshop: Workshop, *words: str, **options: object) -> Comparison:
     path = run_file(workshop, *words)
-    return make_plan(E2eBenchOptions(run=str(path), **options), workshop.path / "arms")
+    return make_comparison(E2eBenchOptions(run=str(path), **options), workshop.path / "arms")
 
 
 def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
@@ -149,27 +146,25 @@ def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
 
 def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop: Workshop) -> None:
     words = ("--cluster.workers=2", "--run.threads=1", "--rollout.max_running=8")
-    plan = plan_of(workshop, drafter="none", overrides=words)
-    single = plan.arms["single"]
-    assert tuple(plan.arms)[:2] == ("off", "single")
-    assert switches(single) == switches(plan.arms["off"])
+    arms = compared(workshop, drafter="none", overrides=words).arms
+    single = arms["single"]
+    assert tuple(arms) == ("off", "single", "all")
+    assert switches(single) == switches(arms["off"])
     assert (single.cluster.workers, single.run.threads, single.rollout.max_running) == (1, 2, 16)
 
 
 def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--run.writers=wandb",)
-    plan = plan_of(workshop, *words, drafter=str(drafter), overrides=("--run.seed=7",))
+    given = {"arms": ARMS, "drafter": str(drafter), "overrides": ("--run.seed=7",)}
+    plan = compared(workshop, *words, **given)
     assert tuple(plan.arms) == ARMS
     own = str(drafter)
     assert {name: switches(each) for name, each in plan.arms.items()} == {
         "off": ("none", "never", False, False),
-        "history": ("history+phrases", "never", False, False),
         "frozen": (own, "never", False, False),
         "spot": (own, "spot", False, False),
         "cold": ("fresh+history+phrases", "spot", False, False),
-        "stream": (own, "spot", True, False),
-        "share": (own, "spot", False, True),
         "all": (own, "spot", True, True),
     }
     (common,) = {
@@ -190,71 +185,49 @@ def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     assert (plan.arms["off"].model.path, plan.steps) == (str(workshop.model), 3)
 
 
-def test_a_run_without_a_trained_drafter_leaves_arms_out_and_says_how_to_get_one(
-    workshop: Workshop,
-) -> None:
-    plan = plan_of(workshop)
-    assert list(plan.arms) == ["off", "history", "cold", "stream", "share", "all"]
+def test_a_run_without_a_trained_drafter_begins_with_a_fresh_one(workshop: Workshop) -> None:
+    plan = compared(workshop)
     assert switches(plan.arms["all"]) == ("fresh+history+phrases", "spot", True, True)
-    (note,) = plan.notes
-    assert note.startswith("left out: frozen, spot: ")
-    assert "give --drafter DIR" in note
-    with pytest.raises(ConfigError, match="--arms = off,spot; left out: spot"):
-        plan_of(workshop, arms=("off", "spot"))
+    with pytest.raises(ConfigError, match=r"--arms = off,spot: spot needs a trained .* --drafter"):
+        compared(workshop, arms=("off", "spot"))
 
 
 def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop: Workshop) -> None:
     with pytest.raises(ConfigError, match=r"speculation.drafter = 'no/where': it is neither"):
-        plan_of(workshop, drafter="no/where+history")
+        compared(workshop, drafter="no/where+history")
     with pytest.raises(ConfigError, match=r"speculation.tuner = 'off': no arm would draft"):
-        plan_of(workshop, "--speculation.tuner=off")
+        compared(workshop, "--speculation.tuner=off")
 
 
-# ---- parked and resident
-
-
-def outcome(found: dict[str, ArmResult]) -> dict[str, object]:
-    """Everything of the arms that must not depend on parking."""
-    return {
-        name: (each.texts, each.column("reward/mean"), each.column("actor/grad_norm"), each.policy)
-        for name, each in found.items()
-    }
+# ---- the run of all arms
 
 
 @pytest.mark.slow
-def test_parked_arms_make_the_same_run_as_resident_ones(workshop: Workshop) -> None:
+def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop: Workshop) -> None:
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--learner.mini_batches=2", "--rollout.max_tokens=8")
-    plan = plan_of(workshop, *words, arms=("off", "frozen"), drafter=str(drafter), steps=2)
-    resident = run_arms(plan, print, is_parked=False)
-    parked = run_arms(plan, print, is_parked=True)
-    assert outcome(parked) == outcome(resident)
-    assert len(resident["off"].texts) == 2 * 16
-    assert resident["off"].policy == resident["frozen"].policy != ""
+    given = {"arms": ("off", "frozen"), "drafter": str(drafter), "steps": 2}
+    off, frozen = run_arms(compared(workshop, *words, **given), print).values()
+    assert off.texts == frozen.texts
+    assert len(off.texts) == 2 * 16
+    assert off.column("actor/grad_norm") == frozen.column("actor/grad_norm")
+    assert off.policy == frozen.policy != ""
 
 
-def test_parked_tensors_have_no_memory_and_come_back_with_their_bits(tmp_path: Path) -> None:
-    tensors = [torch.nn.Parameter(torch.randn(3, 5)), torch.randn(7).bfloat16(), torch.zeros(0, 2)]
-    before = [each.detach().clone() for each in tensors]
-    parking.write(tensors, tmp_path / "parked")
-    parking.release(tensors)
-    assert [each.shape for each in tensors] == [each.shape for each in before]
-    assert sum(each.untyped_storage().nbytes() for each in tensors) <= 4 * len(tensors)
-    parking.read(tensors, tmp_path / "parked")
-    assert all(torch.equal(a.detach(), b) for a, b in zip(tensors, before, strict=True))
-    assert tensors[0].is_contiguous()
-
-
-def test_arms_are_parked_if_all_may_need_more_than_is_free(
+def test_arms_that_do_not_fit_into_memory_together_are_refused(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(workshop, arms=("off", "history"))
-    parts = memory.estimate(plan_run(plan.arms["off"], workshop.model))
+    own = compared(workshop).arms["off"]
+    plan = Comparison(arms=dict.fromkeys(("off", "all"), own), steps=1)
+    parts = memory.estimate(plan_run(own, workshop.model))
     # Activations and gradients are those of one arm at a time.
     both = 2 * sum(parts.values()) - sum(parts[name] for name in memory.PASSING)
-    for free, expected in ((both, False), (both - 1, True), (None, False)):
+    for free in (both, None):
         monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
-        assert must_park(plan) is expected
+        check_memory(plan)
+    monkeypatch.setattr(memory, "available_bytes", lambda device: both - 1)
+    with pytest.raises(ConfigError, match=r"--arms = off,all: together they need up to .* GB"):
+        check_memory(plan)
 
 
 def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop, tmp_path: Path) -> None:
@@ -267,5 +240,5 @@ def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop, tmp_p
     found = json.loads(said.out.splitlines()[-1])
     assert (found["model"], found["steps"], found["workers"]) == (str(workshop.model), 1, 1)
     assert found["differing_share"] == {"all": 0.0}
-    assert (found["rewards_agree"], found["policies_agree"], found["parked"]) == (True, True, False)
+    assert (found["rewards_agree"], found["policies_agree"]) == (True, True)
     assert plot.read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from support.benches import parse
     ("words", "message"),
     [
         ("engine --contestants tuned", "--contestants = 'tuned': others are compared to plain"),
-        ("e2e --arms off,warm", r"--arms\[1\] = warm: it must be 'off', 'history'"),
+        ("e2e --arms off,warm", r"--arms\[1\] = warm: it must be 'off', 'frozen'"),
         ("e2e --arms spot,off", "--arms = 'spot,off': off comes first"),
         ("e2e --arms off", "--arms = 'off': off comes first, and others"),
         ("e2e --arms off,spot,spot", "each arm is given once"),

@@ -2,13 +2,11 @@
 
     off        plain decoding
     single     the same by one worker with the threads of all, where several share a CPU
-    history    suffixes of earlier texts, no weights: history+phrases (TLT-Base)
     frozen     the drafter as trained before the run
     spot       the same drafter, which learns during the run
     cold       a fresh drafter, history and phrases, which learn: `auto` where none was trained
-    stream     spot, or cold without a trained drafter, and idle workers learn from finished groups
-    share      the same, and running requests move instead
-    all        the same, with both
+    all        spot, or cold without a trained drafter, and idle workers learn from finished groups
+               or take over running requests
 
 All arms have the same seeds, so they write the same texts and learn the same: only times differ.
 (`single` has other threads, so its updates round otherwise.) Speedups are over the faster of the
@@ -36,14 +34,13 @@ from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
 from longtail.system.device import threads_each
 
-OFF, HISTORY, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
+OFF, FROZEN, SPOT, COLD, ALL = ARMS
 SINGLE = "single"
 """Added by the bench itself: the best plain baseline."""
 ACCEPT = "speculation/accept_length"
 _DRAFTERS = {
     OFF: drafters.NONE,
     SINGLE: drafters.NONE,
-    HISTORY: "+".join(drafters.WEIGHTLESS),
     COLD: "+".join((drafters.FRESH, *drafters.WEIGHTLESS)),
 }
 """Drafters of arms that do not begin with the run's."""
@@ -55,17 +52,19 @@ _RUN_WORDS = ("--run.save_rollouts=true", "--run.writers=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A configuration for each arm."""
+class Comparison:
+    """The runs that are compared, and how long."""
 
     arms: Mapping[str, RunConfig]
+    """Configuration of each arm, the arm off first."""
     steps: int
-    notes: tuple[str, ...]
-    """Sentences for the card: which arms are left out, and why."""
 
 
-def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
-    """Return the arms of a run. Raises ConfigError if fewer than two can be measured."""
+def make_comparison(options: E2eBenchOptions, place: Path) -> Comparison:
+    """Return the arms of a run, each in a directory below `place`.
+
+    Raises ConfigError if the run never drafts, or has no trained drafter for an arm that needs one.
+    """
     path = configfile.locate(options.run)
     given = [f"--speculation.drafter={options.drafter}"] if options.drafter else []
     words = (*options.overrides, *_RUN_WORDS, *given)
@@ -74,21 +73,17 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
         raise ConfigError(
             "speculation.tuner = 'off': no arm would draft; leave it out, or set 'budget'"
         )
-    names, notes = options.arms, tuple[str, ...]()
+    names = options.arms
     if own.cluster.workers > 1 and not own.cluster.address and run_device(own).type == "cpu":
         names = (OFF, SINGLE, *names[1:])
-    missing = [name for name in names if name in _TRAINED]
     is_trained = _has_trained_drafter(own)
-    if missing and not is_trained:
-        names = tuple(name for name in names if name not in missing)
-        notes = (
-            f"left out: {', '.join(missing)}: they begin with a trained drafter, and "
-            f"speculation.drafter = {own.speculation.drafter!r} is none for {own.model.path}; "
-            "train one with `longtail drafter train`, then give --drafter DIR",
+    if not is_trained and (untrained := [name for name in names if name in _TRAINED]):
+        raise ConfigError(
+            f"--arms = {','.join(options.arms)}: {', '.join(untrained)} needs a trained drafter, "
+            f"and speculation.drafter = {own.speculation.drafter!r} is none for {own.model.path}; "
+            "train one with `longtail drafter train`, then give --drafter DIR"
         )
-    if len(names) < 2:
-        raise ConfigError("; ".join((f"--arms = {','.join(options.arms)}", *notes)))
-    return Plan(
+    return Comparison(
         arms={
             name: decided(
                 load(path, [*words, *_words(name, is_trained, own), f"--run.dir={place / name}"])
@@ -96,7 +91,6 @@ def make_plan(options: E2eBenchOptions, place: Path) -> Plan:
             for name in names
         },
         steps=min(options.steps, own.run.steps),
-        notes=notes,
     )
 
 
@@ -105,9 +99,9 @@ def _words(name: str, is_trained: bool, own: RunConfig) -> list[str]:
     drafter = _DRAFTERS.get(name if is_trained or name in _DRAFTERS else COLD)
     return [
         *([f"--speculation.drafter={drafter}"] if drafter else []),
-        *([] if name in (STREAM, ALL) else ["--learner.streaming=false"]),
-        f"--spot.train={'never' if name in (OFF, SINGLE, HISTORY, FROZEN) else 'spot'}",
-        f"--rollout.sharing={str(name in (SHARE, ALL)).lower()}",
+        *([] if name == ALL else ["--learner.streaming=false"]),
+        f"--spot.train={'never' if name in (OFF, SINGLE, FROZEN) else 'spot'}",
+        f"--rollout.sharing={str(name == ALL).lower()}",
         *(_one_worker(own) if name == SINGLE else []),
     ]
 
@@ -151,10 +145,7 @@ class ArmResult:
 
 @final
 class Arm:
-    """A run in progress, in the directory of its configuration.
-
-    Lifecycle: `step`, or between two steps `park` and `unpark`; `close` after the last.
-    """
+    """A run in progress, in the directory of its configuration. Lifecycle: step* -> close."""
 
     def __init__(self, name: str, config: RunConfig) -> None:
         self.name, self.result = name, ArmResult()
@@ -184,21 +175,8 @@ class Arm:
         self.result.timeline = self._trainer.timeline
         return metrics
 
-    def park(self) -> None:
-        """Free most of its memory until `unpark`, which is called before the next step."""
-        self._trainer.workers.park(self._parked)
-
-    def unpark(self) -> None:
-        """Take the memory back."""
-        self._trainer.workers.unpark(self._parked)
-        self._parked.unlink()
-
-    @property
-    def _parked(self) -> Path:
-        return self._place / "parked"
-
     def finish(self) -> None:
-        """Record the policy after the last step, before the arm is parked."""
+        """Record the policy after the last step."""
         self.result.policy = self._trainer.workers.policy_digest()
 
     def close(self) -> ArmResult:

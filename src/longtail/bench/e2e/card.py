@@ -13,7 +13,7 @@ from longtail.bench.e2e.arms import (
     SINGLE,
     SPOT,
     ArmResult,
-    Plan,
+    Comparison,
     differing_share,
 )
 from longtail.system.device import threads_each
@@ -86,9 +86,9 @@ def _verdict(share: float, num_steps: int) -> str:
     return "no gain" if share <= 1.0 + _NOTHING else "a loss"
 
 
-def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
+def tables(compared: Comparison, found: Mapping[str, ArmResult]) -> list[Table]:
     """Return the comparison, accept lengths, and the parts of a step."""
-    off, own, best = found[OFF], plan.arms[OFF], best_plain(found)
+    off, own, best = found[OFF], compared.arms[OFF], best_plain(found)
     workers = own.cluster.workers
     arms = [
         (
@@ -114,8 +114,8 @@ def tables(plan: Plan, found: Mapping[str, ArmResult]) -> list[Table]:
     return [
         Table(
             f"Training {own.model.path} end to end, {workers} worker{'s' * (workers > 1)}, "
-            f"{threads_each(own.run.threads, workers)} thread(s) each, {plan.steps} steps in turn; "
-            f"speedups over the arm {best}; median (lowest-highest) over steps",
+            f"{threads_each(own.run.threads, workers)} thread(s) each, {compared.steps} steps in "
+            f"turn; speedups over the arm {best}; median (lowest-highest) over steps",
             (
                 "arm",
                 "step speedup",
@@ -158,9 +158,9 @@ def _accept_table(found: Mapping[str, ArmResult]) -> list[Table]:
 # ---- JSON
 
 
-def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
+def as_json(compared: Comparison, found: Mapping[str, ArmResult]) -> dict[str, Any]:
     """Return every figure."""
-    own, off, best = plan.arms[OFF], found[OFF], best_plain(found)
+    own, off, best = compared.arms[OFF], found[OFF], best_plain(found)
     others = _drafting(found)
 
     def columns(metric: str) -> dict[str, list[float]]:
@@ -173,7 +173,7 @@ def as_json(plan: Plan, found: Mapping[str, ArmResult]) -> dict[str, Any]:
         "bench": "e2e",
         "model": own.model.path,
         "workers": own.cluster.workers,
-        "steps": plan.steps,
+        "steps": compared.steps,
         "over": best,
         "step_speedup": speedups("step"),
         "rollout_speedup": speedups("rollout"),

@@ -3,11 +3,10 @@
 All arms take turns, a step each, so a slow minute of the machine falls on all of them alike, and
 ratios are taken step by step:
 
-    step 1    off  frozen  spot  all        each: unpark, STEP, park
-    step 2    all  spot  frozen  off        only STEP is timed
+    step 1    off  spot  all
+    step 2    all  spot  off
 
-If the arms may need more memory together than there is, each is parked on disk between its steps:
-the weights and moments of its learner, and its KV cache is freed.
+All are in memory from the first step to the last; arms that do not fit together are refused.
 """
 
 import tempfile
@@ -20,25 +19,31 @@ from longtail.assembly.plan import plan_run
 from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ALL, COLD, OFF, SPOT, Arm, ArmResult, Plan, make_plan
+from longtail.bench.e2e.arms import (
+    ALL,
+    COLD,
+    OFF,
+    SPOT,
+    Arm,
+    ArmResult,
+    Comparison,
+    make_comparison,
+)
 from longtail.bench.options import E2eBenchOptions
+from longtail.errors import ConfigError
 from longtail.view import timeline_plot
 
 
 def run(options: E2eBenchOptions) -> int:
     """Measure, print the card, and end with one JSON line."""
-    log = progress("e2e")
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
-        plan = make_plan(options, Path(place))
-        for note in plan.notes:
-            log(note)
-        parks = must_park(plan)
-        found = run_arms(plan, log, is_parked=parks)
-    memory = ["arms were parked on disk between their steps"] if parks else []
+        compared = make_comparison(options, Path(place))
+        check_memory(compared)
+        found = run_arms(compared, progress("e2e"))
     print_card(
-        card.tables(plan, found),
-        card.as_json(plan, found) | {"parked": parks},
-        sentences=[*card.sentences(found), *plan.notes, *memory],
+        card.tables(compared, found),
+        card.as_json(compared, found),
+        sentences=card.sentences(found),
         json_only=options.json,
     )
     if options.plot is not None:
@@ -46,37 +51,40 @@ def run(options: E2eBenchOptions) -> int:
     return 0
 
 
-def must_park(plan: Plan) -> bool:
-    """Return whether all arms together may need more memory than is free."""
-    own = plan.arms[OFF]
+def check_memory(compared: Comparison) -> None:
+    """Raise ConfigError if all arms together may need more memory than is free.
+
+    What passes with a learner step is that of one arm at a time.
+    """
+    own = compared.arms[OFF]
     directory, available = model_directory(own.model.path), memory.available_bytes(run_device(own))
-    plans = [memory.fitted(plan_run(each, directory)) for each in plan.arms.values()]
+    plans = [memory.fitted(plan_run(each, directory)) for each in compared.arms.values()]
     parts = [(each.config.cluster.workers, memory.estimate(each)) for each in plans]
     passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
-    return available is not None and needed > available and not own.is_sharded
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"--arms = {','.join(compared.arms)}: together they need up to {needed / 1e9:.1f} GB "
+            f"of memory, and {available / 1e9:.1f} GB are free: name fewer, or lower "
+            "rollout.max_running, learner.tokens_per_micro_batch or cluster.workers (on a GPU "
+            "rollout.vllm.gpu_memory_utilization)"
+        )
 
 
-def run_arms(plan: Plan, log: Log, *, is_parked: bool) -> dict[str, ArmResult]:
-    """Train all arms in turn; parked ones have their memory during their own step only."""
+def run_arms(compared: Comparison, log: Log) -> dict[str, ArmResult]:
+    """Train all arms in turn, a step each."""
     arms: list[Arm] = []
     try:
-        for name, own in plan.arms.items():
+        for name, own in compared.arms.items():
             arms.append(Arm(name, own))
-            if is_parked:
-                arms[-1].park()
-        for step in range(1, plan.steps + 1):
+        for step in range(1, compared.steps + 1):
             seconds = []
             for arm in arms if step % 2 else arms[::-1]:  # forward, then backward
-                if is_parked:
-                    arm.unpark()
                 metrics = arm.step()
-                if step == plan.steps:
-                    arm.finish()
-                if is_parked:
-                    arm.park()
                 seconds.append(f"{arm.name} {metrics['timing_s/step']:.1f} s")
-            log(f"step {step}/{plan.steps}: {', '.join(sorted(seconds))}")
+            log(f"step {step}/{compared.steps}: {', '.join(sorted(seconds))}")
+        for arm in arms:
+            arm.finish()
     finally:
         found = {arm.name: arm.close() for arm in arms}
     return found

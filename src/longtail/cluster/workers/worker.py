@@ -32,7 +32,6 @@ from longtail.rl.collectives import SINGLE_PROCESS, TorchProcessGroup
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
-from longtail.system import memory
 from longtail.system.device import compute_threads, use_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
 
@@ -191,21 +190,6 @@ class Worker:
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
         self._components.learner.restore(learner, self._components.policy.read(directory))
-
-    def park(self, path: Path, writes: bool) -> None:
-        """Free the memory of the idle learner and of the KV cache until `unpark`.
-
-        All learners have the same bits, so one of them writes.
-        """
-        tensors = self._components.learner.tensors()
-        if writes:
-            memory.write(tensors, path)
-        self._components.generator.sleep(fully=True)
-        memory.release(tensors)
-
-    def unpark(self, path: Path) -> None:
-        """Take the learner's memory back."""
-        memory.read(self._components.learner.tensors(), path)
 
     def save_policy(self, path: Path) -> None:
         """Write weights, generation config and tokenizer as a Hugging Face directory."""
