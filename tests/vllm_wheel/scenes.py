@@ -1,8 +1,8 @@
 """Engines of a vLLM wheel, one after the other in one process; run by path in its environment.
 
-    python -I scenes.py {"target": DIR, "eagle3": DIR, "ridge": DIR, "worse": DIR, "run": DIR,
-                         "prompts": [[1, 2]], "seeds": [7], "runner": "v1", "turns": 5,
-                         "saved": DIR, "scenes": ["plain", "ridge"]} SRC TESTS
+    python -I scenes.py {"target": DIR, "eagle3": DIR, "ridge": DIR, "prompts": [[1, 2]],
+                         "seeds": [7], "runner": "v1", "turns": 5, "saved": DIR,
+                         "scenes": ["plain", "ridge"]} SRC TESTS
 
 One JSON object on standard output: the texts of every scene, and what it counted.
 """
@@ -11,7 +11,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -158,23 +158,6 @@ def cramped(job: dict[str, Any]) -> Any:
         return texts(job, llm)
 
 
-def live(job: dict[str, Any]) -> Any:
-    """Adopt an exported drafter, then the newest of a run; refuse what does not fit."""
-    from longtail.vllm.adopt import adopt_drafter
-
-    found: dict[str, Any] = {}
-    with engine(job, "worse") as llm:
-        found["before"] = texts(job, llm)
-        first = adopt_drafter(llm, job["eagle3"])
-        found["after"] = texts(job, llm)
-        found["refused"] = refused(lambda: adopt_drafter(llm, job["ridge"]))
-        found["still"] = texts(job, llm)
-        second = adopt_drafter(llm, job["run"])
-        found["of_run"] = texts(job, llm)
-        found["adopted"] = [[each.digest, each.version] for each in (first, second)]
-    return found
-
-
 def learned(job: dict[str, Any]) -> Any:
     """A drafter that vLLM learns from nothing: cramped, with a prefix cache, and new weights."""
     found: dict[str, Any] = {}
@@ -194,15 +177,6 @@ def ranks(job: dict[str, Any]) -> Any:
     with engine(job, "learned", tensor_parallel_size=2) as llm:
         turns = [texts(job, llm)["tokens"] for _ in range(3)]
         return {"turns": turns, "status": llm.collective_rpc("longtail_status")}
-
-
-def refused(act: Callable[[], object]) -> str:
-    """Return the message of an error."""
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001  (vLLM wraps errors of workers)
-        return str(error)
-    return ""
 
 
 if __name__ == "__main__":

@@ -11,16 +11,13 @@ import pytest
 import torch
 
 from longtail.assembly.drafters import read_drafter
-from longtail.cluster.work.drafter_publisher import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.weights import copy_parameters, with_prefix
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
-from longtail.run.drafter_store import DrafterStore
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
 from support import toy
@@ -43,17 +40,14 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     prompts = find_prompts(asked, target)
     eagle3 = read_drafter(str(toy.DRAFTERS["eagle3"]), target, torch.float32)
     assert eagle3 is not None
-    worse = eagle3.copied()
-    worse.layer.initialize(torch.Generator().manual_seed(0))
-    _publish(root / "run", worse, eagle3)
-    drafters = {"eagle3": eagle3, "worse": worse, "ridge": _ridge(prompts, asked).as_eagle()}
+    drafters = {"eagle3": eagle3, "ridge": _ridge(prompts, asked).as_eagle()}
     for name, loaded in drafters.items():
         _write(root / name, loaded, target)
     job: dict[str, Any] = {name: str(root / name) for name in (*drafters, "saved")}
-    job |= {"target": str(target.directory), "run": str(root / "run" / "drafter")}
+    job |= {"target": str(target.directory)}
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
     job |= {"prompts": prompts, "seeds": seeds, "runner": "v1", "turns": 5}
-    job["scenes"] = ["plain", "eagle3", "learned", "ranks", "live", *DRAFTING]
+    job["scenes"] = ["plain", "eagle3", "learned", "ranks", *DRAFTING]
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -79,14 +73,6 @@ def _write(path: Path, loaded: Any, target: Any) -> None:
     loaded = loaded.copied()
     loaded.layer.fold()
     write_layout(path, loaded, target.model)
-
-
-def _publish(run: Path, first: Any, newest: Any) -> None:
-    """Write the drafter folder of a run that began with `first` and published `newest`."""
-    first.save(run / "drafter" / "initial")
-    tensors = with_prefix("drafter/", copy_parameters(newest.layer, newest.draft_ids))
-    store = DrafterStore(run / "drafter")
-    store.save(3, DrafterState(tensors=tensors, numbers={"version": 5}))
 
 
 @pytest.mark.parametrize("scene", DRAFTING)
@@ -144,14 +130,3 @@ def test_ranks_learn_the_same_drafter(played: dict[str, Any]) -> None:
     first, second = (each["learned"] for each in played["ranks"]["status"])
     assert first == second
     assert first["solves"] > 1
-
-
-def test_a_drafter_is_adopted_while_running(played: dict[str, Any]) -> None:
-    live = played["live"]
-    for turn in ("before", "after", "still", "of_run"):
-        assert live[turn]["tokens"] == played["plain"]["tokens"]
-    before, trained = accept_length({}, live["before"]), accept_length(live["after"], live["still"])
-    assert trained > 2 * before
-    assert accept_length(live["still"], live["of_run"]) == pytest.approx(trained, rel=0.05)
-    assert [version for _, version in live["adopted"]] == [None, 5]
-    assert "give a drafter trained from that one" in live["refused"]

@@ -1,11 +1,10 @@
-"""A drafter's tensors: versions, digests, averages, loading into a layer; the head it drafts with.
+"""A drafter's tensors: versions, averages, loading into a layer; the head it drafts with.
 
 The target's embedding and head are never among them: every receiver has the target. With a reduced
 draft vocabulary its token ids are one more tensor, so that a vocabulary renewed for new texts
 travels like trained weights.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
@@ -51,16 +50,6 @@ def without_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in without_ids(tensors).items()}
-
-
-def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 over names, dtypes, shapes and bytes, sorted by name."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu()
-        digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
-        digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def copy_parameters(

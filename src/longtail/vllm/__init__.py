@@ -9,6 +9,5 @@ environment variable LONGTAIL_VLLM=learned or =coupled.
     v1, v2      the functions that are replaced in each of vLLM's model runners; v1_cpu on a CPU
     learned     the learned drafter: `ridge` block and `history`, in each runner
     depths      how deep vLLM drafts, by measurement in its scheduler
-    adopt       new weights for the drafter of a running engine, which `weights` reads
-    generator   the engine of `longtail train`
+    generator   the engine of `longtail train`, and `reload`, its new weights
 """

@@ -29,10 +29,10 @@ from longtail.errors import NonFiniteError, RequestError
 from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
-from longtail.vllm.adopt import load_drafter, load_policy
 from longtail.vllm.depths import Depths, VllmDrafter
 from longtail.vllm.guards import KEY, check
 from longtail.vllm.learned_worker import save_if_learned
+from longtail.vllm.reload import load_drafter, load_policy, reloading
 from longtail.vllm.start import start
 
 _ENVIRONMENT = {
@@ -74,6 +74,7 @@ class VllmGenerator(ActiveRequests):
         self._decode, self._limits = decode, limits
         self._engine = start(directory, limits, dtype, drafter, options)
         plugin.require(self._engine)
+        reloading()  # refuses a vLLM that cannot take new weights, before the first text
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._depths = None if drafter is None else Depths(self._scheduler, drafter.tuner)
         self._by_vllms_names = None if drafter is None else drafter.tensors

@@ -102,9 +102,9 @@ def install(config: Any) -> None:
 
 def _replace(settings: VllmSettings, runner: str) -> None:
     """Replace the functions of the model runner that vLLM will run."""
-    from longtail.vllm import adopt, v1, v2  # they need torch
+    from longtail.vllm import v1, v2  # they need torch
 
-    _PROCESS.replace([*(v2 if runner == "v2" else v1).patches(settings), *adopt.patches()])
+    _PROCESS.replace((v2 if runner == "v2" else v1).patches(settings))
     _PROCESS.runner, _PROCESS.settings = runner, settings
     logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
 

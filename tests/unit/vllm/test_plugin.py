@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.vllm import adopt, plugin
+from longtail.vllm import plugin
 from longtail.vllm.guards import VllmSettings
 from support.vllm_releases import module, release
 
@@ -40,7 +40,6 @@ def process(monkeypatch):
 
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
     monkeypatch.setattr(plugin, "_PROCESS", plugin._Process())
-    monkeypatch.setattr(adopt, "patches", list)  # it has tests of its own
 
     class Scheduler:
         pass

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.weights import tensors_digest
 from longtail.model.hf.config import emit
 from longtail.model.hf.weights import Part, write_tensors
 from longtail.model.transformer import ModelConfig, Transformer
@@ -148,7 +147,7 @@ def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None
     config, dtype = loaded.eagle.config, loaded.eagle.dtype
     tensors = to_tensors(loaded, target, dtype)
     content = to_config(config, dtype)
-    content[SECTION] |= {"target": asdict(loaded.trained_on), "digest": tensors_digest(tensors)}
+    content[SECTION] |= {"target": asdict(loaded.trained_on)}
     write_tensors(tensors, path)
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

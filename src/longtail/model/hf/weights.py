@@ -192,22 +192,7 @@ def tensor_names(path: Path) -> frozenset[str]:
     """Return the tensor names of a directory without reading them; empty without weights."""
     if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
         return frozenset()
-    return frozenset(tensor_shapes(path))
-
-
-def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a directory without reading it. Raises ConfigError."""
-    return {name: tuple(handle.get_slice(name).get_shape()) for _, handle, name in _entries(path)}
-
-
-def read_head(path: Path) -> Tensor:
-    """Read the head of a model, or the embedding that serves as one. Raises ConfigError."""
-    for wanted in (_HEAD, _EMBEDDING):
-        for _, handle, name in _entries(path):
-            if name == wanted:
-                head: Tensor = handle.get_tensor(name)
-                return head
-    raise ConfigError(f"{path} holds neither {_HEAD} nor {_EMBEDDING}: give a model's directory")
+    return frozenset(name for _, _, name in _entries(path))
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
