@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from longtail.assembly.drafters import (
-    FRESH,
     LearnedDrafter,
     ModelFiles,
     Target,
@@ -111,8 +110,7 @@ def open_own(
     model = load_model(files.directory, DTYPES[config.rollout.dtype])
     target = target_of(files, model)
     speculation = _speculation(config, open_drafters(names, target))
-    first = speculation and without_fresh(speculation, names)
-    engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=first)
+    engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=speculation)
     learned = None if speculation is None else open_learned(names, target, speculation)
     return engine, learned
 
@@ -179,15 +177,6 @@ def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculatio
     }
     full = Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
     return learning(full, config.spot)
-
-
-def without_fresh(full: Speculation, names: Sequence[str]) -> Speculation:
-    """Return the speculation that drafts as long as a fresh drafter has learned nothing."""
-    if FRESH not in names:
-        return full
-    pairs = zip(names, full.drafters, strict=True)
-    others = tuple(drafter for name, drafter in pairs if name != FRESH)
-    return replace(full, drafters=others, tuner=full.tuner if others else OffTuner(), later=full)
 
 
 def learning(full: Speculation, own: SpotSection) -> Speculation:

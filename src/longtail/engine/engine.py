@@ -35,6 +35,7 @@ from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Drafter
 from longtail.speculation.tree import Accepted
 from longtail.types import Completion, FinishReason, Request
 
@@ -68,7 +69,8 @@ class RolloutEngine(ActiveRequests):
         )
         self._runner = ModelRunner(model, self._kv)
         self._profiler = Profiler(model, limits)
-        self._begun: Speculation | None = None
+        self._begun: tuple[Speculation, Sequence[Drafter]] | None = None
+        """Speculation and drafters with which the tuner began."""
         self._speculator: Speculator | NoSpeculation = NoSpeculation()
         self.speculate(speculation)
 
@@ -78,7 +80,7 @@ class RolloutEngine(ActiveRequests):
         Replaced drafters forget the requests in progress; new ones follow the present weights.
         Step costs are measured when they are first needed, in about a second.
         """
-        before, drafters = self._speculator, () if speculation is None else speculation.drafters
+        before, drafters = self._speculator, () if speculation is None else speculation.ready
         before.detach(drafters, self._active)
         for drafter in drafters:
             if not any(drafter is each for each in before.drafters):
@@ -87,9 +89,9 @@ class RolloutEngine(ActiveRequests):
         if speculation is None:
             return
         costs = self._profiler.measure(drafters) if speculation.needs_costs else None
-        if speculation is not self._begun:  # a speculation that returns keeps its tuner's state
-            speculation.tuner.begin(costs, len(drafters))
-        self._begun = speculation
+        if self._begun is None or self._begun[0] is not speculation or self._begun[1] != drafters:
+            speculation.tuner.begin(costs, len(drafters))  # one that returns keeps its state
+        self._begun = speculation, drafters
         self._speculator = Speculator(speculation, self.model.config, costs, before)
 
     @property
@@ -113,11 +115,11 @@ class RolloutEngine(ActiveRequests):
         """Draft with other weights; a fresh drafter begins to draft with its first ones."""
         present = self.speculation
         assert present is not None, "no drafter was given"
-        full = present.learned(tensors)
-        if full is present:
+        present.load_weights(tensors)
+        if present.ready == self._speculator.drafters:
             self._speculator.reset_estimates()
         else:
-            self.speculate(full)
+            self.speculate(present)
 
     def sleep(self) -> None:
         """Keep the KV memory of an idle engine, which later requests use."""

@@ -180,6 +180,11 @@ class Drafter(abc.ABC):
         """Features that `observe` needs."""
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it can draft; a fresh drafter waits for its first weights."""
+        return True
+
+    @property
     def lookback(self) -> int:
         """Maximum number of tokens before the root that it reads; 0: all.
 

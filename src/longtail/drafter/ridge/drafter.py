@@ -52,6 +52,11 @@ class RidgeDrafter(GrowingDrafter):
         return self._layer.config.taps
 
     @property
+    def is_ready(self) -> bool:
+        """Whether its maps are not all zero, as those of a fresh layer are."""
+        return any(bool(each.any()) for each in self._layer.parameters())
+
+    @property
     def lookback(self) -> int:
         """Only the last token is read."""
         return 1

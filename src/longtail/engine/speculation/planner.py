@@ -89,6 +89,7 @@ class DraftPlanner:
         with self.timer.tuner:
             batch = _batch(scheduled, spare_tokens)
             allowed = self._guard is None or self._guard.allows(batch)
+            allowed = allowed and bool(self._drafters)
             may_draft = allowed and batch.num_draftable and spare_tokens > 0
             plan = self._tuner.plan(batch) if may_draft else PLAIN
             if plan is not PLAIN and not plan.is_probe:

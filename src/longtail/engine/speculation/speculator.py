@@ -48,20 +48,21 @@ class Speculation:
     """Store of the target's features for drafter training."""
     texts: Statistics | None = None
     """Reads every token that is computed, whether or not anything is drafted."""
-    later: "Speculation | None" = None
-    """Speculation from the first weights on that a fresh drafter is given."""
+
+    @property
+    def ready(self) -> tuple[Drafter, ...]:
+        """Drafters that can draft: all but a fresh one before its first weights."""
+        return tuple(each for each in self.drafters if each.is_ready)
 
     @property
     def learner(self) -> GrowingDrafter | None:
         """The drafter that learns: the first one with weights."""
         return next((each for each in self.drafters if isinstance(each, GrowingDrafter)), None)
 
-    def learned(self, tensors: Mapping[str, Tensor]) -> "Speculation":
-        """Give the drafter that learns other weights; return the speculation that uses it."""
-        full = self.later or self
-        assert full.learner is not None, "no drafter has weights"
-        full.learner.load_weights(tensors)
-        return full
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replace the weights of the drafter that learns; see `GrowingDrafter.load_weights`."""
+        assert self.learner is not None, "no drafter has weights"
+        self.learner.load_weights(tensors)
 
     @staticmethod
     def fixed(
@@ -135,7 +136,7 @@ class Speculator:
         costs: CostModel | None,
         before: "Speculator | NoSpeculation",
     ) -> None:
-        self.speculation, self.drafters = speculation, speculation.drafters
+        self.speculation, self.drafters = speculation, speculation.ready
         self.taps = NO_TAPS
         readers = (*self.drafters, speculation.features, speculation.texts)
         for reader in (each for each in readers if each is not None):

@@ -69,10 +69,9 @@ class MirroredPolicy:
         """Draft with other weights; `speculate` gave the drafter."""
         assert self._speculation is not None, "no drafter was given"
         if (engine := self._engines.present) is None:
-            self._speculation = self._speculation.learned(tensors)
+            self._speculation.load_weights(tensors)
         else:
             engine.load_drafter(tensors)
-            self._speculation = engine.speculation
 
     def generate(
         self, requests: Sequence[Request], on_step: Callable[[StepReport], None]

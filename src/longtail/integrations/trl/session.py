@@ -13,7 +13,7 @@ from typing import final
 from torch import Tensor
 
 from longtail.assembly.drafters import Target, drafter_names, open_drafters
-from longtail.assembly.worker import learning, make_drafting, open_learned, without_fresh
+from longtail.assembly.worker import learning, make_drafting, open_learned
 from longtail.cluster.work.drafter_publisher import Publisher
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
@@ -122,7 +122,7 @@ class Session:
         if not drafters:
             return
         speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
-        self.policy.speculate(without_fresh(speculation, names))
+        self.policy.speculate(speculation)
         learned = open_learned(names, self.target, speculation)
         if learned is None:
             return
