@@ -3,10 +3,11 @@
     $LONGTAIL_CACHE, else $XDG_CACHE_HOME/longtail, else ~/.cache/longtail
       kernels/                       a kind
         3f2a91c04d1be6a7/            an entry, named by the digest of its inputs
+          SHA256SUMS                 digests of its files, which are checked at each use
         .new-x1y2/                   being built; synced and renamed when it is complete
 
 Code and weights in the cache are trusted, so files that another user could have written are
-refused.
+refused, and an entry with a damaged file is built anew.
 """
 
 import fcntl
@@ -19,10 +20,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longtail.errors import ConfigError, LongtailError
-from longtail.system.files import sync, sync_folder
+from longtail.system.files import fingerprint, remove_folder, sync, sync_folder
 
 _log = logging.getLogger("longtail")
 _OTHERS_WRITE = 0o022
+_SUMS = "SHA256SUMS"
 
 
 def cache_directory() -> Path:
@@ -41,7 +43,7 @@ def cache_directory() -> Path:
 
 
 def build_once(kind: str, name: str, build: Callable[[Path], None], *, announce: str = "") -> Path:
-    """Return the folder of an entry, which `build` makes if it is missing.
+    """Return the folder of an entry, which `build` makes if it is missing or damaged.
 
     A process waits for another that builds the same entry; where files cannot be locked both build,
     and one result is kept. The line `announce` is logged before a build. Raises ConfigError if the
@@ -50,7 +52,7 @@ def build_once(kind: str, name: str, build: Callable[[Path], None], *, announce:
     base = cache_directory()
     try:
         final = _own(_own(base) / kind) / name
-        if not final.exists():
+        if not _is_whole(final):
             with _alone(final):
                 _build(final, build, announce)
         for path in (final, *final.rglob("*")):
@@ -67,14 +69,18 @@ def build_once(kind: str, name: str, build: Callable[[Path], None], *, announce:
 
 def _build(final: Path, build: Callable[[Path], None], announce: str) -> None:
     """Build an entry in a temporary folder, sync it and rename it."""
-    if final.exists():  # another process has built it meanwhile
+    if _is_whole(final):  # another process has built it meanwhile
         return
+    if final.exists():
+        _log.warning("%s is damaged, or an earlier version's: it is built anew", final)
+        remove_folder(final)
     if announce:
         _log.warning("%s", announce)
     temporary = Path(tempfile.mkdtemp(prefix=".new-", dir=final.parent))
     try:
         complete = temporary / "complete"
         build(complete)
+        (complete / _SUMS).write_text(_sums(complete), encoding="utf-8")
         sync_folder(complete)
         try:
             complete.rename(final)
@@ -84,6 +90,21 @@ def _build(final: Path, build: Callable[[Path], None], announce: str) -> None:
         sync(final.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_whole(entry: Path) -> bool:
+    """Return whether an entry is there, with the files that it was built with."""
+    try:
+        return (entry / _SUMS).read_bytes() == _sums(entry).encode()
+    except FileNotFoundError:
+        return False
+
+
+def _sums(entry: Path) -> str:
+    """Return the digests of the files of an entry, as `sha256sum` prints them."""
+    files = sorted(path for path in entry.rglob("*") if path.is_file() and path.name != _SUMS)
+    lines = (f"{fingerprint(path)['sha256']}  {path.relative_to(entry)}\n" for path in files)
+    return "".join(lines)
 
 
 @contextmanager

@@ -55,6 +55,19 @@ def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(
     assert root.stat().st_mode & 0o777 == 0o755
 
 
+def test_an_entry_with_a_damaged_or_missing_file_is_built_anew(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = build_once("kernels", "1f", _library) / "library.so"
+    for damage in (lambda: library.write_bytes(b"co"), library.unlink):
+        damage()
+        build_once("kernels", "1f", _library)
+        assert library.read_bytes() == b"code"
+        assert "it is built anew" in caplog.messages.pop()
+        caplog.clear()
+    assert [path.name for path in (root / "kernels").iterdir()] == ["1f"]
+
+
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
 def test_files_of_another_user_are_refused(
     monkeypatch: pytest.MonkeyPatch, root: Path, place: str
