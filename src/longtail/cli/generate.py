@@ -18,6 +18,8 @@ from longtail.types import Completion, SamplingParams
 
 _DRAFTED, _PLAIN = "\x1b[32m", "\x1b[0m"
 """Terminal codes around text that was drafted: green."""
+_MOST_PROMPT = 10_000_000
+"""Most characters of a prompt from standard input; no model reads as many."""
 
 
 def run(args: GenerateOptions) -> int:
@@ -51,7 +53,7 @@ def run(args: GenerateOptions) -> int:
 def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
     """Read the prompt; raise ConfigError, before weights are read, if the model cannot take it."""
     try:
-        text = sys.stdin.read() if args.prompt is None else args.prompt
+        text = _standard_input() if args.prompt is None else args.prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not UTF-8 ({error.reason}); give text") from error
     if not text:
@@ -63,6 +65,14 @@ def _prompt(engine: Engine, args: GenerateOptions) -> PromptInput:
     except RequestError as error:
         raise ConfigError(f"--prompt, --max-tokens: {error}") from error
     return prompt
+
+
+def _standard_input() -> str:
+    print("reading the prompt from standard input; --prompt gives one, too", file=sys.stderr)
+    text = sys.stdin.read(_MOST_PROMPT + 1)
+    if len(text) > _MOST_PROMPT:
+        raise ConfigError(f"standard input has no end after {_MOST_PROMPT:,} characters; give less")
+    return text
 
 
 def _print_stream(stream: TextStream, *, colour: bool) -> Completion:

@@ -1,10 +1,12 @@
 """The command line: `longtail VERB ...`.
 
-Results go to stdout, everything else to stderr. Exit codes: 0 done, 1 failed, 2 wrong command line
-or configuration, 130 interrupted. A program is imported when its verb runs, so help is immediate.
+Results go to stdout, everything else to stderr, as UTF-8; a closed stream is taken for /dev/null.
+Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 130 interrupted. A program is imported when its verb runs, so help is immediate.
 """
 
 import difflib
+import errno
+import io
 import logging
 import os
 import sys
@@ -36,8 +38,12 @@ Run `longtail VERB --help` for options, `longtail --version` for the version.
 Start with `longtail sft quickstart`, then `longtail train quickstart`."""
 
 
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
+    _open_streams()
     logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
     # Compute threads wait for each other 200 times a step. A rollout on two cores of an EPYC, alone
@@ -60,8 +66,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("longtail: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reading process, such as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        _drop_output()
+        print(
+            f"longtail: the output cannot be written ({error.strerror}): free some space, or send "
+            "it elsewhere",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _open_streams() -> None:
+    """Give closed streams a place, before another file takes their number, and write UTF-8."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Send what waits in a stream that cannot be written nowhere: Python writes it at its end."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

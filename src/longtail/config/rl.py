@@ -84,10 +84,10 @@ class RewardSection(Section):
     per: Literal["completion", "group"] = "completion"
     """Completions that `module:function` gets in one call: one, so that a failure excludes no
     other; or all of a prompt, to compare them."""
-    timeout_s: Seconds = 10.0
-    """Most seconds per call; a slower grader is killed and its rollouts excluded."""
+    timeout_s: Annotated[float, Field(ge=0.1, le=1e6)] = 10.0
+    """Most seconds per call; a slower grader is killed, within 0.2 s, and its rollouts excluded."""
     workers: Processes = 1
-    """Number of grader processes."""
+    """Number of grader processes: as many as memory has room for, and at most 32 per core."""
 
 
 _MOST_SEQUENCES = 1_000_000

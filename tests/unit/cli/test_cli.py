@@ -149,10 +149,42 @@ def test_an_interrupt_ends_with_a_clean_line_and_no_text_is_refused(
 
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=interrupt))
     assert cli.main(["generate", str(model_path)]) == 130
-    assert capsys.readouterr().err == "longtail: interrupted\n"
+    assert capsys.readouterr().err.endswith("--prompt gives one, too\nlongtail: interrupted\n")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(read=lambda count: "a" * count))
+    assert cli.main(["generate", str(model_path)]) == 2
+    assert "standard input has no end after 10,000,000 characters" in capsys.readouterr().err
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
     assert cli.main(["generate", str(model_path)]) == 2
     assert "standard input is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "out", "err"),
+    [
+        ("--version >&-", 0, "", ""),
+        ("trian 2>&-", 2, "", ""),
+        ("--version >/dev/full", 1, "", "longtail: the output cannot be written (No space left"),
+        ("trian 2>/dev/full", 1, "", ""),
+    ],
+)
+def test_an_output_that_is_closed_or_full_ends_with_a_sentence_at_most(
+    words: str, code: int, out: str, err: str
+) -> None:
+    command = ["sh", "-c", f"exec {sys.executable} -m longtail.cli.main {words}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, out)
+    assert done.stderr.startswith(err)
+    assert done.stderr.count("\n") == bool(err)
+
+
+def test_texts_are_written_as_utf8_whatever_the_locale_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["--version"]) == 0
+    print("é", "\ud83d", flush=True)
+    assert written.getvalue().endswith("é \\ud83d\n".encode())
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.workers.ray import own_ray
+from longtail.cluster.workers.ray import own_ray, watch
 from longtail.cluster.workers.ray.own_ray import OwnRay
 from longtail.cluster.workers.ray.places import check_answers
 
@@ -41,6 +42,47 @@ def _own_a_ray(folder: Path, pipe: Any) -> None:
         writer = subprocess.Popen(["sleep", "1000"], stdout=log)
     pipe.send((str(ray.folder), writer.pid, ray._reaper.pid))
     pipe.recv()
+
+
+_WATCHED = """
+import subprocess, sys, time
+from types import SimpleNamespace
+from longtail.cluster.workers.ray import watch
+raylet = subprocess.Popen(["sleep", "1000"])
+processes = {"raylet": [SimpleNamespace(process=raylet)]}
+watch.ray_worker._global_node = SimpleNamespace(all_processes=processes)
+watch.end_with_ray(lambda: print("said"))
+print(raylet.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes have no descriptors")
+def test_a_run_ends_with_a_sentence_when_its_raylet_ends():
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _WATCHED], text=True, **pipes) as run:
+        os.kill(int(run.stdout.readline()), signal.SIGKILL)
+        out, err = run.communicate(timeout=60)
+    assert (run.returncode, out) == (1, "said\n")
+    assert "raylet" in err
+    assert err.endswith("start again: the run resumes from its newest checkpoint\n")
+
+
+def test_the_raylet_of_a_cluster_is_found_by_its_socket(tmp_path: Path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "raylet"))
+        server.listen()
+        assert watch._server_of(str(tmp_path / "raylet")) == os.getpid()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_reaper_says_the_last_word_unless_it_was_said(place: Path):
+    for said, words in ((False, 1), (True, 0)):
+        (place / f"{said}").mkdir()
+        command = [sys.executable, "-I", "-S", own_ray._REAPER, place / f"{said}"]
+        done = subprocess.run(command, input=b"." * said, capture_output=True, check=True)
+        assert done.stderr.count(b"start again: the run resumes") == words
+        assert not (place / f"{said}").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")

@@ -140,6 +140,7 @@ def test_every_integer_field_has_an_upper_bound(model: type[BaseModel]) -> None:
         ("--cluster.workers=100000", "1024"),
         ("--reward.workers=100000", "1024"),
         ("--reward.timeout_s=1e300", "1000000"),
+        ("--reward.timeout_s=1e-9", "0.1"),
         ("--cluster.worker_timeout_s=1e300", "1000000"),
         ("--rollout.max_running=1000000", "65536"),
         ("--rollout.prompts_per_step=1000000", "the most is 1000000"),

@@ -13,6 +13,8 @@ import pytest
 
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.grading.pool import GraderPool
+from longtail.system import machine
+from longtail.system.machine import Memory
 from longtail.types import Completion, Prompt
 from support.rollouts import completion
 
@@ -104,6 +106,14 @@ def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(
         assert rewards(pool, "torch") == [0.0]
         assert rewards(pool, "print 1", "stdin 2", "alarm 3", "slow 4") == [1, 2, 3, 4]
     assert capfd.readouterr().out == ""  # what a reward prints goes to stderr
+
+
+def test_more_graders_than_a_host_has_room_for_are_refused(toy, monkeypatch) -> None:
+    for cores, free, most in ((1, 10**12, 32), (2, 10**9, 22), (1, None, 32)):
+        monkeypatch.setattr(machine, "usable_cores", lambda cores=cores: cores)
+        monkeypatch.setattr(machine, "memory", lambda free=free: Memory(total=free, available=free))
+        with pytest.raises(ConfigError, match=f"reward.workers = 1000: .*at most {most}$"):
+            GraderPool(toy, workers=1000)
 
 
 KILLED = "the grader gave no result in 4 s and was killed"

@@ -23,11 +23,12 @@ from typing import Any, final
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
-from longtail.errors import DataError, GradingError
+from longtail.errors import ConfigError, DataError, GradingError
 from longtail.rl.data.prompts import PromptSet
 from longtail.rl.data.requests import visit_of
 from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, required_columns, reward_factory
+from longtail.system import machine
 from longtail.system.interrupt import signals_delayed
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
@@ -40,6 +41,10 @@ _STARTING_S = 120.0
 """Most seconds in which a grader loads the reward."""
 _KILLING_S = 30.0
 """Most seconds that killing a grader delays the next task."""
+_GRADER_BYTES = 42 * 2**20
+"""Memory of a grader that has loaded no more than longtail."""
+_GRADERS_PER_CORE = 32
+"""Most graders per core: those of a reward that waits for a network, and starts in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +75,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         by_group: bool = False,
     ) -> None:
         reward_factory(reward_name)  # raises for an unknown name before any process starts
+        _check_room(workers)
         self._reward_name, self._num_workers, self._by_group = reward_name, workers, by_group
         self._timeout_s = timeout_s
         self._pool: ProcessPool | None = None
@@ -217,6 +223,18 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             return f"the grader {how} while grading"
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return f"the row cannot be sent to a grader: {error}"
+
+
+def _check_room(workers: int) -> None:
+    """Raise ConfigError if there are too many graders for the memory or the cores of this host."""
+    cores, free = machine.usable_cores(), machine.memory().available
+    most = max(1, min(cores * _GRADERS_PER_CORE, (free or sys.maxsize) // _GRADER_BYTES))
+    if workers > most:
+        memory = "" if free is None else f" and {free / 2**30:.1f} GiB of free memory"
+        raise ConfigError(
+            f"reward.workers = {workers}: each is a process of {_GRADER_BYTES >> 20} MiB, and this "
+            f"host has {cores} cores{memory}; lower it to at most {most}"
+        )
 
 
 Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]

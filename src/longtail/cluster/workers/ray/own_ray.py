@@ -88,6 +88,12 @@ class OwnRay:
                 if line and not _RAYS_OWN_LINE.match(line):
                     yield line
 
+    def hush(self) -> None:
+        """Let the reaper say nothing: the reason of the end is said."""
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.write(b".")
+        self._reaper.stdin.flush()
+
     def close(self) -> None:
         """Stop Ray, remove its folder, and restore the environment."""
         ray.shutdown()
@@ -104,11 +110,11 @@ def disconnect(*, has_head: bool) -> None:
         ray.shutdown()
     else:
         atexit.unregister(ray_worker.shutdown)
-        atexit.register(_end)
+        atexit.register(end_at_once)
 
 
-def _end() -> None:
-    """End at once: Ray's own end waits for its head for ever, and crashes if that is left out."""
+def end_at_once() -> None:
+    """End this process with exit code 1: Ray's own end waits for its head for ever, or crashes."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 
 import ray
@@ -22,6 +23,7 @@ from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.workers.ray.own_ray import OwnRay, disconnect, quietly
 from longtail.cluster.workers.ray.places import Places, check_answers
+from longtail.cluster.workers.ray.watch import end_with_ray
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 from longtail.rl.learner_metrics import LearnerReport
@@ -62,6 +64,8 @@ class RayProcesses(Processes):
     _own_ray: ClassVar[OwnRay | None] = None
     _has_connected: ClassVar[bool] = False
     """Whether an object of this process has connected it to an existing cluster."""
+    _may_end: ClassVar[Event] = Event()
+    """Whether Ray may end now without ending this process."""
     _users: ClassVar[set[int]] = set()
     """Objects of this process that use its Ray; the last one stops it."""
 
@@ -198,6 +202,7 @@ class RayProcesses(Processes):
         self._users.discard(id(self))
         if self._users:
             return
+        self._may_end.set()
         if self._own_ray is not None:
             self._own_ray.close()
             RayProcesses._own_ray = None
@@ -224,6 +229,8 @@ class RayProcesses(Processes):
                 RayProcesses._has_connected = True
             else:
                 RayProcesses._own_ray = OwnRay(self.size)
+            own = self._own_ray
+            RayProcesses._may_end = end_with_ray(own.hush if own else lambda: None)
         except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(

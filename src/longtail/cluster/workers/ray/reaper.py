@@ -4,7 +4,8 @@
 
 When the pipe closes, every process that writes to a file in FOLDER/ray is killed, as all processes
 of that Ray do (`own_ray`), and FOLDER is removed. Ray's own helpers would notice the loss of their
-owner after a minute.
+owner after a minute. An owner that has written nothing has not said why it ended: Ray ends it
+without a word when its raylet does.
 """
 
 import glob
@@ -16,6 +17,10 @@ import sys
 import time
 from contextlib import suppress
 
+_LAST_WORD = (
+    "longtail: the run was ended at once, by a failure of Ray or by a kill; start again: the run "
+    "resumes from its newest checkpoint"
+)
 _ATTEMPTS = 500
 _POLL_S = 0.01
 
@@ -43,6 +48,7 @@ def _writes(pid: int, folder: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()
+    if not sys.stdin.buffer.read():
+        print(_LAST_WORD, file=sys.stderr, flush=True)
     end_processes(f"{sys.argv[1]}/ray")
     shutil.rmtree(sys.argv[1], ignore_errors=True)
