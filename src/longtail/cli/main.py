@@ -1,7 +1,8 @@
 """The command line: `longtail VERB ...`.
 
 Results go to stdout, everything else to stderr, as UTF-8; a closed stream is taken for /dev/null.
-Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 130 interrupted. A program is imported when its verb runs, so help is immediate.
+Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 130 interrupted. A program is
+imported when its verb runs, so help is immediate.
 """
 
 import difflib
@@ -11,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from longtail import __version__
 from longtail.cli.commands import COMMANDS
@@ -84,7 +86,7 @@ def _open_streams() -> None:
     """Give closed streams a place, before another file takes their number, and write UTF-8."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open(mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 

@@ -89,7 +89,7 @@ class OwnRay:
                     yield line
 
     def hush(self) -> None:
-        """Let the reaper say nothing: the reason of the end is said."""
+        """Keep the reaper silent: the reason of the end is said."""
         assert self._reaper.stdin is not None
         self._reaper.stdin.write(b".")
         self._reaper.stdin.flush()

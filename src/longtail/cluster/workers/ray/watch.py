@@ -12,6 +12,7 @@ import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from ray._private import worker as ray_worker
 
@@ -22,7 +23,7 @@ _log = logging.getLogger("longtail")
 _NEEDED = ("raylet", "gcs_server")
 _POLL_MS = 500
 _CREDENTIALS = struct.Struct("3i")
-"""What SO_PEERCRED returns: process, user and group."""
+"""Process, user and group, as SO_PEERCRED returns them."""
 
 
 def end_with_ray(on_end: Callable[[], None]) -> threading.Event:
@@ -54,7 +55,8 @@ def _watch(names: dict[int, str], is_over: threading.Event, on_end: Callable[[],
 
 def _processes() -> dict[int, str]:
     """Return the names of the processes to watch by a descriptor; those that can be found."""
-    node, found = ray_worker._global_node, {}
+    node: Any = ray_worker._global_node
+    found: dict[int, str] = {}
     own = {name: each[0].process.pid for name, each in node.all_processes.items()}
     pids = {name: own[name] for name in _NEEDED if name in own}
     with suppress(OSError, AttributeError):  # a system without such sockets or descriptors
