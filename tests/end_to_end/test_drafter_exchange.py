@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import Said, Workshop, build, save_untaught, say
-from longtail.assembly.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.drafters import Target, drafter_names, open_drafter
 from longtail.drafter.formats.checkpoint import TrainingRecord, is_drafter
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
     assert "the inputs of layers [0, 1]; window 16" in said.out
     target = _target(workshop, str(workshop.model))
     for name in ("away", "back", "drafter", "first", "first/drafter/step_000002"):
-        (drafter,) = open_drafters([str(workshop.path / name)], target)
+        drafter = open_drafter(str(workshop.path / name), target)
         assert drafter.taps.layers == (0, 1)
     said = say("drafter", "import", str(workshop.model), *words[:3], str(workshop.path / "no"))
     assert said.code == 2
@@ -111,7 +111,7 @@ def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):
     for name in (run, workshop.policy("first", 2).parent):
         mine = _target(workshop, str(name))
         names = drafter_names("auto", mine.name, learns=True)
-        drafter, *others = open_drafters(names, mine)
+        drafter, *others = (open_drafter(name, mine) for name in names)
         assert drafter.taps.layers == (0, 1)
         assert names[1:] == ["history", "phrases"]
         assert not any(each.taps.any for each in others)

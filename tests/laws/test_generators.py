@@ -14,7 +14,7 @@ from support import contract
 def opening(drafter: str) -> Iterator[contract.Opened]:
     asked, target = contract.plan(drafter), contract.toy_target()
     names = drafter_names(drafter, target.name, learns=True)
-    yield open_own(asked, contract.LIMITS, names, target, target.model)
+    yield open_own(asked, contract.LIMITS, names, target.tokenizer)
 
 
 OTHERS = contract.law_1_texts_are_those_of_longtails_engine  # of this one, drafts change no text

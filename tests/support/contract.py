@@ -11,12 +11,14 @@ from functools import partial
 
 import torch
 
-from longtail.assembly.drafters import FRESH, LearnedDrafter, Target
+from longtail.assembly.drafters import FRESH, Target
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.worker import open_own
 from longtail.config.rl import RunConfig
+from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.weights import DRAFT_IDS, copy_parameters
 from longtail.engine.request import EngineLimits
+from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import RequestError
 from longtail.generator import Generator, StepReport
 from longtail.model.hf.model import load_model
@@ -25,6 +27,7 @@ from longtail.model.hf.weights import hf_rows
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Statistics
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from support import toy
 from support.engine_requests import request_of
@@ -41,7 +44,7 @@ _KINDS: Sequence[dict[str, object]] = (
     {"temperature": 1.0, "stop": ("and",)},
 )
 
-Opened = tuple[Generator, LearnedDrafter | None]
+Opened = tuple[Generator, LoadedDrafter | None]
 Open = Callable[[str], AbstractContextManager[Opened]]
 """Opens a generator of the toy model with a drafter by its name."""
 
@@ -141,7 +144,7 @@ def law_1_drafts_change_no_text(opening: Open) -> None:
 def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
     """Every generator writes the texts of longtail's engine from equal weights and keys."""
     target = toy_target()
-    own = open_own(plan("none"), LIMITS, [], target, target.model)[0]
+    own = open_own(plan("none"), LIMITS, [], target.tokenizer)[0]
     with opening(DRAFTERS[0]) as (generator, _):
         assert texts(generator.generate(requests())) == texts(own.generate(requests()))
 
@@ -149,7 +152,7 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
 def elsewhere(_: Open) -> AbstractContextManager[Opened]:
     """Open the generator in which texts begin: longtail's engine, where others have its noise."""
     target = toy_target()
-    return nullcontext(open_own(plan("none"), LIMITS, [], target, target.model))
+    return nullcontext(open_own(plan("none"), LIMITS, [], target.tokenizer))
 
 
 def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:
@@ -168,28 +171,35 @@ def law_1_a_moved_text_is_the_same_text(opening: Open) -> None:
     assert len(begun) + len(ended) == len(asked)
     endless = replace(asked[0], sampling=SamplingParams(max_tokens=100))
     for name in (DRAFTERS[1], FRESH):
-        with opening(name) as (generator, learned):
+        with opening(name) as (generator, _):
             moved = wander([generator], asked, list(begun.values()), seed=5)
             assert texts(moved) == texts(plain), name
             for each, one, other in zip(asked, moved, plain, strict=True):
                 gaps = torch.tensor(one.logprobs) - torch.tensor(other.logprobs)
                 assert each.sampling.temperature == 0 or gaps.abs().max() < 1e-4, name
-            assert _num_counted(learned) in (None, sum(len(each.tokens) - 1 for each in plain))
+            assert _num_counted(generator) in (None, sum(len(each.tokens) - 1 for each in plain))
             (whole,) = generator.generate([endless])
-            _num_counted(learned)
+            _num_counted(generator)
             begin = {"tokens": whole.tokens[:90], "logprobs": whole.logprobs[:90]}
             so_far = replace(whole, **begin, finish_reason=FinishReason.ABORT)
             again = generator.generate([endless], None, [so_far])  # a cache may know it
             assert texts(again) == texts([whole]), name
-            assert _num_counted(learned) in (None, 99)
+            assert _num_counted(generator) in (None, 99)
             stale = replace(so_far, policy_version=3)
             assert "cannot continue" in refusal(partial(generator.submit, endless, stale))
             assert generator.num_unfinished == 0
 
 
-def _num_counted(learned: LearnedDrafter | None) -> float | None:
+def _statistics(generator: Generator) -> Statistics | None:
+    """Return what adds up the texts of longtail's engine for a drafter; None in another one."""
+    speculation: Speculation | None = getattr(generator, "speculation", None)
+    return None if speculation is None else speculation.texts
+
+
+def _num_counted(generator: Generator) -> float | None:
     """Return the number of tokens in the sums since the last call; None without sums."""
-    return learned.texts.take().num_tokens if learned and learned.texts else None
+    found = _statistics(generator)
+    return None if found is None else found.take().num_tokens
 
 
 def law_3_logprobs_are_the_learners(opening: Open) -> None:
@@ -253,29 +263,28 @@ def law_7_a_drafter_is_adopted_in_mid_text(opening: Open) -> None:
     with opening("none") as (generator, _):
         plain = texts(generator.generate(requests()))
     reports: list[StepReport] = []
-    with opening(FRESH) as (generator, learned):
-        if learned is not None and learned.texts is not None:
-            learned.texts.take()
+    with opening(FRESH) as (generator, _):
+        if (written := _statistics(generator)) is not None:
+            written.take()
         first = generator.generate(requests(), reports.append)
-        if learned is None:  # it learns by itself
+        if written is None:  # it learns by itself
             assert texts(generator.generate(requests(), reports.append)) == plain == texts(first)
             assert any(each.num_accepted for report in reports for each in report.verified)
         else:
-            assert learned.texts is not None
             assert not any(report.verified for report in reports)
-            sums = learned.texts.take()
-            written = sum(max(len(each.tokens) - 1, 0) for each in first)
-            assert sums.num_tokens == written  # type: ignore[attr-defined]
-            drafter: Mapping[str, torch.Tensor] = sums.weights(learned.target.tokenizer.eos_ids)
+            sums = written.take()
+            assert sums.num_tokens == sum(max(len(each.tokens) - 1, 0) for each in first)
+            ends = toy_target().tokenizer.eos_ids
+            drafter: Mapping[str, torch.Tensor] = sums.weights(ends)
             assert DRAFT_IDS in drafter
             adopted = _adopting(generator, drafter, reports)
             assert adopted == plain == texts(first)
-    if learned is None:
+    if written is None:
         with opening(DRAFTERS[0]) as (generator, learned):
             assert learned is not None
-            layer, ids = learned.loaded.layer, learned.loaded.draft_ids
+            weights = copy_parameters(learned.layer, learned.draft_ids)
             reports.clear()
-            assert _adopting(generator, copy_parameters(layer, ids), reports) == plain
+            assert _adopting(generator, weights, reports) == plain
     verified = [each for report in reports for each in report.verified]
     assert sum(each.num_accepted for each in verified) > len(verified) / 4
 

@@ -57,7 +57,7 @@ def opening(drafter: str) -> Iterator[Any]:
     names = drafter_names(drafter, target.name, learns=True)
     small = {"block_size": 32}  # beginnings of texts are found in the cache, too
     plan = contract.plan(drafter, vllm=small)
-    opened = open_vllm(plan, contract.LIMITS, names, target, target.model)
+    opened = open_vllm(plan, contract.LIMITS, names, target.tokenizer, target.model)
     generator: Any = opened[0]
     scheduler = generator._engine.vllm_config.scheduler_config
     assert bool(scheduler.async_scheduling) == (os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1")

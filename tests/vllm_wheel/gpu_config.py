@@ -51,7 +51,6 @@ def main(directory: str, *words: str) -> None:
     from longtail.assembly.plan import plan_run
     from longtail.assembly.precision import decided
     from longtail.assembly.vllm import open_vllm
-    from longtail.assembly.worker import ModelFiles
     from longtail.config.rl import load
     from longtail.engine.request import EngineLimits
     from longtail.model.hf.model import load_model
@@ -64,11 +63,11 @@ def main(directory: str, *words: str) -> None:
     given = [f"--model.path={directory}", "--run.device=cuda", *words[: words.index("--")]]
     own = decided(load(None, given))
     path = Path(directory)
-    files = ModelFiles(tokenizer=load_tokenizer(path), directory=path, name=directory)
+    tokenizer = load_tokenizer(path)
     names = [own.speculation.drafter] if own.speculation.drafter != "none" else []
     limits = EngineLimits(max_running=64, max_step_tokens=2048, max_len=2048)
     try:
-        open_vllm(plan_run(own, path), limits, names, files, load_model(path))
+        open_vllm(plan_run(own, path), limits, names, tokenizer, load_model(path))
     except Found as error:
         config = error.args[0]
     drafts = config.speculative_config

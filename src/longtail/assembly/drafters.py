@@ -1,4 +1,4 @@
-"""Construction of drafters from their names.
+"""Construction of drafters, and of speculation with them, from their names.
 
 auto               the drafter of the run that the target is from, or in training fresh; and
                    history+phrases
@@ -10,12 +10,13 @@ a directory        a drafter of `longtail drafter train` or its run, the newest 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 
+from longtail.config.rl import SpeculationSection, SpotSection
 from longtail.drafter.architecture import make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.formats import checkpoint
@@ -23,17 +24,23 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, i
 from longtail.drafter.formats.eagle_files import is_published, load_published
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.training.target_states import training_taps
 from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
-from longtail.speculation.drafter import Drafter, Statistics
+from longtail.speculation.drafter import Drafter
+from longtail.speculation.strategy import Strategy
 from longtail.system.files import meant
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _FRESH_VOCAB = 64
 """Tokens that a fresh drafter can propose; those that are written replace them."""
+_BY_BUDGET, _NEVER = SpeculationSection(), SpotSection(train="never")
 HISTORY, PHRASES, FRESH = "history", "phrases", "fresh"
 NONE, AUTO = "none", "auto"
 WEIGHTLESS: Mapping[str, Callable[[], Drafter]] = MappingProxyType(
@@ -43,41 +50,45 @@ WEIGHTLESS: Mapping[str, Callable[[], Drafter]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFiles:
-    """A model on disk."""
+class Target:
+    """The model that is drafted for, as rollouts hold it."""
 
+    model: Transformer
     tokenizer: Tokenizer
     directory: Path
     name: str
     """Name of the model in the configuration."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target(ModelFiles):
-    """The model that is drafted for, as rollouts hold it."""
+def open_speculation(
+    names: Sequence[str],
+    target: Target,
+    own: SpeculationSection = _BY_BUDGET,
+    spot: SpotSection = _NEVER,
+) -> Speculation | None:
+    """Return speculation with the drafters of these single names; None without any.
 
-    model: Transformer
-
-
-def target_of(files: ModelFiles, model: Transformer) -> Target:
-    """Return a model, read from these files, as the target of drafters."""
-    return Target(
-        model=model, tokenizer=files.tokenizer, directory=files.directory, name=files.name
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnedDrafter:
-    """The drafter of a generator that has weights, and what it learns from."""
-
-    loaded: LoadedDrafter
-    """Its initial weights."""
-    target: Target
-    """The model whose states it reads when it is trained by gradient."""
-    texts: Statistics | None = None
-    """Adds up what the generator writes."""
-    features: FeatureStore | None = None
-    """States that the generator kept."""
+    It keeps what the first drafter with weights learns from, unless `spot` lets none learn. Raises
+    ConfigError like `open_drafter`.
+    """
+    drafters = tuple(open_drafter(name, target) for name in names)
+    if not drafters:
+        return None
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
+    tuners: dict[str, Callable[[], Tuner]] = {
+        "budget": BudgetTuner,
+        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
+        "off": OffTuner,
+    }
+    made = Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+    if spot.train == "never" or (learner := made.learner) is None:
+        return made
+    if (statistics := learner.statistics()) is not None:
+        return replace(made, texts=statistics)
+    if not spot.features_mb:
+        return made
+    store = FeatureStore(training_taps(learner.taps), spot.features_mb * 2**20)
+    return replace(made, features=store)
 
 
 def open_drafter(name: str, target: Target) -> Drafter:
@@ -102,9 +113,7 @@ def read_drafter(
     if name in WEIGHTLESS:
         return None
     if name == FRESH:
-        made = fresh(target.name, target.model, target.tokenizer)
-        made.layer.to(dtype or torch.float32)
-        return made
+        return fresh(target, dtype or torch.float32)
     path = Path(name)
     if not path.is_dir():
         raise _unknown(name, field)
@@ -145,11 +154,6 @@ def open_trainable(names: Sequence[str], target: Target) -> LoadedDrafter | None
         if loaded is not None:
             return loaded
     return None
-
-
-def open_drafters(names: Sequence[str], target: Target) -> tuple[Drafter, ...]:
-    """Return the drafters of these single names. Raises ConfigError like `open_drafter`."""
-    return tuple(open_drafter(name, target) for name in names)
 
 
 def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
@@ -216,12 +220,14 @@ def drafter_directory(path: Path) -> Path:
     )
 
 
-def fresh(name: str, target: Transformer, tokenizer: Tokenizer) -> LoadedDrafter:
-    """Return a drafter that begins to learn, in float32, for the target called `name`."""
-    ids = commonest_tokens((), min(_FRESH_VOCAB, target.config.vocab_size), tokenizer.eos_ids)
+def fresh(target: Target, dtype: torch.dtype = torch.float32) -> LoadedDrafter:
+    """Return a drafter that begins to learn, for this target."""
+    model, tokenizer = target.model, target.tokenizer
+    ids = commonest_tokens((), min(_FRESH_VOCAB, model.config.vocab_size), tokenizer.eos_ids)
+    layer = RidgeLayer(RidgeConfig(target=model.config, draft_vocab_size=len(ids)))
     return LoadedDrafter(
-        layer=RidgeLayer(RidgeConfig(target=target.config, draft_vocab_size=len(ids))),
-        draft_ids=ids.to(target.device),
-        trained_on=identity(name, target, tokenizer),
+        layer=layer.to(dtype),
+        draft_ids=ids.to(model.device),
+        trained_on=identity(target.name, model, tokenizer),
         training=TrainingRecord(steps=0, tokens=0, unroll_steps=1),
     )

@@ -9,7 +9,7 @@ from typing import final
 import torch
 
 from longtail.assembly.device import own_engine_device
-from longtail.assembly.drafters import Target, drafter_names, open_drafters
+from longtail.assembly.drafters import Target, drafter_names, open_speculation
 from longtail.assembly.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
@@ -22,7 +22,6 @@ from longtail.run.checkpoint import policy_directory
 from longtail.sampling import noise_key
 from longtail.system.device import DTYPES, to_stderr
 from longtail.system.machine import MAX_INT32
-from longtail.tuner.budget import BudgetTuner
 from longtail.types import Request
 
 _log = logging.getLogger("longtail")
@@ -49,14 +48,13 @@ def open_model(
 def open_engine(target: Target, limits: EngineLimits, drafter: str) -> RolloutEngine:
     """Return an engine that drafts where that is faster; see `assembly.drafters` for names."""
     engine = RolloutEngine(target.model, target.tokenizer.decode, limits)
-    engine.speculate(open_speculation(drafter, target))
+    engine.speculate(named_speculation(drafter, target))
     return engine
 
 
-def open_speculation(drafter: str, target: Target) -> Speculation | None:
-    """Return speculation with the named drafters; None for the name "none"."""
-    drafters = open_drafters(drafter_names(drafter, target.name, learns=False), target)
-    return Speculation(drafters=drafters, tuner=BudgetTuner()) if drafters else None
+def named_speculation(drafter: str, target: Target) -> Speculation | None:
+    """Return speculation with the named drafters, which do not learn; None for the name "none"."""
+    return open_speculation(drafter_names(drafter, target.name, learns=False), target)
 
 
 @final

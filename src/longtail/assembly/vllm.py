@@ -17,15 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longtail.assembly.drafters import (
-    AUTO,
-    FRESH,
-    WEIGHTLESS,
-    LearnedDrafter,
-    ModelFiles,
-    open_trainable,
-    target_of,
-)
+from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, open_trainable
 from longtail.assembly.memory import vllm_arguments
 from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
@@ -36,6 +28,7 @@ from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.generator import Generator
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import INITIAL
@@ -55,36 +48,38 @@ def open_vllm(
     plan: RunPlan,
     limits: EngineLimits,
     names: Sequence[str],
-    files: ModelFiles,
+    tokenizer: Tokenizer,
     policy: Policy,
-) -> tuple[Generator, LearnedDrafter | None]:
-    """Start vLLM with the drafter among the names; return both, the drafter if it has weights.
+) -> tuple[Generator, LoadedDrafter | None]:
+    """Start vLLM with the drafter among the names; return the drafter, too, if we train it.
 
     `policy` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
     """
-    config = plan.config
-    target = target_of(files, policy) if isinstance(policy, Transformer) else None
-    name = _one_of(names, config, has_drafters=target is not None)
-    loaded = None
-    if target is not None and name is not None and name != FRESH:
-        loaded = open_trainable([name], target)
+    config, directory = plan.config, plan.directory
+    model = policy if isinstance(policy, Transformer) else None
+    name = _one_of(names, config, has_drafters=model is not None)
     if len(names) > 1 and config.speculation.drafter != AUTO:
         to_stderr(f"vLLM drafts with one drafter, which is {name}")
+    loaded = None
+    if model is not None and name is not None and name != FRESH:
+        target = Target(
+            model=model, tokenizer=tokenizer, directory=directory, name=config.model.path
+        )
+        loaded = open_trainable([name], target)
     settings: dict[str, Any] = {"drafts": "coupled" if config.speculation.coupled else "match"}
-    drafter, learned = None, None
+    drafter = None
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         path = Path(place) / "drafter"
-        is_ridge = loaded is not None and isinstance(loaded.layer, RidgeLayer)
-        if name == FRESH or is_ridge:
+        if name == FRESH or (loaded is not None and isinstance(loaded.layer, RidgeLayer)):
             settings |= _learning(config, loaded, path)
-        elif loaded is not None and target is not None:
-            learned = LearnedDrafter(loaded=loaded, target=target)
-            drafter = _drafter(learned, config, path)
+            loaded = None
+        elif loaded is not None and model is not None:
+            drafter = _drafter(loaded, model, config, path)
         elif name is not None:
             drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
         generator = VllmGenerator(
-            files.directory,
-            files.tokenizer.decode,
+            directory,
+            tokenizer.decode,
             limits,
             dtype=DTYPES[config.rollout.dtype],
             drafter=drafter,
@@ -94,7 +89,7 @@ def open_vllm(
                 **(config.rollout.vllm or {}),
             },
         )
-    return generator, learned
+    return generator, loaded
 
 
 def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> dict[str, Any]:
@@ -117,18 +112,19 @@ def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> d
     return {"drafter": LEARNED, "begin": str(place), "depth": depth}
 
 
-def _drafter(learned: LearnedDrafter, config: RunConfig, path: Path) -> VllmDrafter:
+def _drafter(
+    loaded: LoadedDrafter, target: Transformer, config: RunConfig, path: Path
+) -> VllmDrafter:
     """Write a drafter's first weights into a new directory for vLLM."""
-    dtype, target = DTYPES[config.rollout.dtype], learned.target
-    made = rounded(learned.loaded.copied().as_eagle(), dtype)
-    write_layout(path, made, target.model)
+    dtype = DTYPES[config.rollout.dtype]
+    made = rounded(loaded.copied().as_eagle(), dtype)
+    write_layout(path, made, target)
 
     def by_vllms_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        new = learned.loaded.copied()
+        new = loaded.copied()
         load_parameters(new.layer, tensors)
         new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
-        made = rounded(new.as_eagle(), dtype)
-        return to_tensors(made, target.model, dtype)
+        return to_tensors(rounded(new.as_eagle(), dtype), target, dtype)
 
     return VllmDrafter(
         method=_METHODS[made.eagle.config.recipe],

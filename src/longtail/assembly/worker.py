@@ -1,47 +1,37 @@
-"""Build a worker from the configuration: an engine that speculates, a learner, a drafter trainer.
+"""Build a worker from the plan of its run: policy, generator, learner, and how its drafter learns.
 
 This runs in the worker's own process if there are several.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from longtail.assembly.drafters import (
-    LearnedDrafter,
-    ModelFiles,
-    Target,
-    open_drafters,
-    open_trainable,
-    target_of,
-)
-from longtail.assembly.plan import RunPlan
-from longtail.assembly.policy import open_policy
+from longtail.assembly.drafters import Target, open_speculation, open_trainable
+from longtail.assembly.plan import RunPlan, holds_bfloat16, uses_transformers
 from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
 from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, SpotSection
 from longtail.config.sections import OptimizerSection
-from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
-from longtail.drafter.training.target_states import training_taps
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.generator import Generator
+from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_model
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.policy import Policy
+from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
-from longtail.speculation.drafter import Drafter
-from longtail.speculation.strategy import Strategy
 from longtail.system.device import (
     DTYPES,
     is_multithreaded,
@@ -50,8 +40,6 @@ from longtail.system.device import (
     set_threads,
     threads_each,
 )
-from longtail.tuner.budget import BudgetTuner
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 SPOT_MICRO_TOKENS = 384
 """Tokens of a micro-batch of spot training; longer texts are cut to windows."""
@@ -72,82 +60,98 @@ def build_components(
 ) -> WorkerComponents:
     """Build the components of a worker."""
     config, device, hidden_size = plan.config, plan.device, plan.shape.hidden_size
-    directory = place.local(plan.directory)
-    tokenizer = load_tokenizer(directory)
-    home = "cpu" if config.is_sharded else device  # shards move to the device in the team
-    policy = open_policy(directory, config, home)
+    plan = replace(plan, directory=place.local(plan.directory))
     names = [str(place.local(Path(name))) for name in drafters]
-    open_generator = open_vllm if plan.on_vllm else open_own
-    files = ModelFiles(tokenizer=tokenizer, directory=directory, name=config.model.path)
-    generator, learned = open_generator(plan, limits, names, files, policy)
+    tokenizer = load_tokenizer(plan.directory)
+    home = "cpu" if config.is_sharded else device  # shards move to the device in the team
+    policy = open_policy(plan.directory, config, home)
+    if plan.on_vllm:
+        generator, drafter = open_vllm(plan, limits, names, tokenizer, policy)
+    else:
+        generator, drafter = open_own(plan, limits, names, tokenizer)
+    own = generator if isinstance(generator, RolloutEngine) else None
+    drafting = None
+    if drafter is not None and config.spot.train != "never":
+        target, speculation = (own.model, own.speculation) if own else (policy, None)
+        assert isinstance(target, Transformer), "drafters with weights are of our decoder"
+        # Each worker has its own seed, or all would train the same replica.
+        seed = config.run.seed + place.worker
+        drafting = make_drafting(config.spot, drafter, target, speculation, seed=seed)
     return WorkerComponents(
         generator=generator,
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         backend="nccl" if plan.gpus >= 1 else "gloo",  # NCCL admits a GPU once
         tokenizer=tokenizer,
-        # Each worker has its own seed, or all would train the same replica.
-        drafting=None
-        if learned is None
-        else make_drafting(config.spot, learned, seed=config.run.seed + place.worker),
-        drafter=None if learned is None else learned.loaded,
+        drafting=drafting,
+        drafter=drafter,
         rollout_threads=rollout_threads(hidden_size),
-        borrows=device.type == "cpu"
-        and isinstance(generator, RolloutEngine)
-        and is_multithreaded(hidden_size),
+        borrows=own is not None and device.type == "cpu" and is_multithreaded(hidden_size),
     )
+
+
+def open_policy(directory: Path, config: RunConfig, device: torch.device | str) -> Policy:
+    """Read the model of a directory for the learner. Raises ConfigError."""
+    dtype = DTYPES[config.learner.dtype]
+    if not uses_transformers(directory, config.learner):
+        return load_model(directory, dtype, device)
+    lora = config.learner.lora
+    if lora is None:
+        return CausalModel(read_pretrained(directory, dtype, device))
+    adapted = AdaptedModel(read_pretrained(directory, dtype), lora, config.run.seed)
+    if holds_bfloat16(directory, config.learner):
+        adapted.hold_frozen(torch.bfloat16)  # before a GPU would have to hold the wider ones
+    return adapted.to(device)
 
 
 def open_own(
-    plan: RunPlan,
-    limits: EngineLimits,
-    names: Sequence[str],
-    files: ModelFiles,
-    _policy: Policy,
-) -> tuple[Generator, LearnedDrafter | None]:
-    """Open longtail's engine, with a model of its own in the precision of rollouts."""
+    plan: RunPlan, limits: EngineLimits, names: Sequence[str], tokenizer: Tokenizer
+) -> tuple[RolloutEngine, LoadedDrafter | None]:
+    """Open longtail's engine, with a model of its own in the precision of rollouts.
+
+    Returns its drafter with weights, too, if there is one.
+    """
     config = plan.config
-    model = load_model(files.directory, DTYPES[config.rollout.dtype])
-    target = target_of(files, model)
-    speculation = _speculation(config, open_drafters(names, target))
-    engine = RolloutEngine(model, target.tokenizer.decode, limits, speculation=speculation)
-    learned = None if speculation is None else open_learned(names, target, speculation)
-    return engine, learned
+    model = load_model(plan.directory, DTYPES[config.rollout.dtype])
+    target = Target(
+        model=model, tokenizer=tokenizer, directory=plan.directory, name=config.model.path
+    )
+    speculation = open_speculation(names, target, config.speculation, config.spot)
+    engine = RolloutEngine(model, tokenizer.decode, limits, speculation=speculation)
+    return engine, open_trainable(names, target)
 
 
-def open_learned(names: Sequence[str], target: Target, full: Speculation) -> LearnedDrafter | None:
-    """Open the drafter that learns; None if none of `names` can."""
-    if (loaded := open_trainable(names, target)) is None:
-        return None
-    return LearnedDrafter(loaded=loaded, target=target, texts=full.texts, features=full.features)
+def make_drafting(
+    own: SpotSection,
+    drafter: LoadedDrafter,
+    target: Transformer,
+    speculation: Speculation | None,
+    *,
+    seed: int,
+) -> Drafting:
+    """Return how a drafter learns: from what `speculation` adds up, or by gradient.
 
-
-def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Drafting | None:
-    """Build the trainer of a drafter; None if it does not learn."""
-    loaded, target = learned.loaded, learned.target
-    by_sums = isinstance(loaded.layer, RidgeLayer)
-    if own.train == "never" or (by_sums and learned.texts is None):
-        return None
-    renewable_ids = loaded.draft_ids if loaded.head is None else None
+    `target` has the states that it reads when it is trained by gradient.
+    """
+    renewable_ids = drafter.draft_ids if drafter.head is None else None
     drafting = Drafting(
         served=DrafterWeights(
             version=0,
-            tensors=copy_parameters(loaded.layer, renewable_ids),
-            num_tokens=loaded.training.tokens,
+            tensors=copy_parameters(drafter.layer, renewable_ids),
+            num_tokens=drafter.training.tokens,
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
-    if learned.texts is not None:
-        sums = learned.texts.take()
-        sums = sums.restored(loaded.sums) if loaded.sums else sums
-        return replace(drafting, texts=learned.texts, sums=sums)
+    if speculation is not None and (texts := speculation.texts) is not None:
+        sums = texts.take()
+        sums = sums.restored(drafter.sums) if drafter.sums else sums
+        return replace(drafting, texts=texts, sums=sums)
     settings = SpotSettings(
         trainer=TrainerSettings(
-            unroll_steps=loaded.training.unroll_steps,
+            unroll_steps=drafter.training.unroll_steps,
             optimizer=OptimizerSection(learning_rate=own.learning_rate),
             matrix_rate=_MATRIX_RATE if own.matrix_rate is None else own.matrix_rate or None,
-            autocast=target.model.dtype == torch.bfloat16
-            and multiplies_bfloat16(target.model.device),
+            autocast=target.dtype == torch.bfloat16 and multiplies_bfloat16(target.device),
         ),
         batch_tokens=own.batch_tokens,
         tokens_per_micro_batch=min(SPOT_MICRO_TOKENS, own.batch_tokens),
@@ -155,38 +159,11 @@ def make_drafting(own: SpotSection, learned: LearnedDrafter, *, seed: int) -> Dr
     return replace(
         drafting,
         trainer=SpotTrainer(
-            loaded.copied().eagle,
-            target.model,
+            drafter.copied().eagle,
+            target,
             settings,
-            draft_ids=loaded.draft_ids,
-            head=loaded.head,
-            store=learned.features,
+            draft_ids=drafter.draft_ids,
+            head=drafter.head,
+            store=None if speculation is None else speculation.features,
         ),
     )
-
-
-def _speculation(config: RunConfig, drafters: tuple[Drafter, ...]) -> Speculation | None:
-    own = config.speculation
-    if not drafters:
-        return None
-    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
-    tuners: dict[str, Callable[[], Tuner]] = {
-        "budget": BudgetTuner,
-        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
-        "off": OffTuner,
-    }
-    full = Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
-    return learning(full, config.spot)
-
-
-def learning(full: Speculation, own: SpotSection) -> Speculation:
-    """Return speculation that keeps what its first drafter with weights learns from."""
-    drafter = full.learner
-    if own.train == "never" or drafter is None:
-        return full
-    if (statistics := drafter.statistics()) is not None:
-        return replace(full, texts=statistics)
-    if not own.features_mb:
-        return full
-    store = FeatureStore(training_taps(drafter.taps), own.features_mb * 2**20)
-    return replace(full, features=store)

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from longtail.assembly.engine import model_directory
-from longtail.assembly.policy import open_policy
+from longtail.assembly.worker import open_policy
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.hf.adapters import AdaptedModel

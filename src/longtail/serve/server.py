@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from longtail import errors
 from longtail.assembly.drafters import check_names
-from longtail.assembly.engine import model_directory, open_engine, open_model, open_speculation
+from longtail.assembly.engine import model_directory, named_speculation, open_engine, open_model
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -271,5 +271,5 @@ def _load(options: ServeOptions, api_key: str | None) -> Routes:
         kv_tokens=options.kv_tokens,
     )
     service = Service(open_engine(target, limits, options.drafter), options)
-    open_drafters = partial(open_speculation, options.drafter, target)
+    open_drafters = partial(named_speculation, options.drafter, target)
     return Routes(service, tokenizer, options, open_drafters, api_key)

@@ -9,7 +9,7 @@ from longtail.assembly.drafters import (
     Target,
     drafter_directory,
     drafter_names,
-    open_drafters,
+    open_drafter,
     open_trainable,
 )
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
@@ -30,7 +30,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 def opened(names: str, target: Target, *, learns: bool = False) -> list[Drafter]:
-    return list(open_drafters(drafter_names(names, target.name, learns=learns), target))
+    names = drafter_names(names, target.name, learns=learns)
+    return [open_drafter(name, target) for name in names]
 
 
 def test_none_is_no_drafter_and_auto_needs_no_weights(target):

@@ -32,8 +32,7 @@ def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(
     new = asked(f"--run.dir={tmp_path}")
     assert vllm._learning(new, None, tmp_path / "unused") == {"drafter": "learned"}
     saved = tmp_path / "drafter" / "initial"
-    target = contract.toy_target()
-    fresh(target.name, target.model, target.tokenizer).save(saved)
+    fresh(contract.toy_target()).save(saved)
     found = vllm._learning(new, None, tmp_path / "unused")
     assert found == {"drafter": "learned", "begin": str(saved), "depth": 4}
     off = asked(f"--run.dir={tmp_path}", "--speculation.tuner=off")

@@ -121,7 +121,7 @@ def test_a_dry_run_prints_configuration_and_memory_as_toml_needs_no_weights_and_
     assert tables.keys() == RunConfig.model_fields.keys()
     parameters = sum(p.numel() for p in tiny_model().parameters())
     assert f"# memory, {parameters:,} parameters" in out
-    for row in ("KV cache", "optimizer moments", "activations", "reference model", "total"):
+    for row in ("KV cache", "optimizer moments", "activations", "learner weights", "total"):
         assert row in out
     assert "available" in out
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]

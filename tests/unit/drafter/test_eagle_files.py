@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.assembly.drafters import Target, open_drafters
+from longtail.assembly.drafters import Target, open_drafter
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import eagle_files
 from longtail.drafter.formats.eagle_files import export_drafter, load_published
@@ -185,7 +185,7 @@ def test_a_drafter_of_another_shape_and_vocabulary_is_imported_unchanged(
 @pytest.mark.slow
 def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, three_taps):
     path = lay(tmp_path / "p", *three_taps)
-    (drafter,) = open_drafters([str(path)], target)
+    drafter = open_drafter(str(path), target)
     assert drafter.taps.layers == (1, 2, 4)
     loaded = load(path, target, dtype=torch.float32)
     before = loaded.head.clone()
@@ -198,7 +198,7 @@ def test_an_imported_drafter_drafts_trains_saves_and_exports(tmp_path, target, t
     assert losses[-1] < losses[0]
     assert torch.equal(loaded.head, before)  # its head is never trained
     loaded.save(tmp_path / "ours")
-    (again,) = open_drafters([str(tmp_path / "ours")], target)
+    again = open_drafter(str(tmp_path / "ours"), target)
     assert again.taps == drafter.taps
     export(tmp_path / "out", target, load(path, target, dtype=torch.float32))
     assert torch.equal(read_tensors(tmp_path / "out")["lm_head.weight"], before.float())

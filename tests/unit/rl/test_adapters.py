@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from end_to_end.workshop import build, say
-from longtail.assembly.policy import open_policy
+from longtail.assembly.worker import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.adapters import AdaptedModel

@@ -12,13 +12,12 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.drafters import Target, drafter_names, open_drafters
-from longtail.assembly.worker import learning, make_drafting, open_learned
+from longtail.assembly.drafters import Target, drafter_names, open_speculation, open_trainable
+from longtail.assembly.worker import make_drafting
 from longtail.cluster.work.drafter_publisher import Publisher
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
-from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError
 from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
@@ -26,7 +25,6 @@ from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.speculation.drafter import Statistics
 from longtail.system.device import compute_threads, rollout_threads
-from longtail.tuner.budget import BudgetTuner
 from longtail.types import Completion, Request, SamplingParams
 
 FOLDER = "longtail"
@@ -118,17 +116,14 @@ class Session:
         # Only a drafter that follows from sums learns here: features would serve gradients.
         spot = SpotSection(train="spot" if self._learns else "never", features_mb=0)
         names = drafter_names(self._drafter, self.target.name, learns=self._learns)
-        drafters = open_drafters(names, self.target)
-        if not drafters:
-            return
-        speculation = learning(Speculation(drafters=drafters, tuner=BudgetTuner()), spot)
+        speculation = open_speculation(names, self.target, spot=spot)
         self.policy.speculate(speculation)
-        learned = open_learned(names, self.target, speculation)
-        if learned is None:
+        loaded = open_trainable(names, self.target)
+        if speculation is None or loaded is None:
             return
-        self._initial = learned.loaded.copied()
-        if speculation.texts is not None and (drafting := make_drafting(spot, learned, seed=0)):
-            self._texts = speculation.texts
+        self._initial, self._texts = loaded.copied(), speculation.texts
+        if self._texts is not None:
+            drafting = make_drafting(spot, loaded, self.target.model, speculation, seed=0)
             self._publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
 
     def _exchange(self) -> None:
