@@ -16,8 +16,12 @@
     +-- UnavailableError        (RuntimeError)     the engine failed or the service is stopping
 
 Each class also inherits from a standard exception, and callers may catch either. All have a single
-argument, the message, so they can be pickled and sent between processes.
+argument, the message, so they can be pickled and sent between processes. `did_you_mean` completes
+the message about an unknown name.
 """
+
+import difflib
+from collections.abc import Iterable
 
 AGAIN = "start again: the run resumes from its newest checkpoint"
 """Remedy of what ends a run."""
@@ -77,3 +81,25 @@ class OverloadedError(LongtailError, RuntimeError):
 
 class UnavailableError(LongtailError, RuntimeError):
     """A service cannot generate: its engine failed or hangs, or it is shutting down."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean X?)" with the known name that is most like `name`; "" without one.
+
+    A dotted name with the same last part comes first.
+
+    Example: did_you_mean("--steps", ["--run.steps"]) == " (did you mean --run.steps?)"
+    """
+    names = list(known)
+    ends = {_last_part(each): each for each in reversed(names)}
+    end = _last_part(name)
+    close = [
+        *(ends[each] for each in [end] if each in ends),
+        *difflib.get_close_matches(name, names, 1, cutoff=0.75),
+        *(ends[each] for each in difflib.get_close_matches(end, ends, 1, cutoff=0.75)),
+    ]
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2].removeprefix("--")

@@ -110,7 +110,7 @@ def test_data_that_cannot_be_used(workshop: Workshop, tmp_path: Path, case: str)
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--reward.name=end_to_end.rewards:seven"], ["attribute 'seven', did you mean 'sevens'"]),
+        (["--reward.name=end_to_end.rewards:seven"], ["attribute 'seven' (did you mean sevens?)"]),
         (["--run.device=cuda", "--rollout.engine=own"], ["run.device = 'cuda'", "docs/vllm.md"]),
         (["--rollout.temperature=0"], ["rollout.temperature = 0", "more than 0"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),

@@ -27,14 +27,14 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.training.target_states import training_taps
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import load_run_drafter, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
-from longtail.system.files import meant
+from longtail.system.files import similar_folders
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
@@ -140,10 +140,10 @@ def _split(names: str) -> list[str]:
 
 
 def _unknown(name: str, field: str) -> ConfigError:
-    known = (*WEIGHTLESS, FRESH, NONE, AUTO)
+    known = [*WEIGHTLESS, FRESH, NONE, AUTO, *similar_folders(name)]
     return ConfigError(
         f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH} nor a directory"
-        f"{meant(name, known)}; train one with `longtail drafter train`"
+        f"{did_you_mean(name, known)}; train one with `longtail drafter train`"
     )
 
 

@@ -5,7 +5,6 @@ Exit codes: 0 done, 1 failed, 2 wrong command line or configuration, 130 interru
 imported when its verb runs, so help is immediate.
 """
 
-import difflib
 import errno
 import io
 import logging
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from longtail import __version__
 from longtail.cli.commands import COMMANDS
-from longtail.errors import ConfigError, LongtailError
+from longtail.errors import ConfigError, LongtailError, did_you_mean
 from longtail.system.interrupt import signals_as_ctrl_c
 
 SUMMARY = """\
@@ -117,9 +116,8 @@ def _dispatch(words: list[str]) -> int:
     verbs = list(dict.fromkeys(name.split()[0] for name in COMMANDS))
     if words[0] in verbs:
         return _print_usage(words[0], is_asked=words[1:2] in (["-h"], ["--help"]))
-    close = difflib.get_close_matches(words[0], verbs, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"the verbs are {', '.join(verbs)}"
-    raise ConfigError(f"{words[0]}: no such verb; {hint}")
+    hint = did_you_mean(words[0], verbs)
+    raise ConfigError(f"{words[0]}: no such verb{hint}; the verbs are {', '.join(verbs)}")
 
 
 def _print_usage(group: str, *, is_asked: bool) -> int:

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from longtail.config.options import Arguments, Parser, describe, nearest, place_of, section_of
-from longtail.errors import ConfigError
+from longtail.config.options import Arguments, Parser, describe, place_of, section_of
+from longtail.errors import ConfigError, did_you_mean
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -132,11 +132,11 @@ def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDeta
 
 
 def _unknown(model: type[BaseModel], name: str) -> str:
-    """Return the message for an unknown name: the nearest known one, or all that are possible."""
+    """Return the message for an unknown name: one that is like it, or all that are possible."""
     known, sections = list(fields_of(model)), list(model.model_fields)
     section, _, _ = name.partition(".")
-    if near := nearest(name, known if section in sections else [*known, *sections]):
-        return f"unknown key; the nearest known one is {near}"
+    if hint := did_you_mean(name, known if section in sections else [*known, *sections]):
+        return f"unknown key{hint}"
     if section in sections:
         keys = ", ".join(each.partition(".")[2] for each in known if each.startswith(f"{section}."))
         return f"unknown key; [{section}] has {keys}"

@@ -12,12 +12,11 @@ sections of a configuration have dotted names: `--run.steps int`. Needs no torch
 
 import argparse
 import contextlib
-import difflib
 import json
 import re
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from types import MappingProxyType, NoneType
@@ -27,7 +26,7 @@ from pydantic import BaseModel, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource
 
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 OVERRIDES = "overrides"
@@ -71,29 +70,17 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError, with the nearest known name for each unknown one."""
-        known = [name.removeprefix("--") for name in self._option_string_actions]
-        unknown = re.findall(r"--([\w.-]+)", message.partition("unrecognized arguments")[2])
-        found = [(name, nearest(name, known)) for name in unknown]
-        hints = [f"the nearest known one to --{name} is --{near}" for name, near in found if near]
-        raise ConfigError("; ".join([message, *hints, f"see {self.prog} --help"]))
+        """Raise ConfigError, with a suggestion for each unknown option."""
+        said, unrecognized, rest = message.partition("unrecognized arguments")
+        known = self._option_string_actions
+        option = r"(--[\w.-]+)\S*"
+        rest = re.sub(option, lambda found: found[0] + did_you_mean(found[1], known), rest)
+        raise ConfigError(f"{said}{unrecognized}{rest}; see {self.prog} --help")
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=_WIDTH, max_help_position=28)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known dotted name with the same last part, or with nearly the same spelling."""
-    names = list(known)
-    keys = {each.rpartition(".")[2]: each for each in reversed(names)}
-    key = name.rpartition(".")[2]
-    if key in keys:
-        return keys[key]
-    close = difflib.get_close_matches(name, names, 1, cutoff=0.75)
-    similar = difflib.get_close_matches(key, keys, 1, cutoff=0.75)
-    return close[0] if close else keys[similar[0]] if similar else None
 
 
 class Arguments:

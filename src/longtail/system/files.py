@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -112,25 +112,15 @@ def read_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def meant(name: str, known: Iterable[str]) -> str:
-    """Return " (is X meant?)" for the known name, or folder in the same place, nearest to `name`.
-
-    Returns "" if none is near.
-
-    Example: meant("smolm2", ("smollm2",)) == " (is smollm2 meant?)"
-    """
-    if near := difflib.get_close_matches(name, known, 1):
-        return f" (is {near[0]} meant?)"
+def similar_folders(name: str) -> list[str]:
+    """Return the folder in the same place with a similar name; empty without one."""
     path = Path(name)
-    near = difflib.get_close_matches(path.name, _folders(path.parent), 1, cutoff=0.75)
-    return f" (is {path.parent / near[0]} meant?)" if near else ""
-
-
-def _folders(path: Path) -> list[str]:
     try:
-        return [each.name for each in os.scandir(path) if each.is_dir()]
+        names = [each.name for each in os.scandir(path.parent) if each.is_dir()]
     except OSError:
         return []
+    near = difflib.get_close_matches(path.name, names, 1, cutoff=0.75)
+    return [str(path.parent / each) for each in near]
 
 
 def process_of(run_dir: Path) -> int | None:

@@ -67,7 +67,7 @@ def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trian"], "trian: no such verb; did you mean train?"),
+        (["trian"], "trian: no such verb (did you mean train?); the verbs are"),
         (
             ["qqq"],
             "qqq: no such verb; the verbs are train, sft, drafter, merge, generate, serve, bench, ",
@@ -75,7 +75,7 @@ def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) ->
         (["train", "no.toml"], "no.toml: no such file"),
         (
             ["train", "--learner.los", "dapo"],
-            "the nearest known one to --learner.los is --learner.loss",
+            "--learner.los (did you mean --learner.loss?)",
         ),
         (
             ["train", "--learner.loss", "ppo", "quickstart"],

@@ -59,7 +59,7 @@ def test_the_help_shows_choices_and_defaults() -> None:
         (("--sizes", "1,zero"), r"--sizes\[1\] = zero: it must be a valid integer"),
         (("--sizes", "0"), r"--sizes\[0\] = 0: it must be greater than or equal to 1"),
         (("--share", "-1"), "--share = -1: it must be greater than or equal to 0"),
-        (("--size", "1"), "the nearest known one to --size is --sizes"),
+        (("--size", "1"), r"--size \(did you mean --sizes\?\)"),
     ],
 )
 def test_a_wrong_value_is_refused_with_option_value_and_remedy(

@@ -134,7 +134,7 @@ def test_a_directory_is_itself_whatever_its_name(tmp_path, monkeypatch):
     ("name", "message"),
     [
         ("absent.gguf", r"^model\.path = 'absent.gguf': no such file; give the path of a GGUF"),
-        ("smolm2", r"^model\.path = 'smolm2': no such directory \(is smollm2 meant\?\); give"),
+        ("smolm2", r"^model\.path = 'smolm2': no such directory \(did you mean smollm2\?\); give"),
         ("a" * 5000, "no such directory; give the directory of a model or run, a hub id"),
         ("/no/where", "no such directory; give"),
         ("runs/quickstart-sft", "no such directory; give .*; this run .* longtail sft quickstart$"),

@@ -48,8 +48,8 @@ def test_columns_may_be_named():
     ("row", "options", "message"),
     [
         ({"prompt": "hi"}, {}, r"row 0: no completion column.*data\.completion_column"),
-        ({"prompt": "hi", "completon": "yo"}, {}, "did you mean 'completon'"),
-        ({"prompt": "hi", "reply": "x"}, {"completion_column": "reply_"}, "did you mean 'reply'"),
+        ({"prompt": "hi", "completon": "yo"}, {}, "did you mean completon"),
+        ({"prompt": "hi", "reply": "x"}, {"completion_column": "reply_"}, "did you mean reply"),
         ({"prompt": "hi", "completion": 7}, {}, "completion is 7, expected text"),
         ({"completion": "yo"}, {}, "no prompt column"),
         ({"messages": [USER]}, {}, "not the assistant's"),

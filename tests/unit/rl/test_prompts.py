@@ -154,7 +154,7 @@ def test_a_prompt_that_cannot_be_used_is_named(prompt, encoder, message):
         (
             [{"prompt": "a", "solution": "42"}],
             {"answer_column": "solutoin"},
-            r"data\.answer_column = 'solutoin': .* did you mean 'solution'\?; found .* prompt, sol",
+            r"data\.answer_column = 'solutoin': .*did you mean solution\?\); found .* prompt, sol",
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_an_unknown_reward_lists_the_known_ones(name):
         (None, ConfigError, r"No module named 'broken'.*working dir"),
         ("import no_such_package", ConfigError, "its module cannot .*no_such_package"),
         ("def f(:", SyntaxError, r"broken\.py, line 1"),
-        ("def accuracy(**columns): ...", ConfigError, "'acuracy', did you mean 'accuracy'"),
+        ("def accuracy(**columns): ...", ConfigError, "'acuracy' \\(did you mean accuracy"),
         ("acuracy = 3", ConfigError, "it is of type int, not a function"),
     ],
 )

@@ -122,7 +122,7 @@ def test_reasoning_gym_problems_keep_the_entry_of_the_scorer():
     entries = gym.create_dataset("basic_arithmetic", size=3, seed=5)
     assert [row["reasoning_gym_entry"] for row in rows] == list(entries)
     assert [row["prompt"] for row in rows] == [entry["question"] for entry in entries]
-    with pytest.raises(DataError, match=r"'basic_aritmetic' not reg.*did you mean .*basic_arithm"):
+    with pytest.raises(DataError, match=r"'basic_aritmetic' not reg.*did you mean basic_arithm"):
         load("reasoning_gym:basic_aritmetic")
 
 

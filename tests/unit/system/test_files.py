@@ -6,25 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from longtail.system.files import meant, process_of
+from longtail.errors import did_you_mean
+from longtail.system.files import process_of, similar_folders
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("smolm2", " (is smollm2 meant?)"),
-        ("runs/quickstrat", " (is runs/quickstart meant?)"),
+        ("smolm2", " (did you mean smollm2?)"),
+        ("runs/quickstrat", " (did you mean runs/quickstart?)"),
         ("runs/else", ""),
         ("nowhere/at/all", ""),
         ("x" * 5000, ""),
         ("", ""),
     ],
 )
-def test_the_nearest_name_or_folder_is_meant(tmp_path, monkeypatch, name, expected):
+def test_the_nearest_name_or_folder_is_suggested(tmp_path, monkeypatch, name, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     (tmp_path / "runs" / "quickstarts.txt").touch()
-    assert meant(name, ("smollm2",)) == expected
+    assert did_you_mean(name, ["smollm2", *similar_folders(name)]) == expected
 
 
 def test_the_process_of_a_run_is_found_by_its_lock(tmp_path: Path):

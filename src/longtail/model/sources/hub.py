@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, did_you_mean
 from longtail.model.sources import gguf, hub, smollm2
-from longtail.system.files import meant
+from longtail.system.files import similar_folders
 
 _RUNS = "runs"
 """Folder of runs by default; no owner on the hub is meant by it."""
@@ -151,7 +151,8 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
     if hub.is_hub_id(name):
         return hub.model(name, where, log)
     remedy = f"; this run is made by: {_MADE_BY[name]}" if name in _MADE_BY else ""
+    hint = did_you_mean(name, [smollm2.NAME, *similar_folders(name)])
     raise ConfigError(
-        f"{where}: no such directory{meant(name, (smollm2.NAME,))}; give the directory of a model "
+        f"{where}: no such directory{hint}; give the directory of a model "
         f"or run, a hub id (owner/name), a .gguf file, or {smollm2.NAME}{remedy}"
     )

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-from longtail.errors import DataError
+from longtail.errors import DataError, did_you_mean
 from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts
-from longtail.rl.data.sources import Row, nearest
+from longtail.rl.data.sources import Row
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
 """Completion columns in order of preference, for unset `data.completion_column`."""
@@ -146,9 +146,10 @@ def _prompt_and_completion(
     else:
         column = completion_column or next((c for c in COMPLETION_COLUMNS if c in row), None)
         if column is None or column not in row:
+            hint = did_you_mean(column or "completion", row)
             raise DataError(
-                f"{where}: no completion column{nearest(column or 'completion', row)}; found "
-                f"{', '.join(row) or 'none'}; name yours in data.completion_column"
+                f"{where}: no completion column{hint}; found {', '.join(row) or 'none'}; "
+                f"name yours in data.completion_column"
             )
         completion, plain = row[column], dict(row)
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
-from longtail.errors import ConfigError, DataError
+from longtail.errors import ConfigError, DataError, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.rl.data.sources import Row, nearest, source_label
+from longtail.rl.data.sources import Row, source_label
 from longtail.types import Prompt
 
 PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
@@ -286,7 +286,7 @@ def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) 
         return next((column for column in usual if column in row), None)
     if named in row:
         return named
-    hint = nearest(named, row)
+    hint = did_you_mean(named, row)
     raise DataError(f"{field} = {named!r}: there is no such column{hint}; found {_listed(row)}")
 
 

@@ -13,14 +13,13 @@ package is imported only by the source that needs it.
     running_sums:heldout                   others, none of which is among those
 """
 
-import difflib
 import importlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import DataError, JsonError
+from longtail.errors import DataError, JsonError, did_you_mean
 from longtail.rl.data import sum_task
 from longtail.system.files import parse_json
 from longtail.system.machine import import_extra
@@ -134,9 +133,8 @@ def _datasets(name: str, split: str, *, where: str) -> list[Row]:
 def _reasoning_gym(name: str, size: int, seed: int, *, where: str) -> list[Row]:
     """Draw problems of a task, or of the mixture of tasks in a YAML file."""
     gym = import_extra("reasoning_gym", "reasoning-gym", where)
-    near = difflib.get_close_matches(name, gym.factory.DATASETS, n=3)
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     specs: list[Any] = []
+    hint = did_you_mean(name, gym.factory.DATASETS)
     with _explained(f"{where}: reasoning_gym refuses it", hint):
         if is_mixture := Path(name).suffix in (".yaml", ".yml"):
             composite = importlib.import_module("reasoning_gym.composite")
@@ -155,12 +153,6 @@ def _reasoning_gym(name: str, size: int, seed: int, *, where: str) -> list[Row]:
             }
             for entry in (problems[index] for index in range(size))
         ]
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `, did you mean 'x'?` for the nearest known name, or an empty text."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, final
 
-from longtail.errors import ConfigError, GradingError
-from longtail.rl.data.sources import nearest
+from longtail.errors import ConfigError, GradingError, did_you_mean
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -221,7 +220,7 @@ class FunctionReward(Reward):
                 "found in the working directory and on PYTHONPATH"
             ) from error
         except AttributeError as error:
-            hint = nearest(str(error.name), dir(error.obj))
+            hint = did_you_mean(str(error.name), dir(error.obj))
             raise ConfigError(f"reward.name = {name!r}: {error}{hint}") from error
         if not callable(self._function):
             kind = type(self._function).__name__
@@ -290,6 +289,6 @@ def reward_factory(name: str) -> Callable[[], Reward]:
     if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
         return lambda: FunctionReward(name)
     raise ConfigError(
-        f"reward.name = {name!r}: unknown{nearest(name, _NAMED)}; known are {', '.join(_NAMED)}, "
-        "and module:function with TRL's signature"
+        f"reward.name = {name!r}: unknown{did_you_mean(name, _NAMED)}; known are "
+        f"{', '.join(_NAMED)}, and module:function with TRL's signature"
     )
