@@ -18,7 +18,7 @@ import pytest
 
 from end_to_end import processes
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
-from longtail.cluster import coordinator
+from longtail.cluster import rollout
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
@@ -194,8 +194,8 @@ def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
 
     words = ("--speculation.drafter=fresh+history", *UNEVEN)
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "_SHARE_S", moves.SHARE_S)
-        patch.setattr(coordinator, "best_move", moves.half_of_the_most)
+        patch.setattr(rollout, "_SHARE_S", moves.SHARE_S)
+        patch.setattr(rollout, "best_move", moves.half_of_the_most)
         patch.setattr(WorkerPool, "start", deadly_start)
         patch.setattr(WorkerPool, "tell", deadly_tell)
         said = workshop.train("moved", "--run.steps=100", *words, *TWO)

@@ -7,15 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtail.cluster import coordinator
-from longtail.cluster.schedule.forecast import Text
+from longtail.cluster import rollout
+from longtail.cluster.schedule.forecast import Unfinished
 from longtail.cluster.schedule.moves import Move
 
 SHARE_S = 0.05
 
 
 def half_of_the_most(
-    loads: Mapping[int, Sequence[Text]], idle: Sequence[int], early_s: float, forecast: Any
+    loads: Mapping[int, Sequence[Unfinished]], idle: Sequence[int], early_s: float, forecast: Any
 ) -> Move | None:
     """Return a move of half of the longest shard, in place of one that gains."""
     source = max(loads, key=lambda worker: len(loads[worker]), default=None)
@@ -31,5 +31,5 @@ def half_of_the_most(
 if __name__ == "__main__":
     from longtail.cli.main import main
 
-    coordinator._SHARE_S, coordinator.best_move = SHARE_S, half_of_the_most
+    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
     sys.exit(main(sys.argv[1:]))

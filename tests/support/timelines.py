@@ -2,8 +2,8 @@
 
 from itertools import groupby
 
-from longtail.cluster.timeline import Mark, Timeline
-from longtail.cluster.workers.states import Span, State
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Mark, Span, State
 
 LETTERS = {
     "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,

@@ -20,9 +20,10 @@ class RolloutResult:
     """Completions in the order of the requests."""
     shards: tuple[TaskResult[ShardResult], ...]
     """Shards in the order in which they were done; a worker that took over another has two."""
-    spots: tuple[SpotReport, ...]
     seconds: float
     """Seconds from the start of the first shard to the end of the last one."""
+    spots: tuple[SpotReport, ...] = ()
+    """Trainings of the drafter while others generated."""
     num_moved: int = 0
     """Number of requests that moved to another worker."""
     stolen_s: float = 0.0

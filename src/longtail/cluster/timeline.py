@@ -13,19 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from longtail.cluster.workers.states import Span, State
+from longtail.cluster.workers.states import Mark, Span, State
 
 Interval = tuple[float, float]
 """Begin and end, in seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
-    """An event of a worker."""
-
-    worker: int
-    at_s: float
-    name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import final
 
 import torch
 
-from longtail.cluster.work.drafter_publisher import DrafterState
+from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer

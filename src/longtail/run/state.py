@@ -39,7 +39,7 @@ class StateSaver:
 
     def begin(self, checkpoint: Checkpoint | None, threads: int) -> TrainerState:
         """Restore a checkpoint, or begin at step 0; return the trainer's state, as it was saved."""
-        if self._workers.published is not None:
+        if self._workers.drafter is not None:
             self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
         if checkpoint is None:
             return TrainerState(step=0, cursor=self._source.state(), seconds=0.0, threads=threads)
@@ -47,7 +47,7 @@ class StateSaver:
         learner = LearnerState(tensors=checkpoint.tensors(), numbers=state.pop("learner"))
         self._workers.restore(checkpoint.policy, learner)
         self._source.restore(state["cursor"])
-        if self._workers.published is not None and (kept := self._drafters.load(checkpoint.step)):
+        if self._workers.drafter is not None and (kept := self._drafters.load(checkpoint.step)):
             self._workers.restore_drafter(kept)
         self._saved_step = checkpoint.step
         return TrainerState(step=checkpoint.step, **({"threads": threads} | state))

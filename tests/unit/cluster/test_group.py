@@ -105,7 +105,7 @@ def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     group.save_policy(tmp_path / "policy")
     assert (tmp_path / "policy").read_text() == "(1,)"
     assert group.num_parameters == 12
-    assert group.published is not None
+    assert group.drafter is not None
     assert pool.births == [1, 0]
 
 

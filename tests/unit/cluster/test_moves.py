@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.cluster.records import Progress
-from longtail.cluster.schedule.forecast import Lengths, RolloutForecast, Text, TokenTimes
+from longtail.cluster.schedule.forecast import Forecaster, Lengths, TokenTimes, Unfinished
 from longtail.cluster.schedule.moves import best_move
 from longtail.types import Request, SamplingParams
 
@@ -20,19 +20,17 @@ def request(name: str, group: str = "", max_tokens: int = 1000) -> Request:
     )
 
 
-def texts(worker: int, *lefts: float) -> list[Text]:
+def texts(worker: int, *lefts: float) -> list[Unfinished]:
     return [
-        Text(request=request(f"{worker}#{n}"), written=10, left=float(left))
+        Unfinished(request=request(f"{worker}#{n}"), written=10, left=float(left))
         for n, left in enumerate(lefts)
     ]
 
 
-def forecast(
-    start_s: float, more_s: float, speeds: Sequence[float] = (1.0, 1.0)
-) -> RolloutForecast:
+def forecast(start_s: float, more_s: float, speeds: Sequence[float] = (1.0, 1.0)) -> Forecaster:
     """Return a forecast that has seen steps of `start_s` + n `more_s` seconds."""
-    found = RolloutForecast(max_running=32)
-    found.begin(len(speeds))
+    found = Forecaster(max_running=32)
+    found.begin(len(speeds), ())
     for worker, speed in enumerate(speeds):
         found.speeds.observe(worker, 1.0, 100, 100 / speed)
     found.speeds.compare(lambda num: 1.0)
@@ -69,17 +67,22 @@ def test_what_is_seen_beside_other_work_is_its_cost_and_no_speed():
 
 def test_lengths_follow_siblings_then_the_epoch_before_then_all_texts():
     lengths = Lengths()
-    one = request("p@0#1", "p@0")
-    assert lengths.left(one, 0, None) == 500.0
-    for each in (10, 200, 400):
-        lengths.record("q@0", each)
-    assert lengths.left(one, 100, None) == 200.0
-    assert lengths.left(one, 100, 150.0) == 50.0
-    lengths.record("p@0", 120)
-    assert lengths.left(one, 100, 150.0) == 20.0
-    assert lengths.left(one, 990, None) == 5.0
-    lengths.begin()
-    assert lengths.left(one, 100, 150.0) == 50.0
+    one, other = request("p@1#1", "p@1"), request("r@1#1", "r@1")
+    lengths.begin(
+        [one, other, *(request(f"q@1#{n}", "q@1") for n in range(3)), request("p@1#2", "p@1")]
+    )
+    assert lengths.left(one, 0) == 500.0
+    for n, each in enumerate((10, 200, 400)):
+        lengths.record(f"q@1#{n}", each)
+    assert lengths.left(one, 100) == 200.0
+    lengths.restore({"longest": {"p": 150}})
+    assert lengths.left(one, 100) == 50.0
+    assert lengths.left(other, 100) == 200.0
+    lengths.record("p@1#2", 120)
+    assert lengths.left(one, 100) == 20.0
+    assert lengths.left(other, 990) == 5.0
+    lengths.begin([one])
+    assert lengths.left(one, 100) == 50.0
 
 
 def test_where_each_text_costs_the_busiest_worker_shares_with_an_idle_one():

@@ -2,11 +2,14 @@
 
 import json
 import random
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.schedule.placement import LengthHistory, PromptGroup, part_sizes, place
+from longtail.cluster.schedule.forecast import Lengths
+from longtail.cluster.schedule.placement import PromptGroup, part_sizes, place
+from support.scripted_pool import requests
 
 expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
 group_lists = st.lists(
@@ -72,7 +75,14 @@ def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(
 def test_no_worker_ends_later_than_another_would_with_the_longest_group_more(
     size: int, rounds: int, numbers: list[int], seed: int
 ) -> None:
-    """So the largest time is at most 1 + (W - 1) / S times the optimum."""
+    """So the largest time is at most 1 + (W - 1) / S times the optimum.
+
+    Consider workers with loads A and B, of a and b groups, and speeds p and q, when x is placed: A
+    / p - B / q + (b / q - a / p) x never exceeds M / q, where M is the load of the longest group.
+    If b / q <= a / p, because A / p - B / q does not: x went where it was done first. If b / q > a
+    / p, because a placement leaves it as it is and a smaller x lowers it. In the end b / q = a / p.
+    Summed over all B, S A / p <= all tokens + (W - 1) M.
+    """
     chance = random.Random(seed)
     lengths = [float(int(chance.paretovariate(0.7))) for _ in range(rounds * sum(numbers))]
     groups = [PromptGroup(size=size, expected=tokens) for tokens in lengths]
@@ -92,9 +102,13 @@ def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
 
 
 def test_the_history_keeps_the_longest_completion_of_a_prompt_and_is_restored_from_json() -> None:
-    book, other = LengthHistory(), LengthHistory()
-    for length in (30, 412, 77):
-        book.record("p/1", length)
-    other.record("p/9", 1)
+    asked = requests(30, 412, 77, 1, siblings=3)
+    book, other = Lengths(), Lengths()
+    book.begin(asked[:3])
+    for each in asked[:3]:
+        book.record(each.request_id, each.noise_key % 1000)
+    other.begin(asked[3:])
+    other.record(asked[3].request_id, 1)
     other.restore(json.loads(json.dumps(book.state())))
-    assert (other.expected("p/1"), other.expected("p/9")) == (412.0, None)
+    later = replace(asked[0], group_id=asked[0].group_id.replace("@0", "@1"))
+    assert (other.expected(later), other.expected(asked[3])) == (412.0, None)

@@ -70,7 +70,7 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
         "drafter_version",
         "candidate",
     }
-    assert (group.published, group.drain_decisions(), group.drafter_state()) == (None, [], None)
+    assert (group.drafter, group.drain_decisions(), group.drafter_state()) == (None, [], None)
 
 
 def test_a_spot_worker_that_does_not_stop_is_replaced_without_delay():

@@ -57,12 +57,12 @@ def test_restored_texts_are_sent_to_spot_workers(tmp_path):
     again = ScriptedPool(2)
     resumed = begun(again)
     resumed.restore_drafter(state)
-    assert resumed.published.version == state.numbers["version"]
+    assert resumed.drafter.versions.published.version == state.numbers["version"]
     assert all(each.served.version == state.numbers["version"] for each in again.workers)
     resumed.rollout(2, requests(50, 10, first=5))
     assert {each.step for each in again.workers[1].received} == {1, 2}
     step(resumed, 3)
-    assert resumed.published.version > state.numbers["version"]
+    assert resumed.drafter.versions.published.version > state.numbers["version"]
 
 
 def test_better_drafters_reach_generating_workers_during_the_rollout():
@@ -74,8 +74,8 @@ def test_better_drafters_reach_generating_workers_during_the_rollout():
     assert len(offers) == pytest.approx(190 / 10 / 2.0, abs=1), "each measurement is a gain"
     decisions = [(each.what, each.version) for each in group.drain_decisions()]
     assert ("published", 1) in decisions
-    assert group.published is pool.workers[0].served
-    assert group.published.version > 1
+    assert group.drafter.versions.published is pool.workers[0].served
+    assert group.drafter.versions.published.version > 1
     names = [mark.name for mark in group.drain_timeline().marks]
     assert names[0] == "drafter v1 offered"
 
@@ -97,7 +97,7 @@ def test_an_idle_worker_is_offered_the_published_drafter_before_it_generates():
     group = begun(pool)
     group.rollout(1, requests(200, 10))
     assert pool.workers[1].served.version == 0
-    version = group.published.version
+    version = group.drafter.versions.published.version
     pool.answered.clear()
     group.rollout(2, requests(5, 5, first=5))
     assert [each.served.version for each in pool.workers] == [version, version]
@@ -111,7 +111,7 @@ def test_a_drafter_that_is_not_finite_is_discarded_and_the_run_continues():
     assert ("discarded", 0, "it is not finite") in step(group, 1)
     assert any("worker 1: its drafter is discarded" in said for said in pool.log_lines)
     assert [worker for _, worker in pool.starts("train_drafter")].count(1) == 1, "it trains no more"
-    assert group.published.tensors["w"].isfinite().all()
+    assert group.drafter.versions.published.tensors["w"].isfinite().all()
 
 
 def test_training_that_fails_is_recorded_and_the_run_continues():
@@ -153,8 +153,8 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
     group.rollout(1, requests(100, 10, 50))
     workers = group._pool
     asked = requests(100, first=7)
-    work = DrafterWork(workers, group._publisher, asked, step=2, log=pool.log_lines.append)
-    work.add_completions(group.rollout(2, asked).completions)
+    work = DrafterWork(workers, group.drafter.versions, asked, step=2, log=pool.log_lines.append)
+    work.add(group.rollout(2, asked).completions)
 
     cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
     assert work.rate(1, cheap) > 0.0 > work.rate(1, dear)

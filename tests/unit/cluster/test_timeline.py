@@ -2,7 +2,8 @@
 
 import pytest
 
-from longtail.cluster.timeline import Mark, Timeline
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Mark
 from support.timelines import drawn
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longtail.assembly.drafters import Target, located
-from longtail.cluster.work.drafter_publisher import DrafterState
+from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run.drafter_store import INITIAL, DrafterStore, load_run_drafter, run_drafters

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from longtail.cluster.timeline import Mark, Timeline
+from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Mark
 from longtail.run.trace import TraceFile
 from support.timelines import drawn
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import final
+from typing import Any, final
 
 from longtail.cluster.records import Forecast, Loan, Progress
 from longtail.types import Request
@@ -160,41 +160,58 @@ class WorkerSpeeds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Text:
-    """An unfinished text as the forecast sees it."""
+class Unfinished:
+    """An unfinished request as the forecast sees it."""
 
     request: Request
     written: int
     """Generated tokens."""
     left: float
-    """Expected number of tokens that are not written yet."""
+    """Expected number of tokens that are not generated yet."""
 
 
 @final
 class Lengths:
-    """Expected lengths: of a prompt by its finished texts, else by all recent ones."""
+    """Lengths of completions in tokens: those of a prompt, now and in earlier epochs, and of all.
+
+    The longest completion of each prompt is saved in checkpoints.
+    """
 
     def __init__(self) -> None:
+        self._longest: dict[str, int] = {}
+        """Length of the longest completion of each prompt, by prompt id."""
+        self._groups: dict[str, str] = {}
+        """Group of each request of this rollout."""
+        self._siblings: dict[str, list[int]] = {}
+        """Lengths of the finished completions of each group."""
         self._recent: deque[int] = deque(maxlen=_RECENT)
-        self._groups: dict[str, list[int]] = {}
         self._sorted: list[int] = []
 
-    def begin(self) -> None:
-        """Begin a rollout: its texts are of another policy."""
-        self._groups.clear()
+    def begin(self, requests: Iterable[Request]) -> None:
+        """Begin a rollout: siblings of the last one are of a stale policy."""
+        self._groups = {each.request_id: each.group_id for each in requests}
+        self._siblings.clear()
 
-    def record(self, group_id: str, length: int) -> None:
-        """Record a finished text."""
+    def record(self, request_id: str, length: int) -> None:
+        """Record a finished completion."""
         if len(self._recent) == self._recent.maxlen:
             self._sorted.remove(self._recent[0])
         self._recent.append(length)
         bisect.insort(self._sorted, length)
-        self._groups.setdefault(group_id, []).append(length)
+        group_id = self._groups[request_id]
+        self._siblings.setdefault(group_id, []).append(length)
+        prompt_id = _prompt_id(group_id)
+        self._longest[prompt_id] = max(length, self._longest.get(prompt_id, 0))
 
-    def left(self, request: Request, written: int, known: float | None) -> float:
-        """Return the expected number of tokens left; `known` is the length in earlier epochs."""
-        most = request.sampling.max_tokens - written
-        siblings = [each for each in self._groups.get(request.group_id, ()) if each > written]
+    def expected(self, request: Request) -> float | None:
+        """Return the length of the prompt's longest completion so far; None without any."""
+        longest = self._longest.get(_prompt_id(request.group_id))
+        return None if longest is None else float(longest)
+
+    def left(self, request: Request, written: int) -> float:
+        """Return the expected number of tokens left."""
+        most, known = request.sampling.max_tokens - written, self.expected(request)
+        siblings = [each for each in self._siblings.get(request.group_id, ()) if each > written]
         longer = self._sorted[bisect.bisect_right(self._sorted, written) :]
         if siblings:
             expected = sum(siblings) / len(siblings) - written
@@ -206,10 +223,23 @@ class Lengths:
             expected = most / 2
         return float(max(min(expected, most), 1))
 
+    def state(self) -> dict[str, Any]:
+        """Return the state for `restore`, as JSON."""
+        return {"longest": dict(self._longest)}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state."""
+        self._longest = {str(name): int(length) for name, length in state["longest"].items()}
+
+
+def _prompt_id(group_id: str) -> str:
+    """Return the id of a group's prompt: that of the group, without the epoch."""
+    return group_id.rpartition("@")[0] or group_id
+
 
 @final
-class RolloutForecast:
-    """Measurements of rollouts, and the forecast of the present one. Lives as long as the run."""
+class Forecaster:
+    """Measures rollouts, and forecasts the rest of the present one. Lives as long as the run."""
 
     def __init__(self, max_running: int) -> None:
         self._num_workers, self.max_running = 1, max_running
@@ -229,10 +259,10 @@ class RolloutForecast:
         self.stolen_s = 0.0
         """Seconds that the present rollout lost to work beside it; the mean of the workers."""
 
-    def begin(self, num_workers: int) -> None:
+    def begin(self, num_workers: int, requests: Iterable[Request]) -> None:
         """Begin a rollout."""
         self._num_workers = num_workers
-        self.lengths.begin()
+        self.lengths.begin(requests)
         self._seen.clear()
         self.ends, self._hosts, self.stolen_s = {}, {}, 0.0
         self.lends.clear()
@@ -284,16 +314,16 @@ class RolloutForecast:
         return sum(to == worker and each != without for each, to in self.lends.items())
 
     def load(
-        self, loads: Mapping[int, Sequence[Text]], now: float, hosts: Mapping[int, str]
+        self, loads: Mapping[int, Sequence[Unfinished]], now: float, hosts: Mapping[int, str]
     ) -> None:
-        """Take the unfinished texts of all generating workers.
+        """Take the unfinished requests of all generating workers.
 
         `hosts` are those of all workers, without any if no cores can be lent.
         """
         self._hosts = hosts
         self.ends = {each: now + self.worker_s(each, texts) for each, texts in loads.items()}
 
-    def worker_s(self, worker: int, texts: Iterable[Text], *, without: int = -1) -> float:
+    def worker_s(self, worker: int, texts: Iterable[Unfinished], *, without: int = -1) -> float:
         """Return the seconds until a worker has written its texts; `without` as in `boost`."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
@@ -306,7 +336,7 @@ class RolloutForecast:
             before = left
         return seconds / self.speeds.of(worker) / self.boost(worker, without=without)
 
-    def reading_s(self, worker: int, texts: Iterable[Text]) -> float:
+    def reading_s(self, worker: int, texts: Iterable[Unfinished]) -> float:
         """Return the seconds in which a worker reads what others have written of texts.
 
         A token of a long chunk costs no more than one of a further request.

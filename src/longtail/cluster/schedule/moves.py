@@ -16,12 +16,15 @@ gathers them nearly for free. A step ends when all texts are written and learned
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from longtail.cluster.schedule.forecast import RolloutForecast, Text
+from longtail.cluster.schedule.forecast import Forecaster, Unfinished
 
 _LEAST_GAIN_S = 0.2
 """Least predicted gain of a move: messages and the last step of the old worker take as long."""
 _LEAST_SHARE = 0.05
 """Least predicted gain, as a share of the rest of the step: forecasts are no better."""
+
+_SOON = 0.5
+"""Fraction of the longest rest: groups finished by then are learned from before its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +39,10 @@ class Move:
 
 
 def best_move(
-    loads: Mapping[int, Sequence[Text]],
+    loads: Mapping[int, Sequence[Unfinished]],
     idle: Sequence[int],
     early_s: float,
-    forecast: RolloutForecast,
+    forecast: Forecaster,
 ) -> Move | None:
     """Return the move after which the step ends soonest; None if none gains enough.
 
@@ -72,6 +75,18 @@ def best_move(
     return best if best is not None and best.gain_s > enough else None
 
 
+def finished_soon(loads: Mapping[int, Sequence[Unfinished]]) -> int:
+    """Return the tokens of the groups that can be learned from before the last one is finished."""
+    lefts: dict[str, float] = {}
+    written: dict[str, int] = {}
+    for each in (each for own in loads.values() for each in own):
+        group = each.request.group_id
+        lefts[group] = max(lefts.get(group, 0.0), each.left)
+        written[group] = written.get(group, 0) + round(each.written + each.left)
+    longest = max(lefts.values(), default=0.0)
+    return sum(written[group] for group, left in lefts.items() if left < _SOON * longest)
+
+
 def _end_s(seconds: Mapping[int, float], early_s: float, num_workers: int) -> float:
     """Return the end of the step, but for the learning that no worker can do before."""
     longest_s = max(seconds.values(), default=0.0)
@@ -80,20 +95,20 @@ def _end_s(seconds: Mapping[int, float], early_s: float, num_workers: int) -> fl
 
 
 def _candidates(
-    loads: Mapping[int, Sequence[Text]],
+    loads: Mapping[int, Sequence[Unfinished]],
     idle: Sequence[int],
     seconds: Mapping[int, float],
-    forecast: RolloutForecast,
-) -> Iterator[tuple[int, int, Sequence[Text]]]:
+    forecast: Forecaster,
+) -> Iterator[tuple[int, int, Sequence[Unfinished]]]:
     """Yield source, target and texts of each move that may gain."""
     ranked, speed_of = sorted(seconds, key=lambda worker: seconds[worker]), forecast.speeds.of
     *others, last = ranked
-    moves, num_kept = list[Text](), 0  # divide the texts of the last one with an idle one by speed
-    for text in sorted(loads[last], key=lambda each: -each.left) if idle else ():
+    moves, num_kept = list[Unfinished](), 0  # an idle one takes some of the last one's, by speed
+    for each in sorted(loads[last], key=lambda each: -each.left) if idle else ():
         if (num_kept + 1) / speed_of(last) <= (len(moves) + 1) / speed_of(idle[0]):
             num_kept += 1
         else:
-            moves.append(text)
+            moves.append(each)
     if moves:
         yield last, idle[0], moves
     pairs = [(ranked[0], ranked[1])] if others else []  # free the one with the least left

@@ -3,7 +3,7 @@
 A rollout ends with its longest completion, so completions that may become long begin first, spread
 over the workers. Completions of one prompt are about equally long, so a group is divided into parts
 (`part_sizes`) and these are placed (`place`). Prompts come again in every epoch, and hard ones stay
-long: `LengthHistory` keeps the lengths of earlier epochs.
+long: `forecast.Lengths` keeps the lengths of earlier epochs.
 
     groups of 4, expected tokens per request  A: 900   B: 30   C: 200   D: 50
 
@@ -14,11 +14,13 @@ Requests are indices into the list of all requests, group after group.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 from statistics import median
-from typing import Any, final
+
+from longtail.cluster.schedule.forecast import Lengths
+from longtail.types import Request
 
 _PROMPT_COST = 0.25
 """Most prompt tokens of a part for each token that it generates."""
@@ -33,29 +35,21 @@ class PromptGroup:
     """Expected tokens per request, from earlier epochs; None if unknown."""
 
 
-@final
-class LengthHistory:
-    """Length of the longest completion of each prompt, by prompt id. Saved in checkpoints."""
+def shards(
+    requests: Sequence[Request], lengths: Lengths, speeds: Sequence[float]
+) -> list[list[Request]]:
+    """Place the requests, in parts of groups: one shard for each worker that has any.
 
-    def __init__(self) -> None:
-        self._longest: dict[str, int] = {}
-
-    def record(self, prompt_id: str, length: int) -> None:
-        """Record the length of a completion in tokens."""
-        self._longest[prompt_id] = max(length, self._longest.get(prompt_id, 0))
-
-    def expected(self, prompt_id: str) -> float | None:
-        """Return the expected length in tokens; None for an unknown prompt."""
-        longest = self._longest.get(prompt_id)
-        return None if longest is None else float(longest)
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for `restore`, as JSON."""
-        return {"longest": dict(self._longest)}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state."""
-        self._longest = {str(name): int(length) for name, length in state["longest"].items()}
+    The shard of the fastest worker comes first.
+    """
+    parts = []
+    for _, members in groupby(requests, key=lambda each: each.group_id or each.request_id):
+        group = list(members)
+        length = lengths.expected(group[0])
+        sizes = part_sizes(len(group), len(group[0].prompt_tokens), length, len(speeds))
+        parts += [PromptGroup(size=size, expected=length) for size in sizes]
+    placed = sorted(zip(speeds, place(parts, speeds), strict=True), key=lambda each: -each[0])
+    return [[requests[index] for index in shard] for _, shard in placed if shard]
 
 
 def part_sizes(size: int, prompt_len: int, expected: float | None, num_workers: int) -> list[int]:
@@ -84,14 +78,9 @@ def place(groups: Sequence[PromptGroup], speeds: Sequence[float]) -> list[list[i
     there are workers. A group of unknown length counts like the median of the others.
 
     The time of a worker is its load (expected tokens) over its speed. For groups of one size that
-    come out even (every share is a number of groups), no worker's time exceeds that of another one
-    with the longest group, of load M, added. So the largest time is at most
-    1 + (W - 1) / S times the optimum, where S is the sum of the W speeds with the fastest as 1; for
-    equal speeds 2 - 1 / W. (Consider workers with loads A and B, of a and b groups, and speeds p
-    and q, when x is placed: A / p - B / q + (b / q - a / p) x never exceeds M / q. If b / q <= a /
-    p, because A / p - B / q does not: x went where it was done first. If b / q > a / p, because a
-    placement leaves it as it is and a smaller x lowers it. In the end b / q = a / p. Summed over
-    all B, S A / p <= all tokens + (W - 1) M.)
+    come out even (every share is a number of groups), the largest time is at most 1 + (W - 1) / S
+    times the optimum, where S is the sum of the W speeds with the fastest as 1; for equal speeds
+    2 - 1 / W. tests/unit/cluster/test_placement.py has the proof.
     """
     known = [group.expected for group in groups if group.expected is not None]
     usual = median(known) if known else 1.0

@@ -1,293 +1,115 @@
-"""Publication of drafters: what they learn from, and which one the workers serve.
+"""Publication of the drafter: what a step has brought, and how it comes to the workers.
 
-    replicas of spot workers, measured --mean--> offer --> every worker adopts it between two steps
+    sums of shards --------> solved by some workers together --.
+    replicas of idle workers ---> compared, averaged ----------+--> version --> all workers adopt it
 
-Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
-measures better on held-out recent texts than all before it, by more than noise, and published once
-a worker has adopted it. Every decision is recorded with its numbers.
-
-Replicas are measured on different texts, each beside its base. So their gains are compared: the
-ratio of a drafter's accept length to that of the drafter published when the rollout began.
-
-    v2  1.00 --trained--> v3  1.04, offered, published --trained--> 1.04 * 1.02 = 1.06: offered
-        `----trained, by another worker---> 1.03: kept, since v3 is better
+`drafter_versions` decides which drafter is offered, and counts the versions.
 """
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Sequence
+from typing import final
 
 from torch import Tensor
 
-from longtail.drafter.eagle.fresh import renewed_ids
-from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.gain import DrafterGain
-from longtail.drafter.training.replica import Replica
-from longtail.drafter.weights import (
-    DRAFT_IDS,
-    DrafterWeights,
-    are_finite,
-    load_parameters,
-    weighted_mean,
-    with_prefix,
-    without_prefix,
-)
-from longtail.errors import CheckpointError
+from longtail.cluster.result import RolloutResult
+from longtail.cluster.work.drafter_training import DrafterWork
+from longtail.cluster.work.drafter_versions import DrafterState, DrafterVersions
+from longtail.cluster.workers.worker import Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.drafter.weights import DrafterWeights
 from longtail.speculation.drafter import Sums
+from longtail.types import Request
 
-MIN_GAIN = 0.003
-"""Relative gain of the expected accept length from which a drafter is worth a publication."""
-_FADE = 0.9
-"""Weight of a text in the sums relative to one of the next step, whose policy is newer."""
-_RENEWED = "draft vocabulary renewed"
-_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrafterState:
-    """The published drafter in the middle of a run, with its texts or their sums."""
-
-    tensors: Mapping[str, Tensor]
-    numbers: Mapping[str, Any]
-
-    def drafter(self) -> dict[str, Tensor]:
-        """Return the drafter's own parameters."""
-        return without_prefix(_DRAFTER, self.tensors)
-
-    def put_into(self, drafter: LoadedDrafter) -> LoadedDrafter:
-        """Return a drafter of the run's initial shape with the weights of this state.
-
-        Raises CheckpointError if they do not fit. Earlier measurements are replaced.
-        """
-        tensors, known = self.drafter(), self.numbers.get("accept_len")
-        load_parameters(drafter.layer, tensors)
-        return replace(
-            drafter,
-            draft_ids=tensors.get(DRAFT_IDS, drafter.draft_ids),
-            sums=without_prefix(_SUMS, self.tensors),
-            training=replace(drafter.training, agreement=(), overlap=(), accept_len=known),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """A decision about a drafter, with its numbers."""
-
-    what: str
-    """For a replica: trained, kept or discarded. For weights: offered or published."""
-    version: int
-    """Version of the weights; for a replica, the version from which it was trained."""
-    before: float = math.nan
-    after: float = math.nan
-    num_tokens: int = 0
-    """Number of tokens trained on."""
-    reason: str = ""
-
-
-class _Offer(NamedTuple):
-    """Weights that may be adopted in this rollout."""
-
-    weights: DrafterWeights
-    gain: float
-    """Accept length relative to that of the drafter published when the rollout began."""
-    decision: Decision
+_MOST_SOLVERS = 4
+"""Workers that solve a drafter together: each is sent all sums, so that more gain little."""
 
 
 @final
-class Publisher:
-    """Owns the published drafter, what it learns from, and the decisions about it.
-
-    Versions rise and are not reused. `sums`: those over the texts of all steps, if it learns from
-    such; else `buffer` has its texts.
-    """
+class DrafterPublisher:
+    """Owns what the drafter learns from in a step, and offers what follows from it."""
 
     def __init__(
-        self, published: DrafterWeights, buffer: DrafterBuffer, sums: Sums | None = None
+        self, pool: WorkerPool, versions: DrafterVersions, log: Callable[[str], None]
     ) -> None:
-        self.published, self.buffer, self.sums = published, buffer, sums
-        """The newest drafter that any worker serves, and what it learns from."""
-        self.gain = DrafterGain()
-        """Gain of training, in seconds."""
-        self.accept_len: float | None = None
-        """Expected accept length of the published drafter when it was adopted; None: unknown."""
-        self._last = published.version
-        """Newest version given."""
-        self._decisions: list[Decision] = []
-        self._recorded: set[Decision] = set()
-        """Decisions about replicas in this rollout: each is recorded once."""
-        self._offers: dict[int, _Offer] = {}
-        """By version: the drafter published when the rollout began, and the offers since."""
-        self._forget_offers()
+        self._pool, self.versions, self._log = pool, versions, log
+        self._new_sums: list[Sums] = []
+        """Sums over the completions of this step, if the drafter learns from sums."""
+        self._training: DrafterWork | None = None
+        """Buffer and replicas of the last rollout, until `offer`."""
+        self._rollout_s = 0.0
+        self._num_trained = 0
+        """Tokens that the newest drafter has learned more than the one before."""
+
+    def begin_rollout(
+        self, step: int, requests: Sequence[Request], *, learns: bool
+    ) -> DrafterWork | None:
+        """Return the training during a rollout; None if no gradients train the drafter in it."""
+        if self._training is not None:  # what the round before trained would be lost
+            self.offer()
+        if self.versions.sums is not None or not learns:
+            return None
+        return DrafterWork(self._pool, self.versions, requests, step=step, log=self._log)
+
+    def end_rollout(self, result: RolloutResult, training: DrafterWork | None) -> None:
+        """Keep what a rollout has brought until `offer`."""
+        self._training, self._rollout_s = training, result.seconds
+        found = [shard.value().sums for shard in result.shards]
+        self._new_sums += [sums for sums in found if sums is not None]
+
+    def train(self) -> None:
+        """Train after a rollout if the only worker is never idle and rollouts gain by that."""
+        if self._training is None or self._pool.size > 1:
+            return
+        limit_s = self.versions.gain.share_s(self._rollout_s)
+        if limit_s:
+            self._training.send_texts(0)
+            task = {0: (self.versions.published, limit_s)}
+            self._training.on_ended(self._pool.run(Worker.train_drafter, task)[0])
+
+    def offer(self) -> None:
+        """Offer the drafter learned since the last call to all workers, if it is better."""
+        if (offer := self._new_drafter()) is not None:
+            self._pool.states.mark(0, f"drafter v{offer.version} offered")
+            self._pool.run_on_all(Worker.adopt, offer)
+            self.versions.record(offer.version)
+
+    def offer_missed(self, workers: Sequence[int]) -> None:
+        """Offer the published drafter to those of the workers that draft with an older one."""
+        new, ask_each = self.versions.published, self._pool.ask_each
+        found = ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
+        late = [each for each, old in found.items() if old is not None and old < new.version]
+        ask_each(Worker.offer, dict.fromkeys(late, (new,)))
+
+    def restore(self, state: DrafterState) -> None:
+        """Serve a published drafter again. Raises CheckpointError if its tensors do not fit."""
+        self._pool.run_on_all(Worker.adopt, self.versions.restore(state))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the published drafter."""
-        known = {"drafter/version": float(self.published.version)}
-        if self.accept_len is not None:
-            known["drafter/expected_accept_length"] = self.accept_len
-        return known
+        """Return the metrics of the drafter after a step."""
+        return self.versions.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
 
-    def begin_rollout(self) -> None:
-        """Forget or fade measurements of another policy."""
-        self.gain.begin_rollout()
-        self._forget_offers()
-
-    # ---- offers
-
-    def offer(self, replicas: Sequence[Replica], *, is_last: bool = False) -> DrafterWeights | None:
-        """Return the mean of the replicas that measure better than all drafters; None without any.
-
-        `is_last`: the rollout has ended, so they are compared with the published drafter, whatever
-        was offered; and a reduced draft vocabulary may be renewed for the texts of the rollout,
-        with the mean or the published weights.
-        """
-        known = self._offers[self.published.version]
-        best_gain = known.gain if is_last else max(each.gain for each in self._offers.values())
-        better = [replica for replica in replicas if self._is_better(replica, best_gain)]
-        tensors, gain, measured = dict(known.weights.tensors), known.gain, dict[str, Any]()
-        if better:
-            tensors, gain, measured = self._mean(better)
-        renewed = self._renewed_ids(tensors) if is_last else {}
-        if not (better or renewed):
+    def _new_drafter(self) -> DrafterWeights | None:
+        """Return the drafter that was learned since the last call; None if it is no better."""
+        versions, training = self.versions, self._training
+        if versions.sums is not None:
+            new, self._new_sums = self._new_sums, []
+            self._num_trained = versions.add_sums(new)
+            if not self._num_trained:
+                return None
+            tensors = self._solve(versions.sums)
+            return versions.offer_solved(dict(sorted(tensors.items())), self._num_trained)
+        if training is None:
             return None
-        reason = _RENEWED if renewed else ""
-        return self._new_offer(tensors | renewed, gain, **measured, reason=reason)
+        self._training = None
+        self._num_trained = sum(report.num_tokens for report in training.reports)
+        return versions.offer(list(training.replicas.values()), is_last=True)
 
-    def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-        """Return the mean of the best replica and those of its base, by tokens (local SGD).
-
-        Stich 2018 (arXiv 1805.09767) bounds the cost of averaging while replicas stay close.
-        """
-        best = max(replicas, key=self._gain)
-        same = [each for each in replicas if each.base_version == best.base_version]
-        counts = [each.num_tokens for each in same]
-        measured = {"before": best.base_accept_len, "after": best.accept_len}
-        mean = weighted_mean([each.weights for each in same], counts)
-        return mean, self._gain(best), measured | {"num_tokens": sum(counts)}
-
-    def add_sums(self, new: Iterable[Sums]) -> int:
-        """Add the sums over the texts of a step; return the number of these texts' tokens."""
-        assert self.sums is not None, "the drafter learns from sums"
-        known = self.sums.faded(_FADE)
-        before = known.num_tokens
-        for each in new:
-            known.add(each)
-        added = round(known.num_tokens - before)
-        self.sums = known if added else self.sums
-        return added
-
-    def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
-        """Return new weights that follow from sums: the texts decide, so nothing is measured."""
-        self._forget_offers()
-        return self._new_offer(tensors, 1.0, num_tokens=num_tokens)
-
-    def _new_offer(
-        self, tensors: Mapping[str, Tensor], gain: float, **measured: Any
-    ) -> DrafterWeights:
-        self._last += 1
-        decision = Decision(what="offered", version=self._last, **measured)
-        num_known = self.published.num_tokens + decision.num_tokens
-        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
-        self._offers[self._last] = _Offer(weights, gain, decision)
-        self._decisions.append(decision)
-        return weights
-
-    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
-        ids = tensors.get(DRAFT_IDS)
-        found = None if ids is None else renewed_ids(ids, self.buffer.token_counts())
-        return {} if found is None else {DRAFT_IDS: found}
-
-    # ---- decisions
-
-    def record(self, version: int | None) -> None:
-        """Record the version that a worker serves, None if unknown; the newest is published."""
-        if version is None or version not in self._offers or version <= self.published.version:
-            return
-        self.published, _, decision = self._offers[version]
-        if math.isfinite(decision.after):
-            self.accept_len = decision.after
-        self._decisions.append(replace(decision, what="published", num_tokens=0, reason=""))
-
-    def record_discarded(self, num_tokens: int, reason: str) -> None:
-        """Record that a replica cannot be used."""
-        version = self.published.version
-        self._decisions.append(
-            Decision(what="discarded", version=version, num_tokens=num_tokens, reason=reason)
-        )
-
-    def drain_decisions(self) -> list[Decision]:
-        """Return the decisions since the last call."""
-        found, self._decisions = self._decisions, []
-        return found
-
-    def _is_better(self, replica: Replica, best_gain: float) -> bool:
-        """Return whether a replica measures better than all before; record the decision once."""
-        gain, reason = self._gain(replica), ""
-        if not are_finite(replica.weights):
-            reason = "it is not finite"
-        elif not math.isfinite(gain):
-            reason = "there was nothing to measure it on"
-        elif gain <= best_gain * (1 + MIN_GAIN):
-            reason = "no better on held-out recent texts"
-        decision = Decision(
-            what="kept" if reason else "trained",
-            version=replica.base_version,
-            before=replica.base_accept_len,
-            after=replica.accept_len,
-            num_tokens=replica.num_tokens,
-            reason=reason,
-        )
-        if decision not in self._recorded:
-            self._recorded.add(decision)
-            self._decisions.append(decision)
-        return not reason
-
-    def _gain(self, replica: Replica) -> float:
-        """Return the gain over the drafter at the rollout's begin; NaN if it was not measured."""
-        base = self._offers.get(replica.base_version)
-        known = math.nan if base is None else base.gain
-        return known * replica.accept_len / replica.base_accept_len
-
-    def _forget_offers(self) -> None:
-        version = self.published.version
-        first = Decision(what="published", version=version)
-        self._offers = {version: _Offer(self.published, 1.0, first)}
-        self._recorded.clear()
-
-    # ---- state
-
-    def state(self, **numbers: object) -> DrafterState:
-        """Copy the published drafter and what it learns from, beside `numbers` of the caller."""
-        weights = self.published
-        return DrafterState(
-            tensors=with_prefix(_DRAFTER, weights.tensors)
-            | with_prefix(_BUFFER, self.buffer.tensors())
-            | with_prefix(_SUMS, {} if self.sums is None else self.sums.tensors()),
-            numbers={
-                "version": weights.version,
-                "num_tokens": weights.num_tokens,
-                "accept_len": self.accept_len,
-                "buffer": self.buffer.state(),
-                **numbers,
-            },
-        )
-
-    def restore(self, state: DrafterState) -> DrafterWeights:
-        """Continue from a saved state and return its drafter.
-
-        Raises CheckpointError if its tensors have other shapes.
-        """
-        tensors, numbers = state.drafter(), state.numbers
-        if not self.published.is_shaped_as(tensors):
-            raise CheckpointError("the drafter of the checkpoint is of another shape")
-        if self.sums is not None:
-            self.sums = self.sums.restored(without_prefix(_SUMS, state.tensors))
-        self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
-        known = numbers.get("num_tokens", 0)
-        weights = DrafterWeights(version=numbers["version"], tensors=tensors, num_tokens=known)
-        self.published, self.accept_len = weights, numbers.get("accept_len")
-        self._last = max(self._last, weights.version)
-        self._forget_offers()
-        return weights
+    def _solve(self, sums: Sums) -> dict[str, Tensor]:
+        """Return the drafter that follows from sums, solved by some workers together."""
+        while True:
+            self._pool.wait_ready()
+            solvers = self._pool.present[:_MOST_SOLVERS]
+            args = {each: (sums, part, len(solvers)) for part, each in enumerate(solvers)}
+            parts = self._pool.run_each(Worker.solve_drafter, args)
+            if len(parts) == len(solvers):  # else one is absent now
+                return {name: part[name] for part in parts for name in part}

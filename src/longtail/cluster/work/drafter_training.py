@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import final
 
 from longtail.cluster.records import Forecast
-from longtail.cluster.timeline import Mark
-from longtail.cluster.work.drafter_publisher import Publisher
+from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
@@ -22,8 +21,8 @@ from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.types import Completion, Request
 
-POLL_S = 1.0
-"""Seconds between two polls: each copies all unfinished texts."""
+_POLL_S = 1.0
+"""Seconds between two polls: each copies the tokens of all unfinished requests."""
 
 
 @final
@@ -33,13 +32,13 @@ class DrafterWork(IdleWork):
     def __init__(
         self,
         pool: WorkerPool,
-        publisher: Publisher,
+        versions: DrafterVersions,
         requests: Iterable[Request],
         *,
         step: int,
         log: Callable[[str], None],
     ) -> None:
-        self._pool, self._publisher = pool, publisher
+        self._pool, self._versions = pool, versions
         self._requests = {each.request_id: each for each in requests}
         self._step, self._log = step, log
         self._sent: dict[int, int] = {}
@@ -50,22 +49,21 @@ class DrafterWork(IdleWork):
         """Workers whose training has failed."""
         self._began_s = self._polled_s = pool.now()
         self.reports: list[SpotReport] = []
-        self.marks: list[Mark] = []
-        publisher.begin_rollout()
-        publisher.buffer.begin(step)
+        versions.begin_rollout()
+        versions.buffer.begin(step)
 
     # ---- texts
 
-    def add_completions(self, completions: Iterable[Completion]) -> None:
-        """Add finished texts."""
-        self._publisher.buffer.add(
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Add finished completions to the buffer."""
+        self._versions.buffer.add(
             TextSnapshot.of(self._requests[each.request_id], each, self._step)
             for each in completions
         )
 
     def send_texts(self, worker: int) -> None:
         """Send a worker the texts that it does not have."""
-        buffer = self._publisher.buffer
+        buffer = self._versions.buffer
         unsent = buffer.snapshots(self._sent.get(worker, 0))
         if unsent and self._pool.tell(worker, Worker.add_texts, unsent):
             self._sent[worker] = buffer.num_added
@@ -78,19 +76,19 @@ class DrafterWork(IdleWork):
         0 without texts that it does not have: it has trained on the others, or could not. Replicas
         are averaged, so those who train share the gain.
         """
-        buffer, training = self._publisher.buffer, set(self._pool.workers(State.SPOT))
+        buffer, training = self._versions.buffer, set(self._pool.workers(State.SPOT))
         has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
         is_possible = has_new or worker in training
         if not is_possible or worker in self._failed or forecast.rest_s <= 0.0:
             return 0.0
         rollout_s = self._pool.now() - self._began_s + forecast.rest_s
-        gain_s = self._publisher.gain.gain_s(forecast.rest_s, rollout_s)
+        gain_s = self._versions.gain.gain_s(forecast.rest_s, rollout_s)
         return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
 
     def start(self, worker: int, forecast: Forecast) -> None:
         """Start training on an idle worker."""
         self.send_texts(worker)
-        self._pool.start(worker, Worker.train_drafter, self._publisher.published)
+        self._pool.start(worker, Worker.train_drafter, self._versions.published)
 
     def end(self, worker: int) -> None:
         """Ask a worker that trains to stop."""
@@ -118,11 +116,11 @@ class DrafterWork(IdleWork):
     def poll(self, answering: Collection[int]) -> None:
         """Send new texts to workers that train, and offer their drafters to those that generate.
 
-        Does nothing until `POLL_S` after the last poll.
+        Does nothing until `_POLL_S` after the last poll.
         """
         now = self._pool.now()
         idle = self._pool.workers(State.IDLE, State.LENDING, State.SPOT)
-        if now - self._polled_s < POLL_S or not idle:
+        if now - self._polled_s < _POLL_S or not idle:
             return
         self._polled_s = now
         generating, training = (
@@ -131,9 +129,9 @@ class DrafterWork(IdleWork):
         )
         ask_each = self._pool.ask_each
         for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
-            self._publisher.record(version)
+            self._versions.record(version)
         for texts in ask_each(Worker.texts, dict.fromkeys(generating, (self._step,))).values():
-            self._publisher.buffer.add(texts)
+            self._versions.buffer.add(texts)
         for worker in training:
             self.send_texts(worker)
         for worker, replica in ask_each(Worker.candidate, dict.fromkeys(training, ())).items():
@@ -143,18 +141,17 @@ class DrafterWork(IdleWork):
 
     def _take(self, worker: int, replica: Replica) -> None:
         self.replicas[worker] = replica
-        self._publisher.gain.record(worker, replica)
+        self._versions.gain.record(worker, replica)
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
         self._log(f"worker {worker}: its drafter is discarded: {reason}")
-        self._publisher.record_discarded(num_tokens, reason)
+        self._versions.record_discarded(num_tokens, reason)
         self._failed.add(worker)
 
     def _offer(self, generating: Sequence[int]) -> None:
-        offer = self._publisher.offer(list(self.replicas.values()))
+        offer = self._versions.offer(list(self.replicas.values()))
         if offer is None:
             return
-        name, now = f"drafter v{offer.version} offered", self._pool.now()
-        self._pool.ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
         for worker in generating:
-            self.marks.append(Mark(worker=worker, at_s=now, name=name))
+            self._pool.states.mark(worker, f"drafter v{offer.version} offered")
+        self._pool.ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))

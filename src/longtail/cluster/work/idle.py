@@ -15,6 +15,10 @@ from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.types import Completion
+
+POLL_S = 0.2
+"""Seconds between two looks at the workers."""
 
 
 class IdleWork:
@@ -36,6 +40,9 @@ class IdleWork:
 
     def end(self, worker: int) -> None:
         """End endless work of a worker, now or soon."""
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Take completions as they are finished."""
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a worker's task, or the loss of a worker that did it."""
@@ -67,6 +74,11 @@ class IdleCoordinator:
         rates = [(work.rate(worker, forecast), work) for work in self._works]
         rate, work = max(rates, key=lambda each: each[0], default=(0.0, None))
         return work if rate > 0.0 else None
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Hand finished completions to all work."""
+        for work in self._works:
+            work.add(completions)
 
     def on_ended(self, ended: TaskResult[Any]) -> bool:
         """Record the end of a task; return whether it was idle work."""

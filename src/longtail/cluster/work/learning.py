@@ -1,74 +1,94 @@
-"""Learning as idle work: gradients of finished groups, while other texts are being written.
+"""Learning as idle work: gradients of finished groups, while other completions are generated.
 
-    finished texts --> graders --> micro-batches of a group --> an idle worker's sums
+    finished groups --> graders --> micro-batches of a group --> an idle worker's sums
 
 A worker adds the gradient of a micro-batch to its sums (`rl.gradient_sums`), which no order
-changes. When the last text is written all workers learn from what is left, one micro-batch at a
-time. What a lost worker had added is learned from again by another one: nothing is counted twice.
+changes. After the rollout all workers learn from what is left, one micro-batch at a time. What a
+lost worker had added is learned from again by another one: nothing is counted twice.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 from longtail.cluster.records import Forecast
-from longtail.cluster.work.idle import IdleWork
+from longtail.cluster.work.idle import POLL_S, IdleWork
 from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.rl.streaming import GroupStream
-from longtail.types import MicroBatch, SamplingParams
+from longtail.types import Completion, MicroBatch, Request
 
 _FADE = 0.8
-"""Weight of the seconds known before beside those of the newest micro-batch."""
+"""Weight of the seconds known before, relative to those of the newest micro-batch."""
 
 
 @final
 class LearningWork(IdleWork):
-    """The micro-batches of one round of a step, as its groups are finished.
+    """The micro-batches of a round of a step, as its groups are finished: `begin`, then `finish`.
 
-    `token_s`: seconds of learning from a token in earlier rounds; 0 if unknown.
+    `learns_ahead`: a group can be learned from before the rollout ends.
     """
 
     is_endless = False
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        groups: GroupStream,
-        token_s: float,
-        sampling: SamplingParams,
-        log: Callable[[str], None],
-    ) -> None:
-        self._pool, self._groups, self.token_s = pool, groups, token_s
-        self._sampling, self._log = sampling, log
+    def __init__(self, pool: WorkerPool, log: Callable[[str], None], *, learns_ahead: bool) -> None:
+        self._pool, self._log = pool, log
+        self._is_possible = learns_ahead and pool.size > 1
+        self._token_s = 0.0
+        """Seconds of learning from a token; 0 as long as they are unknown."""
+        self.begin(None, ())
+
+    def begin(self, groups: GroupStream | None, requests: Sequence[Request]) -> None:
+        """Begin a round; without `groups` nothing is learned from its completions."""
+        self._groups, self._requests = groups, requests
+        self._is_on = self._is_possible and groups is not None
+        """Whether groups are learned from; not after a failure: the step's own pass shows it."""
         self._ready: list[MicroBatch] = []
         self._running: dict[int, tuple[MicroBatch, float]] = {}
         """Micro-batch of each worker at work, and when it began."""
         self._done: dict[int, list[MicroBatch]] = {}
         """Micro-batches in each worker's sums."""
-        self._is_off = False
-        """Whether a micro-batch failed: the step's own pass finds out why."""
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a micro-batch waits for a worker, or is being learned from."""
-        return bool(self._running or (self._ready and not self._is_off))
+    def finish(self) -> None:
+        """Learn from the micro-batches that are left; the rollout is over."""
+        self.poll(())
+        while self._running or (self._ready and self._is_on):
+            for worker in self._pool.workers(State.IDLE):
+                if self._ready and self._is_on:
+                    self._start_longest(worker)
+            for ended in self._pool.watch(POLL_S):
+                if ended.is_lost:
+                    self.on_lost(ended.worker)
+                if ended.worker in self._running:
+                    self.on_ended(ended)
+        self._is_on = False
 
     def seconds_of(self, num_more: int) -> float:
         """Return the seconds of learning from what is ready and `num_more` tokens."""
-        return self.token_s * (num_more + sum(u.packed.num_tokens for u in self._ready))
+        num_ready = sum(each.packed.num_tokens for each in self._ready)
+        return self._token_s * (num_more + num_ready) if self._is_on else 0.0
 
     def rate(self, worker: int, forecast: Forecast) -> float:
-        """Return the share of a worker in the learning after the rollout, which is saved."""
-        is_possible = self._ready and not self._is_off
+        """Return the worker's fraction of the learning after the rollout, which is saved."""
+        is_possible = self._ready and self._is_on
         return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
 
     def start(self, worker: int, forecast: Forecast) -> None:
-        """Learn from the longest micro-batch: the last ones decide when all workers are done."""
+        """Learn from the longest micro-batch."""
+        self._start_longest(worker)
+
+    def _start_longest(self, worker: int) -> None:
+        """Start with the longest: the last micro-batches decide when all workers are done."""
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
         self._running[worker] = unit, self._pool.now()
-        self._pool.start(worker, Worker.accumulate, unit, self._sampling)
+        self._pool.start(worker, Worker.accumulate, unit, self._requests[0].sampling)
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Hand finished completions to the graders."""
+        if self._groups is not None:
+            self._groups.add(completions)
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record that a micro-batch is in a worker's sums, or not."""
@@ -76,11 +96,12 @@ class LearningWork(IdleWork):
         if ended.error is None:
             self._done.setdefault(ended.worker, []).append(unit)
             each_s = (self._pool.now() - began_s) / max(unit.packed.num_tokens, 1)
-            self.token_s = _FADE * self.token_s + (1 - _FADE) * each_s if self.token_s else each_s
+            known = self._token_s or each_s
+            self._token_s = _FADE * known + (1 - _FADE) * each_s
         elif ended.is_lost:
             self._ready.append(unit)
         else:
-            self._is_off = True
+            self._is_on = False
             self._log(
                 f"worker {ended.worker}: {ended.error}; nothing is learned ahead in this step"
             )
@@ -91,4 +112,5 @@ class LearningWork(IdleWork):
 
     def poll(self, answering: Collection[int]) -> None:
         """Take the groups that were graded."""
-        self._ready.extend(self._groups.micro_batches())
+        if self._is_on and self._groups is not None:
+            self._ready.extend(self._groups.micro_batches())

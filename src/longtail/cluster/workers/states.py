@@ -60,6 +60,15 @@ class Span:
         return self.end_s - self.begin_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """An event of a worker."""
+
+    worker: int
+    at_s: float
+    name: str
+
+
 @final
 class WorkerStates:
     """The state of each worker, numbered from 0; all begin in STARTING."""
@@ -69,6 +78,7 @@ class WorkerStates:
         self._states = dict.fromkeys(range(num_workers), (State.STARTING, self._begin_s))
         """Present state of each worker, and when its span began."""
         self._spans: list[Span] = []
+        self._marks: list[Mark] = []
 
     def state(self, worker: int) -> State:
         """Return the state of a worker."""
@@ -84,8 +94,12 @@ class WorkerStates:
         assert state in _FOLLOWERS[present], f"worker {worker} goes from {present} to {state}"
         self._enter(worker, state, self._clock())
 
-    def drain(self) -> tuple[float, float, tuple[Span, ...]]:
-        """Return begin, end and spans of the interval since the last drain, and begin another.
+    def mark(self, worker: int, name: str) -> None:
+        """Record an event of a worker now."""
+        self._marks.append(Mark(worker=worker, at_s=self._clock(), name=name))
+
+    def drain(self) -> tuple[float, float, tuple[Span, ...], tuple[Mark, ...]]:
+        """Return begin, end, spans and marks of the time since the last drain, and begin another.
 
         Spans are ordered by worker, then by time; none is empty.
         """
@@ -93,8 +107,9 @@ class WorkerStates:
         for worker, (state, _) in self._states.items():
             self._enter(worker, state, end_s)
         spans = tuple(sorted(self._spans, key=lambda span: (span.worker, span.begin_s)))
-        self._begin_s, self._spans = end_s, []
-        return begin_s, end_s, spans
+        marks = tuple(self._marks)
+        self._begin_s, self._spans, self._marks = end_s, [], []
+        return begin_s, end_s, spans, marks
 
     def _enter(self, worker: int, state: State, at_s: float) -> None:
         """End the present span of a worker and begin another."""

@@ -74,10 +74,7 @@ class _Watched:
 
 @final
 class WorkerPool:
-    """All workers, numbered from 0: the group reaches them through this object alone.
-
-    `on_replaced` is called with each worker that is replaced.
-    """
+    """All workers, numbered from 0. `on_replaced` is called with each that is replaced."""
 
     def __init__(
         self,

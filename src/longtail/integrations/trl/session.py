@@ -14,7 +14,7 @@ from torch import Tensor
 
 from longtail.assembly.drafters import Target, drafter_names, open_speculation, open_trainable
 from longtail.assembly.worker import make_drafting
-from longtail.cluster.work.drafter_publisher import Publisher
+from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
@@ -55,8 +55,8 @@ class Session:
         self._is_open = False
         self._initial: LoadedDrafter | None = None
         self._texts: Statistics | None = None
-        """Adds up what is written, for a drafter that learns from it; it has a publisher, too."""
-        self._publisher: Publisher | None = None
+        """Adds up what is written, for a drafter that learns from it; it has versions, too."""
+        self._versions: DrafterVersions | None = None
         self._num_rollouts = 0
         self._threads = rollout_threads(target.model.config.hidden_size)
 
@@ -124,57 +124,57 @@ class Session:
         self._initial, self._texts = loaded.copied(), speculation.texts
         if self._texts is not None:
             drafting = make_drafting(spot, loaded, self.target.model, speculation, seed=0)
-            self._publisher = Publisher(drafting.served, drafting.buffer, drafting.sums)
+            self._versions = DrafterVersions(drafting.served, drafting.buffer, drafting.sums)
 
     def _exchange(self) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
-        if self._texts is None or self._publisher is None:
+        if self._texts is None or self._versions is None:
             return
-        own, publisher = self._texts.take(), self._publisher
-        num_new = publisher.add_sums(
+        own, versions = self._texts.take(), self._versions
+        num_new = versions.add_sums(
             own.restored(self.ranks.broadcast(own.tensors(), rank))
             for rank in range(self.ranks.size)
         )
-        if num_new and publisher.sums is not None:
+        if num_new and versions.sums is not None:
             with compute_threads(1):
-                tensors = publisher.sums.weights(self.target.tokenizer.eos_ids)
-            publisher.record(publisher.offer_solved(tensors, num_new).version)
-            self.policy.load_drafter(publisher.published.tensors)
+                tensors = versions.sums.weights(self.target.tokenizer.eos_ids)
+            versions.record(versions.offer_solved(tensors, num_new).version)
+            self.policy.load_drafter(versions.published.tensors)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use; None without one that has weights."""
         if self._initial is None:
             return None
         copied = self._initial.copied()
-        return copied if self._publisher is None else self._publisher.state().put_into(copied)
+        return copied if self._versions is None else self._versions.state().put_into(copied)
 
     # ---- metrics and state
 
     def drain_metrics(self) -> dict[str, float]:
         """Return the metrics of the rollouts since the last call, of all processes together."""
         found = self._metrics.drain()
-        if found and self._publisher is not None:
-            found |= self._publisher.metrics()
+        if found and self._versions is not None:
+            found |= self._versions.metrics()
         return found
 
     def save(self, checkpoint: Path, step: int) -> None:
         """Write the drafter into a checkpoint; without one that learns, nothing."""
-        if self._publisher is None or self._initial is None:
+        if self._versions is None or self._initial is None:
             return
         folder = checkpoint / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._initial.save(folder / INITIAL)
-        state = self._publisher.state(rollouts=self._num_rollouts)
+        state = self._versions.state(rollouts=self._num_rollouts)
         DrafterStore(folder, keep=1).save(step, state)
 
     def restore(self, checkpoint: Path, step: int) -> bool:
         """Continue with the drafter of a checkpoint; return whether there is one."""
-        if self._publisher is None:
+        if self._versions is None:
             return False
         state = DrafterStore(checkpoint / FOLDER).load(step)
         if state is None:
             return False
-        weights = self._publisher.restore(state)
+        weights = self._versions.restore(state)
         self._num_rollouts = state.numbers["rollouts"]
         self.policy.load_drafter(weights.tensors)
         self._log(f"drafter version {weights.version} from {checkpoint}")

@@ -1,19 +1,21 @@
-"""Publication: only drafters that measure better, and never the same version twice."""
+"""Versions of the drafter: only those that measure better, and never the same one twice."""
 
 import math
 
 import pytest
 import torch
 
-from longtail.cluster.work.drafter_publisher import MIN_GAIN, Publisher
+from longtail.cluster.work.drafter_versions import MIN_GAIN, DrafterVersions
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean
 from support.fake_worker import drafter
 from support.spot_training import replica
 
 
-def publisher(tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = None) -> Publisher:
-    """A publisher of a drafter after a rollout of these tokens."""
+def versions(
+    tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = None
+) -> DrafterVersions:
+    """The versions of a drafter after a rollout of these tokens."""
     buffer = DrafterBuffer(10**6, seed=0)
     buffer.add(
         TextSnapshot(
@@ -21,12 +23,12 @@ def publisher(tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = 
         )
         for index in range(40)
     )
-    return Publisher(served or drafter(0, 2.0), buffer)
+    return DrafterVersions(served or drafter(0, 2.0), buffer)
 
 
 @pytest.mark.parametrize("gain", [-0.1, 0.0, MIN_GAIN / 2, math.nan, math.inf])
 def test_a_replica_that_measures_no_better_is_not_offered_and_recorded_once(gain):
-    one, same = publisher(), replica(gain)
+    one, same = versions(), replica(gain)
     assert one.offer([same]) is one.offer([same]) is None
     (decision,) = one.drain_decisions()
     assert (decision.what, decision.before, decision.num_tokens) == ("kept", 2.0, 100)
@@ -35,7 +37,7 @@ def test_a_replica_that_measures_no_better_is_not_offered_and_recorded_once(gain
 
 
 def test_a_better_replica_is_offered_and_published_once_adopted():
-    one = publisher()
+    one = versions()
     offer = one.offer([replica(0.1, weight=3.0)])
     assert offer is not None
     assert offer.version == 1
@@ -54,7 +56,7 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
 
 
 def test_replicas_are_merged_in_proportion_to_their_tokens():
-    one = publisher()
+    one = versions()
     offer = one.offer(
         [
             replica(0.1, weight=1.0, tokens=300),
@@ -77,7 +79,7 @@ def test_equal_replicas_keep_every_bit():
 
 
 def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
-    one = publisher()
+    one = versions()
     broken = replica(0.5, weight=math.nan)
     assert one.offer([broken]) is None
     offer = one.offer([replica(0.1, weight=4.0), broken])
@@ -88,7 +90,7 @@ def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
 
 
 def test_replicas_of_older_drafters_must_beat_later_publications():
-    one = publisher()
+    one = versions()
     first = one.offer([replica(0.1)])
     assert first is not None
     one.record(1)
@@ -101,7 +103,7 @@ def test_replicas_of_older_drafters_must_beat_later_publications():
 
 def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
     tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor([5, 6])}
-    one = publisher((5, 5, 7), DrafterWeights(version=0, tensors=tensors))
+    one = versions((5, 5, 7), DrafterWeights(version=0, tensors=tensors))
     offer = one.offer([], is_last=True)
     assert offer is not None
     assert offer.tensors[DRAFT_IDS].tolist() == [5, 7]

@@ -1,0 +1,238 @@
+"""One rollout of the group: shards for the workers, requests that move, other work for idle ones.
+
+    waiting --start--> held by a worker --end--> completions
+       ^                      |
+       `-- lost, or released -+-- released, for a worker that generates, too ---> held by that one
+
+What a worker did not return is generated again: the same noise keys give the same completions. An
+idle worker gets the work that gains most for each second of it, or rests. Nothing waits for such
+work: it is ended with the last completion. `schedule` decides; this object asks and acts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from longtail.cluster.records import Progress, ShardResult
+from longtail.cluster.result import RolloutResult
+from longtail.cluster.schedule.forecast import Forecaster, Unfinished
+from longtail.cluster.schedule.moves import best_move, finished_soon
+from longtail.cluster.schedule.placement import shards
+from longtail.cluster.work.drafter_publisher import DrafterPublisher
+from longtail.cluster.work.idle import POLL_S, IdleCoordinator
+from longtail.cluster.work.learning import LearningWork
+from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.workers.states import State
+from longtail.cluster.workers.worker import Stopped, Worker
+from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.types import Completion, Request
+
+_SHARE_S = 1.0
+"""Seconds between two forecasts of a move: a worker then works with what it was given."""
+
+
+@final
+@dataclass(kw_only=True)
+class Rollout:
+    """A rollout, from its requests to its result: call `run` once."""
+
+    pool: WorkerPool
+    forecaster: Forecaster
+    idle: IdleCoordinator
+    learning: LearningWork
+    """Learning as idle work; `idle` has it, too."""
+    drafter: DrafterPublisher | None
+    on_progress: Callable[[Progress], None]
+    shares: bool
+    """Whether requests move."""
+    lends: bool
+    """Whether cores are lent."""
+    learns: bool
+    """Whether shards come with the sums over their completions, if such are kept."""
+    requests: Sequence[Request]
+    completions: dict[str, Completion] = field(default_factory=dict)
+    """Finished completions by request."""
+    _waiting: list[list[Request]] = field(default_factory=list)
+    """Shards without a worker."""
+    _held: dict[int, dict[str, Request]] = field(default_factory=dict)
+    """Requests of each generating worker, those that it has finished included."""
+    _num_known: dict[int, int] = field(default_factory=dict)
+    """Number of completions of its shard that each worker has handed over before the end."""
+    _done: list[TaskResult[ShardResult]] = field(default_factory=list)
+    _begun: dict[str, Completion] = field(default_factory=dict)
+    """Beginnings of the requests that moved."""
+    _moves: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Source and target of requests that are asked for, and not yet returned."""
+    _num_moved: int = 0
+    _shared_s: float = 0.0
+    """Time of the last forecast of a move."""
+
+    def run(self) -> RolloutResult:
+        """Generate all completions."""
+        began = self._shared_s = self.pool.now()
+        speeds = [self.forecaster.speeds.of(each) for each in self.pool.present] or [1.0]
+        self.forecaster.begin(len(speeds), self.requests)
+        self._waiting = shards(self.requests, self.forecaster.lengths, speeds)
+        while self._waiting or self._held:
+            self._start_shards()
+            self.idle.assign(self.forecaster.now(self.pool.now(), is_over=not self._held))
+            for ended in self.pool.wait(POLL_S):
+                self._on_ended(ended)
+            self._poll()
+        done = self.pool.now()
+        self.idle.end_all()
+        while self.pool.workers(State.SPOT):  # each has seconds to stop
+            for ended in self.pool.watch(POLL_S):
+                self._on_ended(ended)
+        return RolloutResult(
+            completions=tuple(self.completions[each.request_id] for each in self.requests),
+            shards=tuple(self._done),
+            seconds=done - began,
+            num_moved=self._num_moved,
+            stolen_s=max(self.forecaster.stolen_s, 0.0),
+            slowest=min(speeds),
+        )
+
+    # ---- shards
+
+    def _start_shards(self) -> None:
+        """Start waiting shards on idle workers; others that lend or train end that for them."""
+        num_waiting = len(self._waiting)
+        missing = max(num_waiting - len(self.pool.workers(State.IDLE)), 0)
+        for worker in self._fastest(State.LENDING, State.SPOT)[:missing]:
+            self.idle.end(worker)
+        idle = self._fastest(State.IDLE)[:num_waiting]
+        if self.drafter is not None:
+            self.drafter.offer_missed(idle)
+        for worker in idle:
+            shard = self._waiting.pop(0)
+            self._held[worker] = {each.request_id: each for each in shard}
+            self._num_known[worker] = 0
+            self.pool.start(worker, Worker.generate, shard, self.learns, self._begun_of(shard))
+
+    def _fastest(self, *states: State) -> list[int]:
+        """Return the workers in each of the states, the fastest ones first."""
+        speed_of = self.forecaster.speeds.of
+        found = (sorted(self.pool.workers(s), key=speed_of, reverse=True) for s in states)
+        return [worker for workers in found for worker in workers]
+
+    def _begun_of(self, shard: Iterable[Request]) -> list[Completion]:
+        names = [each.request_id for each in shard]
+        return [self._begun[name] for name in names if name in self._begun]
+
+    def _on_ended(self, ended: TaskResult[Any]) -> None:
+        """Record the end of a task; what a shard lacks is generated again.
+
+        Of a lost worker even the finished completions are: the sums over them are gone with it.
+        Generators are never stopped; Stopped is left of an earlier training of the drafter that
+        `clear_stop` did not reach in time.
+        """
+        worker = ended.worker
+        if self.idle.on_ended(ended) or worker not in self._held:
+            return
+        self._take_released(worker)
+        self._moves = {name: move for name, move in self._moves.items() if move[0] != worker}
+        held = self._held.pop(worker)
+        if not ended.is_lost and not isinstance(ended.error, Stopped):
+            shard = ended.value()
+            self._done.append(ended)
+            self._take(shard.completions)
+            held = {name: held[name] for name in held.keys() - self.completions.keys()}
+            if self.drafter is not None:
+                self.drafter.versions.record(shard.drafter_version)
+        if held:
+            self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
+
+    def _take(self, found: Sequence[Completion]) -> None:
+        """Record finished completions; those that are known already are the same."""
+        new = [each for each in found if each.request_id not in self.completions]
+        self.completions |= {each.request_id: each for each in new}
+        for each in new:
+            self.forecaster.lengths.record(each.request_id, len(each.tokens))
+        if new:
+            self.idle.add(new)
+
+    # ---- what changes while workers generate
+
+    def _poll(self) -> None:
+        """Report the progress of the rollout; exchange completions, offers and requests."""
+        progress = self.pool.check_progress()
+        if not self._held:
+            return
+        running = {worker: each for worker, each in progress.items() if worker in self._held}
+        now, num_others = self.pool.now(), len(self.pool.workers(State.SPOT, State.AHEAD))
+        self.forecaster.observe(running, now, num_others)
+        self.on_progress(self._total(list(running.values())))
+        known = self._num_known
+        more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
+        for worker, found in self.pool.ask_each(Worker.completed, more).items():
+            known[worker] += len(found)
+            self._take(found)
+        for worker in {source for source, _ in self._moves.values()} & running.keys():
+            self._take_released(worker)
+        if now - self._shared_s >= _SHARE_S:
+            self._shared_s = now
+            self._share(running, now)
+        self.idle.poll(progress, self.forecaster.now(now))
+
+    def _total(self, running: Sequence[Progress]) -> Progress:
+        """Add up the shards that are done and those that are running."""
+        done = [shard.value() for shard in self._done]
+        drafts = [part.drafts for part in running if part.drafts is not None]
+        return Progress(
+            num_finished=sum(len(shard.completions) for shard in done)
+            + sum(part.num_finished for part in running),
+            num_generated=sum(shard.report.num_generated for shard in done)
+            + sum(part.num_generated for part in running),
+            num_running=sum(part.num_running for part in running),
+            drafts=any(drafts) if drafts else None,
+            text=next((part.text for part in running if part.text), ""),
+        )
+
+    # ---- requests that move
+
+    def _share(self, running: Iterable[int], now: float) -> None:
+        """Forecast the ends of all workers, and move requests if the step ends sooner by that."""
+        lengths = self.pool.ask_each(Worker.lengths, dict.fromkeys(running, ()))
+        loads = {each: self._unfinished(each, lengths.get(each, ())) for each in running}
+        host_of, present = self.pool.processes.host_of, self.pool.present
+        self.forecaster.load(loads, now, {each: host_of(each) for each in present if self.lends})
+        if not self.shares or self._moves:
+            return
+        takers = self._fastest(State.IDLE, State.LENDING, State.SPOT, State.AHEAD)
+        early_s = self.learning.seconds_of(finished_soon(loads))
+        move = best_move(loads, takers, early_s, self.forecaster)
+        if move is not None and self.pool.tell(move.source, Worker.release, move.names):
+            self._moves |= dict.fromkeys(move.names, (move.source, move.target))
+            what = f"{len(move.names)} requests to worker {move.target}: {move.gain_s:+.1f} s"
+            self.pool.states.mark(move.source, what)
+
+    def _unfinished(self, worker: int, lengths: Iterable[tuple[str, int]]) -> list[Unfinished]:
+        """Return the unfinished requests of a worker."""
+        held, left = self._held[worker], self.forecaster.lengths.left
+        return [
+            Unfinished(request=held[name], written=written, left=left(held[name], written))
+            for name, written in lengths
+            if name in held
+        ]
+
+    def _take_released(self, worker: int) -> None:
+        """Hand on what a worker has returned; what it finished meanwhile stays with it."""
+        asked = {name: target for name, (source, target) in self._moves.items() if source == worker}
+        if not asked:
+            return
+        released = self.pool.ask(worker, Worker.drain_released) or []
+        moved: dict[int, list[Request]] = {}
+        for each in released:
+            name = each.request_id
+            self._begun[name] = each
+            moved.setdefault(asked[name], []).append(self._held[worker].pop(name))
+        if released or asked.keys() <= self.completions.keys():  # the others are finished
+            self._moves = {name: m for name, m in self._moves.items() if m[0] != worker}
+        self._num_moved += len(released)
+        for target, requests in moved.items():
+            if target in self._held:
+                self._held[target] |= {each.request_id: each for each in requests}
+                self.pool.tell(target, Worker.add, requests, self._begun_of(requests))
+            else:
+                self._waiting.append(requests)
