@@ -7,7 +7,7 @@ travels like trained weights.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from jaxtyping import Int
@@ -16,9 +16,16 @@ from torch import Tensor, nn
 from longtail.errors import CheckpointError
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
+from longtail.system.tensor_files import Kind
 
+_T = TypeVar("_T")
 DRAFT_IDS = "draft_ids"
 """Name of the target's token ids of a reduced draft vocabulary, among a drafter's tensors."""
+
+
+def wanted_ids(vocab_size: int, size: int | None = None) -> Kind:
+    """Return what the ids of a reduced draft vocabulary must be; None: of any size."""
+    return Kind(shape=(size,), dtypes=("int64",), below=vocab_size, is_distinct=True)
 
 
 @final
@@ -118,8 +125,8 @@ def drafting_head(
     return head
 
 
-def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors with a prefix before each name."""
+def with_prefix(prefix: str, tensors: Mapping[str, _T]) -> dict[str, _T]:
+    """Return tensors, or their kinds, with a prefix before each name."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

@@ -81,18 +81,15 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file. Raises OSError if it cannot be read, JsonError if it is not JSON."""
-    return parse_json(read_file(path), allow_nan=True)
-
-
-def read_object(path: Path, fields: Mapping[str, type] = _NO_FIELDS) -> dict[str, Any]:
-    """Read a JSON object that has at least these fields, of these types.
+def read_object(
+    path: Path, fields: Mapping[str, type] = _NO_FIELDS, *, allow_nan: bool = False
+) -> dict[str, Any]:
+    """Read a JSON object that has at least these fields, of these types; see `parse_json`.
 
     Raises ConfigError, which names the file and the field, if it is missing or something else.
     """
     try:
-        found = read_json(path)
+        found = parse_json(read_file(path), allow_nan=allow_nan)
     except (OSError, JsonError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): copy the file again") from error
     if not isinstance(found, dict):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from longtail.errors import ConfigError
@@ -25,6 +27,8 @@ _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
     "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
+UNWRITABLE = (OSError, SafetensorError)
+"""Errors of a library that writes such files."""
 _AGAIN = "copy the file again"
 
 
@@ -110,12 +114,17 @@ class TensorFile:
             raise ConfigError(f"{self.path}: {name} {fault}: {remedy}")
         return tensor
 
+    def read_all(self, wanted: Wanted | None = None, remedy: str = _AGAIN) -> dict[str, Tensor]:
+        """Return the tensors, which must be exactly the wanted ones; None: whatever is there."""
+        if wanted is not None:
+            require(self.path, self.kinds, wanted, remedy)
+        kinds = self.kinds if wanted is None else wanted
+        return {name: self.read(name, kinds[name], remedy) for name in self.kinds}
+
 
 @contextmanager
 def open_tensors(path: Path) -> Iterator[TensorFile]:
     """Open a file; ConfigError if it is none, or damaged."""
-    from safetensors import SafetensorError, safe_open
-
     try:
         if not os.path.isfile(path):  # a pipe would be waited for
             raise FileNotFoundError("no such file")
@@ -131,17 +140,11 @@ def open_tensors(path: Path) -> Iterator[TensorFile]:
 def read(path: Path, wanted: Wanted | None = None, remedy: str = _AGAIN) -> dict[str, Tensor]:
     """Read a file whole, as stored, into CPU memory; None: whatever it holds, all finite."""
     with open_tensors(path) as file:
-        if wanted is not None:
-            require(path, file.kinds, wanted, remedy)
-        kinds = file.kinds if wanted is None else wanted
-        return {name: file.read(name, kinds[name], remedy) for name in file.kinds}
+        return file.read_all(wanted, remedy)
 
 
 def save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors of any device, no two of which overlap, to one file; OSError if it fails."""
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     content = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
     try:
         save_file(content, path, metadata={"format": "pt"})

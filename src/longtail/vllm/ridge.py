@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.weights import DRAFT_IDS
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, NonFiniteError
 
 logger = logging.getLogger("vllm.plugins.longtail")
 
@@ -242,14 +242,10 @@ class Block:
     def _solved(self) -> dict[str, Tensor]:
         """Return the weights that follow from the sums; none, with a warning, if none do."""
         try:
-            found = self.sums.weights(())
-            if all(bool(each.isfinite().all()) for each in found.values()):
-                return found
-            why = "new ones overflow"
-        except RuntimeError as error:  # LinAlgError is one
-            why = str(error)
-        logger.warning("longtail: the learned drafter keeps its weights: %s", why)
-        return {}
+            return self.sums.weights(())
+        except NonFiniteError as error:
+            logger.warning("longtail: the learned drafter keeps its weights: %s", error)
+            return {}
 
     @torch.inference_mode()
     def take(self, weights: Mapping[str, Tensor]) -> None:

@@ -21,6 +21,7 @@ from longtail.drafter.formats.checkpoint import (
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
+from longtail.system import tensor_files
 from support.published import DRAFT_IDS, our_drafter
 from support.tiny_models import tiny_config, tiny_model, tiny_tokenizer
 
@@ -102,7 +103,7 @@ def test_a_failed_write_leaves_the_old_drafter(
     def refuse(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("longtail.drafter.formats.checkpoint.save_file", refuse)
+    monkeypatch.setattr("longtail.system.tensor_files.save", refuse)
     with pytest.raises(CheckpointError, match="cannot be written"):
         _save(tmp_path / "d", tokenizer)
     assert [p.name for p in tmp_path.iterdir()] == ["d"]
@@ -139,7 +140,8 @@ ALTERED = {
     [
         (lambda d: d.rename(d.with_name("e")), "is not a directory: .*longtail drafter train"),
         (lambda d: (d / "drafter.json").unlink(), "holds no drafter.json"),
-        (lambda d: (d / "drafter.json").write_text("{"), "malformed"),
+        (lambda d: (d / "drafter.json").write_text("{"), r"drafter\.json is not JSON"),
+        (lambda d: (d / "drafter.json").write_text("[]"), r"drafter\.json must hold one JSON obj"),
         (lambda d: (d / "drafter.json").write_text('{"format": 1}'), "malformed"),
         (lambda d: (d / "drafter.json").write_text('{"format": 9}'), "format 9, known is 1"),
         (lambda d: (d / "drafter.safetensors").write_bytes(b"x"), "not a readable safetensors"),
@@ -148,7 +150,7 @@ ALTERED = {
             lambda d: _describe(d, lambda it: it["target"].update(tokenizer="0" * 16)),
             "trained on here, whose tokenizer is 0000",
         ),
-        (lambda d: _describe(d, _give_a_huge_shape), "feed_forward.* has shape .*100000000"),
+        (lambda d: _describe(d, _give_a_huge_shape), "feed_forward.* wanted is .*100000000"),
         *(
             (
                 lambda d, altered={field: value}: _describe(d, lambda it: it.update(altered)),
@@ -166,3 +168,45 @@ def test_a_damaged_drafter_is_refused_by_name(
     spoil(tmp_path / "d")
     with pytest.raises(ConfigError, match=message):
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+
+
+WEIGHT = "fc.weight"
+IDS = torch.tensor(DRAFT_IDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("draft_ids", lambda t: t.int(), "draft_ids is int32 of shape .6., wanted is int64"),
+        ("draft_ids", lambda t: t.double(), "draft_ids is float64"),
+        ("draft_ids", lambda t: t[:, None], r"draft_ids is int64 of shape \[6, 1\]"),
+        ("draft_ids", lambda t: t[:5], r"draft_ids is int64 of shape \[5\]"),
+        ("draft_ids", lambda t: t > 5, "draft_ids is bool"),
+        ("draft_ids", lambda t: t + 50, "draft_ids holds the token 150, of 128 tokens"),
+        ("draft_ids", lambda t: t - 2, "draft_ids holds the token -1"),
+        ("draft_ids", lambda t: t * 0, "draft_ids holds a token twice"),
+        (WEIGHT, lambda t: t.long(), r"fc\.weight is int64"),
+        (WEIGHT, lambda t: t > 0, r"fc\.weight is bool"),
+        (WEIGHT, lambda t: t[None], r"fc\.weight is float32 of shape \[1, "),
+        (WEIGHT, lambda t: t / 0, r"fc\.weight holds \d+ values that are NaN or infinite"),
+        ("embedding_norm.weight", lambda t: t[None], r"embedding_norm\.weight is float32 of"),
+        ("head", lambda t: t.int(), "head is int32"),
+        ("head", lambda t: t[1:], r"head is float32 of shape \[5, 32\]"),
+        ("sums/steps", lambda t: torch.ones(64), "holds 'sums/steps', .* which is not wanted"),
+    ],
+)
+def test_a_tensor_that_no_kernel_may_see_is_refused(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    name: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
+    message: str,
+) -> None:
+    path = tmp_path / "d"
+    target, _ = _save(path, tokenizer, reduced=True)
+    tensors = tensor_files.read(path / "drafter.safetensors")
+    tensors["head"] = target.head.weight.detach()[IDS]
+    tensors[name] = change(tensors.get(name, IDS))
+    tensor_files.save(tensors, path / "drafter.safetensors")
+    with pytest.raises(ConfigError, match=rf"drafter\.safetensors.*{message}.*drafter train"):
+        load_drafter(path, target, tokenizer, strict_weights=False)

@@ -220,21 +220,35 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c, t: t.update({"fc.bias": torch.ones(HIDDEN)}), "the tensor fc.bias: .*no place"),
+        (lambda c, t: t.update({"fc.bias": torch.ones(HIDDEN)}), "holds 'fc.bias', .*not wanted"),
         (
             lambda c, t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}),
-            "the tensor layers.0.self_attn.q_norm.weight",
+            "holds 'layers.0.self_attn.q_norm.weight'",
         ),
-        (lambda c, t: t.pop("norm.weight"), "norm.weight has shape None"),
-        (lambda c, t: c.update(num_key_value_heads=2), r"k_proj.weight has shape \[8, 64\].*\[16"),
-        (lambda c, t: c.update(intermediate_size=48), r"gate_proj.weight has shape \[40, 32\]"),
+        (lambda c, t: t.pop("norm.weight"), "lacks norm.weight"),
+        (
+            lambda c, t: c.update(num_key_value_heads=2),
+            r"k_proj.weight is .*\[8, 64\]",
+        ),
+        (lambda c, t: c.update(intermediate_size=48), r"mlp.* is bfloat16 .*40.*wanted is .*48"),
         (lambda c, t: c.update(hidden_size=64), "hidden_size = 64, the target has 32"),
         (lambda c, t: c.update(vocab_size=99), "vocab_size = 99, the target has 128"),
         (lambda c, t: c.update(num_hidden_layers=2), "num_hidden_layers = 2: .*one layer"),
         (lambda c, t: c.update(speculators_model_type="eagle3"), "the library speculators"),
         (lambda c, t: c.update(norm_before_fc=True), "norm_before_fc = true"),
-        (lambda c, t: c.update(draft_vocab_size=9), "d2t names 6 tokens, draft_vocab_size is 9"),
-        (lambda c, t: t.update(d2t=t["d2t"] + 100), "d2t names 6 tokens"),
+        (lambda c, t: c.update(draft_vocab_size=9), r"d2t is int64 of shape \[6\], .*\[9\]"),
+        (lambda c, t: t.update(d2t=t["d2t"] + 100), "d2t holds the token 200, of 128"),
+        (lambda c, t: t.update(d2t=t["d2t"] - 9), "d2t holds the token -8, of 128"),
+        (lambda c, t: t.update(d2t=-torch.arange(6)), "d2t holds a token twice"),
+        (lambda c, t: t.update(d2t=t["d2t"].float()), "d2t is float32 .*wanted is int64"),
+        (lambda c, t: t.update(d2t=t["d2t"][None]), r"d2t is int64 of shape \[1, 6\]"),
+        (lambda c, t: t.update(t2d=t["t2d"][:9]), r"t2d is bool of shape \[9\]"),
+        (lambda c, t: t.update({"norm.weight": t["norm.weight"].int()}), "norm.weight is int32"),
+        (lambda c, t: t.update({"fc.weight": t["fc.weight"] > 0}), "fc.weight is bool"),
+        (lambda c, t: t.update({"norm.weight": t["norm.weight"][None]}), r"is .*\[1, 32\]"),
+        (lambda c, t: t.update({"norm.weight": t["norm.weight"] / 0}), "norm.weight holds 32 val"),
+        (lambda c, t: c.update(longtail={"layers": [1, 2, 10**9]}), "must be layers of the target"),
+        (lambda c, t: c.update(longtail={"layers": ["a"]}), "must be layers of the target"),
         (lambda c, t: t.update(t2d=~t["t2d"]), "t2d and d2t name other tokens"),
         (lambda c, t: (t.pop("d2t"), t.pop("t2d")), "there is no d2t"),
         (
@@ -243,13 +257,16 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
         ),
         (
             lambda c, t: c.update(eagle_config={KEY: [1, 2]}),
-            r"fc.weight has shape \[32, 96\], .*\[32, 64\]",
+            r"fc.weight is bfloat16 of shape \[32, 96\], .*\[32, 64\]",
         ),
         (
             lambda c, t: t.update({"embed_tokens.weight": torch.ones(128, HIDDEN)}),
             "embed_tokens.weight is not the target's embedding",
         ),
-        (lambda c, t: t.update({"lm_head.weight": torch.ones(5, HIDDEN)}), "lm_head.weight has"),
+        (
+            lambda c, t: t.update({"lm_head.weight": torch.ones(5, HIDDEN)}),
+            r"lm_head.weight is .*\[5, 32\], wanted",
+        ),
     ],
 )
 def test_a_misfit_is_refused_by_name(tmp_path, target, three_taps, change: Change, message: str):

@@ -11,13 +11,14 @@ from end_to_end.workshop import build, say
 from longtail.assembly.worker import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
-from longtail.model.hf.adapters import AdaptedModel
+from longtail.model.hf.adapters import WEIGHTS_FILE, AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_model
 from longtail.model.hf.weights import read_tensors
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
+from longtail.system import tensor_files
 from longtail.types import SamplingParams
 from support.causal import PROMPTS, TEXTS, batch, random_model
 
@@ -173,8 +174,16 @@ def test_targets_that_cannot_be_adapted_are_refused(targets, message):
 
 
 def test_adapters_that_are_not_there_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors cannot be read"):
-        adapted().read(tmp_path)
+    model = adapted()
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is not a readable"):
+        model.read(tmp_path)
+    model.save(tmp_path, ())
+    written = tensor_files.read(file := tmp_path / WEIGHTS_FILE)
+    name = min(written)
+    for other in (written[name].int(), written[name][None], written[name] * torch.nan):
+        tensor_files.save(written | {name: other}, file)
+        with pytest.raises(CheckpointError, match=name):
+            model.read(tmp_path)
 
 
 def test_lora_with_our_decoder_or_with_shards_is_refused_by_name():

@@ -22,19 +22,21 @@ from typing import Any, TypeVar
 import torch
 from jaxtyping import Float, Int
 from pydantic import TypeAdapter
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longtail.drafter.architecture import CONFIGS, DraftConfig, DraftLayer, make_layer
 from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.ridge.layer import RidgeConfig
+from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.ridge.trainer import as_eagle
-from longtail.drafter.weights import DRAFT_IDS, with_prefix, without_prefix
-from longtail.errors import CheckpointError, ConfigError
+from longtail.drafter.weights import DRAFT_IDS, wanted_ids, with_prefix, without_prefix
+from longtail.errors import CheckpointError, ConfigError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.system.files import parse_json, replace_folder
+from longtail.system import tensor_files
+from longtail.system.files import read_object, replace_folder
 from longtail.system.machine import MAX_INT32
+from longtail.system.tensor_files import Kind
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
 _FORMAT = 1
@@ -118,18 +120,16 @@ class LoadedDrafter:
             "target": {**asdict(self.trained_on), "shape": asdict(config.target)},
             "training": asdict(self.training),
         }
-        tensors = {
-            n: p.detach().cpu().contiguous().clone() for n, p in self.layer.named_parameters()
-        }
+        tensors = dict[str, Tensor](self.layer.named_parameters())
         if self.draft_ids is not None:
-            tensors[DRAFT_IDS] = self.draft_ids.cpu().clone()
+            tensors[DRAFT_IDS] = self.draft_ids
         if self.head is not None:
-            tensors[_HEAD] = self.head.detach().cpu().contiguous().clone()
-        tensors |= with_prefix(_SUMS, {name: each.cpu() for name, each in self.sums.items()})
+            tensors[_HEAD] = self.head
+        tensors |= with_prefix(_SUMS, self.sums)
         text = json.dumps(description, indent=1, allow_nan=False) + "\n"
 
         def write(folder: Path) -> None:
-            save_file(tensors, folder / TENSORS, metadata={"format": "pt"})
+            tensor_files.save(tensors, folder / TENSORS)
             (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
         write_folder(path, write)
@@ -141,7 +141,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         replace_folder(path, write)
     except CheckpointError:  # also an OSError, and has its own message
         raise
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"the drafter cannot be written to {path}: {error}; free space or choose another path"
         ) from error
@@ -237,24 +237,42 @@ def _load(
 ) -> LoadedDrafter:
     """Read the tensors of a description, as stored."""
     try:
-        tensors = load_file(path / TENSORS)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(
-            f"{path / TENSORS} is not a readable safetensors file ({error}): copy it again"
-        ) from error
-    draft_ids, head = tensors.pop(DRAFT_IDS, None), tensors.pop(_HEAD, None)
+        with torch.device("meta"):  # an untrusted shape: allocated when the tensors have it
+            layer = make_layer(config)
+    except _MALFORMED as error:
+        raise _malformed(path, error) from error
+    wanted = {name: Kind.of(p) for name, p in layer.named_parameters()}
+    wanted = {name: Kind(shape=kind.shape) for name, kind in wanted.items()}
+    with tensor_files.open_tensors(path / TENSORS) as file:
+        wanted |= _beside(config, file.kinds)
+        tensors = file.read_all(wanted, _REMEDY)
     sums = without_prefix(_SUMS, tensors)
-    tensors = {name: each for name, each in tensors.items() if not name.startswith(_SUMS)}
-    _require_draft_ids(path, config, draft_ids)
-    layer = _layer(path, config, tensors)
+    try:
+        if sums:
+            LagSums(**sums).check()
+    except NonFiniteError as error:
+        raise ConfigError(f"{path / TENSORS}: {_SUMS}: {error}: {_REMEDY}") from error
+    own = {name: tensors[name].clone() for name, _ in layer.named_parameters()}
+    layer.load_state_dict(own, assign=True)
     return LoadedDrafter(
-        layer=layer.to(next(iter(tensors.values())).dtype),
-        draft_ids=draft_ids,
-        head=head,
+        layer=layer.to(next(iter(own.values())).dtype),
+        draft_ids=tensors.get(DRAFT_IDS),
+        head=tensors.get(_HEAD),
         trained_on=trained_on,
         training=training,
         sums=sums,
     )
+
+
+def _beside(config: DraftConfig, found: Mapping[str, Kind]) -> dict[str, Kind]:
+    """Return what must be there beside the layer, some of it only if it is found."""
+    size, target = config.draft_vocab_size, config.target
+    wanted = {DRAFT_IDS: wanted_ids(target.vocab_size, size)} if size else {}
+    if not isinstance(config, RidgeConfig):
+        head = Kind(shape=(size or target.vocab_size, target.hidden_size))
+        return wanted | ({_HEAD: head} if _HEAD in found else {})
+    has_sums = any(name.startswith(_SUMS) for name in found)
+    return wanted | (with_prefix(_SUMS, LagSums.kinds(config)) if has_sums else {})
 
 
 def _malformed(path: Path, error: Exception) -> ConfigError:
@@ -280,12 +298,8 @@ def _read(path: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "holds no drafter.json" if path.is_dir() else "is not a directory"
         raise ConfigError(f"drafter {path} {what}: {_REMEDY}")
-    try:
-        description: dict[str, Any] = parse_json(file.read_bytes())
-        known = description["format"] == _FORMAT
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _malformed(path, error) from error
-    if not known:
+    description = read_object(file, {"format": int})
+    if description["format"] != _FORMAT:
         raise ConfigError(f"{file} has format {description['format']}, known is {_FORMAT}")
     return description
 
@@ -318,37 +332,3 @@ def _require_target(
             f"drafter {path}: it was trained on {found.name} with the weights {found.weights}; "
             f"this target has other ones, {weights}: {_REMEDY}"
         )
-
-
-def _require_draft_ids(path: Path, config: DraftConfig, draft_ids: Tensor | None) -> None:
-    found = 0 if draft_ids is None else len(draft_ids)
-    inside = draft_ids is None or bool(
-        ((draft_ids >= 0) & (draft_ids < config.target.vocab_size)).all()
-    )
-    if found != config.draft_vocab_size or not inside:
-        raise ConfigError(
-            f"{path / TENSORS}: draft_ids holds {found} tokens, {DESCRIPTION} says "
-            f"draft_vocab_size = {config.draft_vocab_size} of {config.target.vocab_size}: "
-            f"{_REMEDY}"
-        )
-
-
-def _layer(path: Path, config: DraftConfig, tensors: Mapping[str, Tensor]) -> DraftLayer:
-    try:
-        with torch.device("meta"):  # an untrusted shape: allocate only after the tensors match it
-            layer = make_layer(config)
-    except _MALFORMED as error:
-        raise _malformed(path, error) from error
-    expected = {name: tuple(p.shape) for name, p in layer.named_parameters()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if expected != shapes:
-        odd = min(n for n in {*expected, *shapes} if expected.get(n) != shapes.get(n))
-        raise ConfigError(
-            f"{path / TENSORS}: {odd} has shape {shapes.get(odd)}, {DESCRIPTION} asks for "
-            f"{expected.get(odd)}: {_REMEDY}"
-        )
-    broken = min((n for n, t in tensors.items() if not t.isfinite().all()), default=None)
-    if broken is not None:
-        raise ConfigError(f"{path / TENSORS}: {broken} is not finite: {_REMEDY}")
-    layer.load_state_dict({name: each.clone() for name, each in tensors.items()}, assign=True)
-    return layer

@@ -39,6 +39,7 @@ from longtail.drafter.formats.layouts import (
     to_tensors,
     write_layout,
 )
+from longtail.drafter.weights import wanted_ids
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import read_fields
@@ -46,12 +47,14 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
+from longtail.system.tensor_files import INTEGERS, Kind, require
 
 LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ASIDE = (_HEAD, _EMBEDDING, "d2t", "t2d")
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
+_OTHER = "give the drafter of this target with its own config.json, or train one: drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
 """Sample on which the size of the target's features is measured."""
 
@@ -169,9 +172,7 @@ def _refuse_variants(fields: Fields) -> None:
 
 
 def _misfit(fields: Fields, what: str) -> ConfigError:
-    return ConfigError(
-        f"{fields.where}: {what}: give the drafter of this target, with its own config.json"
-    )
+    return ConfigError(f"{fields.where}: {what}: {_OTHER}")
 
 
 def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
@@ -199,11 +200,12 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
 
 
 def _taps(fields: Fields, target: ModelConfig, convention: LayerIds) -> tuple[int, ...]:
-    if "layers" in (kept := fields.section(SECTION).everything()):
-        return tuple(kept["layers"])
-    ids = fields.get(LAYER_IDS) or fields.section("eagle_config").get(LAYER_IDS) or None
+    kept = fields.section(SECTION).get("layers")
+    ids = kept or fields.get(LAYER_IDS) or fields.section("eagle_config").get(LAYER_IDS) or None
     is_list = isinstance(ids, list) and all(type(each) is int for each in ids)
-    layers = layers_of(ids, target.num_layers, convention) if ids is None or is_list else ()
+    layers = ()
+    if ids is None or is_list:
+        layers = layers_of(ids, target.num_layers, "input" if kept else convention)
     if not layers or not all(0 <= each < target.num_layers for each in layers):
         raise ConfigError(
             f"{fields.where}: {LAYER_IDS} = {ids!r}: they must be layers of the target, which has "
@@ -226,16 +228,19 @@ def _draft_ids(
 ) -> Int[Tensor, "draft"] | None:
     """Convert offsets to target ids; None if the whole vocabulary can be drafted."""
     size = fields.optional_integer("draft_vocab_size") or target.vocab_size
-    offsets = tensors.get("d2t")
-    if offsets is None:
+    if "d2t" not in tensors:
         if size != target.vocab_size:
             raise _misfit(fields, f"draft_vocab_size = {size}, but there is no d2t")
         return None
-    ids = offsets.to(torch.int64) + torch.arange(len(offsets))
-    inside = bool(((ids >= 0) & (ids < target.vocab_size)).all())
-    if len(ids) != size or not inside or len(set(ids.tolist())) != len(ids):
-        what = f"d2t names {len(ids)} tokens, draft_vocab_size is {size} of {target.vocab_size}"
-        raise _misfit(fields, what)
+    wanted = {
+        "d2t": Kind(shape=(size,), dtypes=INTEGERS),
+        "t2d": Kind(shape=(target.vocab_size,), dtypes=("bool", *INTEGERS)),
+    }
+    wanted = {name: kind for name, kind in wanted.items() if name in tensors}
+    require(fields.where, {name: Kind.of(tensors[name]) for name in wanted}, wanted, _OTHER)
+    ids = tensors["d2t"].to(torch.int64) + torch.arange(size)
+    if fault := wanted_ids(target.vocab_size).fault(ids):
+        raise _misfit(fields, f"d2t {fault}")
     allowed = tensors.get("t2d")
     if allowed is not None and set(allowed.nonzero().flatten().tolist()) != set(ids.tolist()):
         raise _misfit(fields, "t2d and d2t name other tokens")
@@ -247,19 +252,17 @@ def _stacked(
 ) -> dict[str, Tensor]:
     """Stack rows to our parameters in the dtype of `fc`; ConfigError for unused tensors."""
     table = parts(config, _PREFIX)
-    wanted = {part.name: part.shape for group in table.values() for part in group}
+    wanted = {part.name: Kind(shape=part.shape) for group in table.values() for part in group}
     if _HEAD in tensors:
         rows = config.draft_vocab_size or config.target.vocab_size
-        wanted[_HEAD] = (rows, config.target.hidden_size)
-    for name, shape in wanted.items():
-        found = list(tensors[name].shape) if name in tensors else None
-        if found != list(shape):
-            raise _misfit(fields, f"{name} has shape {found}, expected {list(shape)}")
+        wanted[_HEAD] = Kind(shape=(rows, config.target.hidden_size))
+    found = {name: Kind.of(tensor) for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         is_zero_bias = name.endswith(".bias") and not tensor.any()
-        derived = name.endswith("rotary_emb.inv_freq")
-        if name not in wanted and name not in _ASIDE and not (is_zero_bias or derived):
-            raise ConfigError(f"{fields.where}: the tensor {name}: {_REMEDY}")
+        is_derived = name.endswith("rotary_emb.inv_freq")
+        if name not in wanted and (name in _ASIDE or is_zero_bias or is_derived):
+            del found[name]
+    require(fields.where, found, wanted, _OTHER)
     dtype = tensors["fc.weight"].dtype
     return {
         name: torch.cat([tensors[part.name] for part in group]).to(dtype)

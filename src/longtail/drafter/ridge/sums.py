@@ -21,10 +21,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.drafter.weights import DRAFT_IDS
-from longtail.errors import CheckpointError
+from longtail.drafter.ridge.layer import RidgeConfig
+from longtail.drafter.weights import DRAFT_IDS, are_finite
+from longtail.errors import CheckpointError, NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Observed, Taps
+from longtail.system.tensor_files import Kind
 
 RIDGE = 400.0
 """Penalty of a weight whose input has a mean square of 1; the best one was the same for 11,000 and
@@ -39,6 +41,8 @@ _CHUNK = 1024
 """Tokens from which finished texts are added together, and that are added at once."""
 _MOST_DRAFTED = 8192
 _FEWEST_DRAFTED = 64
+_SLACK = 1.01
+"""Factor for what rounding adds to products."""
 _FEWEST_COUNTED = 0.5
 """Number of times that a token was written from which it is drafted; earlier texts count less."""
 
@@ -64,6 +68,26 @@ class LagSums:
             steps=steps,
             counts=steps.new_zeros(vocab_size),
         )
+
+    @staticmethod
+    def kinds(config: RidgeConfig) -> dict[str, Kind]:
+        """Return what the tensors of a drafter's sums must be."""
+        size, vocab_size = 2 * config.target.hidden_size, config.target.vocab_size
+        return {
+            "products": Kind(shape=(config.slots + 1, size, size)),
+            "steps": Kind(shape=(size,)),
+            "counts": Kind(shape=(vocab_size,)),
+        }
+
+    def check(self) -> None:
+        """Raise NonFiniteError if no text has such sums: each product is at most that of sizes."""
+        sizes = self.products[0].diagonal().double().add(1).sqrt()
+        most = 1 + _SLACK * sizes[:, None] * sizes
+        if not all(bool((each.abs() <= most).all()) for each in self.products):
+            raise NonFiniteError("products are larger than those of any text")
+        if bool((self.steps <= 0).any() or (self.counts < 0).any()):
+            raise NonFiniteError("a step or a count is not positive")
+        self.solve(())
 
     @property
     def num_tokens(self) -> float:
@@ -113,9 +137,22 @@ class LagSums:
         found = self.solve(range(part, len(self.products) - 1, num_parts))
         return found | ({} if part else {DRAFT_IDS: self.vocabulary(always)})
 
-    @torch.no_grad()
     def solve(self, slots: Iterable[int]) -> dict[str, Float[Tensor, "..."]]:
         """Return the parameters of some slots of a `RidgeLayer`, counted from 0, in float32.
+
+        Raises NonFiniteError if none follow.
+        """
+        try:
+            found = self._solved(slots)
+        except RuntimeError as error:  # of LAPACK, also if memory is out
+            raise NonFiniteError(f"no weights follow from the sums ({error})") from error
+        if not are_finite(found):
+            raise NonFiniteError("the weights that follow from the sums overflow")
+        return found
+
+    @torch.no_grad()
+    def _solved(self, slots: Iterable[int]) -> dict[str, Float[Tensor, "..."]]:
+        """Solve; see `solve`.
 
         Inputs are first scaled to a mean square of 1, so that their units do not matter. One
         factorisation serves all slots: a slot's own input is eliminated by its Schur complement.

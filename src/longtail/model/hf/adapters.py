@@ -21,7 +21,9 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.causal import CausalModel
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Scorer
+from longtail.system import tensor_files
 from longtail.system.machine import import_extra
+from longtail.system.tensor_files import UNWRITABLE, Kind
 from longtail.types import PackedSequences
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -119,28 +121,24 @@ class AdaptedModel(CausalModel):
 
     def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the adapters in PEFT's files."""
-        from safetensors import SafetensorError
-
         try:
             self._peft[0].save_pretrained(path, save_embedding_layers=False)
             (path / "README.md").unlink()  # a form to fill in
-        except (OSError, SafetensorError) as error:
+        except UNWRITABLE as error:
             raise CheckpointError(
                 f"the adapters cannot be written to {path}: {error}; free space or choose another "
                 "path"
             ) from error
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
-        """Read adapters from PEFT's files. Raises CheckpointError if they are not there."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
+        """Read adapters from PEFT's files. Raises CheckpointError if they are others, or none."""
+        names = {_IN_FILES + n.replace(".default.", "."): n for n in self.trainable()}
+        wanted = {n: Kind(shape=tuple(self.trainable()[own].shape)) for n, own in names.items()}
         try:
-            found = load_file(path / WEIGHTS_FILE)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path / WEIGHTS_FILE} cannot be read ({error})") from error
-        names = {_IN_FILES + name.replace(".default.", "."): name for name in self.trainable()}
-        return {names.get(name, name): tensor for name, tensor in found.items()}
+            found = tensor_files.read(path / WEIGHTS_FILE, wanted)
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+        return {names[name]: tensor for name, tensor in found.items()}
 
     def save_merged(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the model with the adapters added, as a Hugging Face directory."""

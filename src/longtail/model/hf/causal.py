@@ -24,13 +24,15 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError, UnsupportedModelError
+from longtail.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longtail.model.attention import first_places
 from longtail.model.hf.model import read_fields
+from longtail.model.hf.weights import tensor_kinds
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy, Scorer
 from longtail.model.transformer import ModelConfig
 from longtail.system.machine import MAX_INT32
+from longtail.system.tensor_files import FLOATS, UNWRITABLE, Kind
 from longtail.types import PackedSequences
 
 _MOST_PADDED = 0.1
@@ -121,15 +123,13 @@ class CausalModel(Policy):
     def _save_whole(
         self, path: Path, eos_ids: Sequence[int], bos_id: int | None, **more: Any
     ) -> None:
-        from safetensors import SafetensorError
-
         kept = _transformers().GenerationConfig(
             eos_token_id=list(eos_ids) or None, bos_token_id=bos_id
         )
         self.model.generation_config = kept
         try:
             self.model.save_pretrained(path, **more)
-        except (OSError, SafetensorError) as error:
+        except UNWRITABLE as error:
             raise CheckpointError(
                 f"the model cannot be written to {path}: {error}; free space or choose another path"
             ) from error
@@ -212,7 +212,7 @@ def read_pretrained(path: Path, dtype: torch.dtype, device: torch.device | str =
     """Return the PreTrainedModel of a directory.
 
     Raises ConfigError or UnsupportedModelError if transformers cannot open it, or if tensors are
-    missing or quantized; NonFiniteError for NaN or infinity, with the tensor's name.
+    missing, quantized, NaN or infinite, with the tensor's name.
     """
     library = _transformers()
     library.logging.disable_progress_bar()
@@ -229,9 +229,15 @@ def read_pretrained(path: Path, dtype: torch.dtype, device: torch.device | str =
         raise ConfigError(
             f"{path} lacks {missing[0]}: the weights and config.json must be of the same model"
         )
+    stored, prefix = tensor_kinds(path), f"{model.base_model_prefix}."
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
-            raise NonFiniteError(f"{path}: {name} holds values that are NaN or infinite")
+        kind = stored.get(name) or stored.get(name.removeprefix(prefix)) or Kind.of(parameter)
+        fault = Kind.of(parameter).fault(parameter)
+        if fault or kind.dtypes[0] not in FLOATS:
+            raise ConfigError(
+                f"{path}: {name} {fault or f'is {kind}, not floating-point'}: use an earlier "
+                "checkpoint, or download it again"
+            )
     return model.to(device)
 
 

@@ -24,7 +24,7 @@ from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig, Transformer
-from longtail.system.files import read_json
+from longtail.system.files import read_object
 from longtail.types import PackedSequences
 
 _DTYPES = {
@@ -114,7 +114,7 @@ def load_model(
     """Read a model directory; a `dtype` of None keeps the stored dtype.
 
     Takes memory for the model and one tensor. Raises ConfigError for missing, extra or misshapen
-    tensors, NonFiniteError for NaN or infinity, each with the tensor's name.
+    tensors, and for NaN or infinity, each with the tensor's name.
     """
     path, config, dtype = Path(path), load_config(path), dtype or stored_dtype(path)
     files = check_weights(config, path)  # before sizes from config.json are allocated
@@ -150,8 +150,6 @@ def save_model(
     Writing is neither atomic nor synced; checkpoints take care of that. Raises CheckpointError if
     the files cannot be written.
     """
-    from safetensors import SafetensorError
-
     path, content = Path(path), emit(model.config, model.dtype, eos_ids, bos_id)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -160,7 +158,7 @@ def save_model(
         if eos_ids:
             generation = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
             write_json(path / "generation_config.json", generation)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(
             f"the model cannot be written to {path}: {error}; free space or choose another path"
         ) from error
@@ -180,10 +178,4 @@ def read_fields(path: Path) -> Fields:
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} holds no config.json: point model.path at a model directory")
-    try:
-        raw = read_json(file)
-    except (OSError, ValueError) as error:  # unreadable, not UTF-8 or not JSON
-        raise ConfigError(f"{file} is not JSON ({error}): copy the file again") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{file} must hold one JSON object: copy the file again")
-    return Fields(raw, str(file))
+    return Fields(read_object(file, allow_nan=True), str(file))

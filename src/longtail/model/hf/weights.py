@@ -7,17 +7,18 @@ v_proj; `feed_forward.gate_up` is gate_proj, up_proj. All others are one to one.
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from longtail.errors import ConfigError, NonFiniteError, RequestError
 from longtail.model.transformer import ModelConfig, Transformer
-from longtail.system.files import read_json
+from longtail.system import tensor_files
+from longtail.system.files import read_object
+from longtail.system.tensor_files import Kind, Wanted, open_tensors
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _WRITTEN_BY_US = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _DERIVED_SUFFIX = "rotary_emb.inv_freq"  # in older llama files; the config determines it
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
+_REMEDY = "the weights and config.json must be of the same model, and not be quantized"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,13 +81,10 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
 
     Raises ConfigError with the names of missing, extra or misshapen tensors.
     """
-    located: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file, handle, name in _entries(path):
-        located[name] = file
-        shapes[name] = _shape(handle, name, file)
-    require_tensors(layout(config), shapes, config, str(path))
-    return located
+    found = _located(path)
+    kinds = {name: kind for name, (_, kind) in found.items()}
+    require_layout(layout(config), kinds, config, str(path))
+    return {name: file for name, (file, _) in found.items()}
 
 
 def hf_rows(model: Transformer) -> dict[str, Tensor]:
@@ -131,17 +129,17 @@ def read_weights(model: Transformer, path: Path, located: Mapping[str, Path]) ->
     """Read the model's parameters from a directory; one tensor of the files is in memory at a time.
 
     `located` is the result of `check_weights`. Raises ConfigError if a tied model has a head that
-    differs from its embedding, NonFiniteError for NaN or infinity, each with the tensor's name.
+    differs from its embedding, or for NaN or infinity, each with the tensor's name.
     """
     targets = hf_rows(model)
     for file in sorted(set(located.values())):
-        with _open(file) as handle:
+        with open_tensors(file) as opened:
             for name, target in targets.items():
                 if located[name] == file:
-                    target.copy_(_finite(handle.get_tensor(name), name, file))
+                    target.copy_(opened.read(name))
     if model.config.tied_embeddings and _HEAD in located:
-        with _open(located[_HEAD]) as handle:
-            head, embedding = handle.get_tensor(_HEAD), model.embedding.weight
+        with open_tensors(located[_HEAD]) as opened:
+            head, embedding = opened.read(_HEAD), model.embedding.weight
         if not torch.equal(head.to(embedding), embedding):
             raise ConfigError(
                 f"{path}: tie_word_embeddings is true but {_HEAD} differs from {_EMBEDDING}: set "
@@ -156,8 +154,6 @@ def write_weights(
 
     Earlier weights of the same naming are removed first, since a reader takes all files it finds.
     """
-    from safetensors.torch import save_file
-
     for old in path.iterdir():
         if _WRITTEN_BY_US.fullmatch(old.name):
             old.unlink()
@@ -168,9 +164,7 @@ def write_weights(
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else SINGLE_FILE
         weight_map |= dict.fromkeys(names, file)
-        content = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(content, path / file, metadata={"format": "pt"})
-        del content  # before the next shard is converted
+        tensor_files.save({name: tensors[name].to("cpu", dtype) for name in names}, path / file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (path / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
@@ -179,28 +173,26 @@ def write_weights(
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read all tensors of a directory into memory, in their stored dtypes.
 
-    Raises ConfigError if there are none, NonFiniteError (with the name) for NaN or infinity.
+    Raises ConfigError if there are none, or for NaN or infinity, with the tensor's name.
     """
-    tensors: dict[str, Tensor] = {}
-    for file, handle, name in _entries(path):
-        tensor = handle.get_tensor(name)
-        tensors[name] = _finite(tensor, name, file) if tensor.is_floating_point() else tensor
-    return tensors
+    return {n: each for file in _weight_files(path) for n, each in tensor_files.read(file).items()}
 
 
 def tensor_names(path: Path) -> frozenset[str]:
     """Return the tensor names of a directory without reading them; empty without weights."""
     if not ((path / SINGLE_FILE).is_file() or (path / INDEX_FILE).is_file()):
         return frozenset()
-    return frozenset(name for _, _, name in _entries(path))
+    return frozenset(tensor_kinds(path))
+
+
+def tensor_kinds(path: Path) -> dict[str, Kind]:
+    """Return what each tensor of a directory is, without reading it. Raises ConfigError."""
+    return {name: each for name, (_, each) in _located(path).items()}
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write one model.safetensors with tensors of any dtype."""
-    from safetensors.torch import save_file
-
-    content = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-    save_file(content, path / SINGLE_FILE, metadata={"format": "pt"})
+    tensor_files.save(tensors, path / SINGLE_FILE)
 
 
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
@@ -229,10 +221,10 @@ def _weight_files(path: Path) -> list[Path]:
             "save_pretrained(..., safe_serialization=True) and point model.path there"
         )
     try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted(set(read_object(index, {"weight_map": dict})["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside the directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{index} is malformed: it must hold a weight_map from tensor names to file names of "
             "this directory; copy the file again"
@@ -243,79 +235,26 @@ def _weight_files(path: Path) -> list[Path]:
     return [path / name for name in names]
 
 
-def _entries(path: Path) -> Iterator[tuple[Path, Any, str]]:
-    """Yield file, open handle and name of every tensor of a directory."""
+def _located(path: Path) -> dict[str, tuple[Path, Kind]]:
+    """Return file and kind of every tensor of a directory."""
+    found = dict[str, tuple[Path, Kind]]()
     for file in _weight_files(path):
-        with _open(file) as handle:
-            for name in handle.keys():  # noqa: SIM118  (a handle is not a mapping)
-                yield file, handle, name
+        with open_tensors(file) as opened:
+            found |= {name: (file, kind) for name, kind in opened.kinds.items()}
+    return found
 
 
-def _open(file: Path) -> Any:
-    """Open a safetensors file for reading tensors one by one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt", device="cpu")
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            f"{file} is not a readable safetensors file ({error}): copy or download it again"
-        ) from error
-
-
-def _shape(handle: Any, name: str, file: Path) -> tuple[int, ...]:
-    tensor = handle.get_slice(name)
-    if tensor.get_dtype() not in _FLOATING:
-        raise ConfigError(
-            f"{file}: {name} has dtype {tensor.get_dtype()}: quantized weights cannot be trained; "
-            "use the float16, bfloat16 or float32 version of the model"
-        )
-    return tuple(tensor.get_shape())
-
-
-def _finite(tensor: Tensor, name: str, file: Path) -> Tensor:
-    extremes = torch.stack(torch.aminmax(tensor))  # NaN if any is NaN; no large temporary
-    if not torch.isfinite(extremes).all():
-        bad = int((~torch.isfinite(tensor)).sum())
-        raise NonFiniteError(
-            f"{file}: {name} holds {bad} values that are NaN or infinite of {tensor.numel()}; use "
-            "an earlier checkpoint or download the file again"
-        )
-    return tensor
-
-
-def require_tensors(
-    table: Mapping[str, tuple[Part, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    config: ModelConfig,
-    where: str,
+def require_layout(
+    table: Mapping[str, tuple[Part, ...]], kinds: Wanted, config: ModelConfig, where: str
 ) -> None:
-    """Raise ConfigError unless names and shapes are those of the configuration."""
-    parts = {part.name: part.shape for entry in table.values() for part in entry}
-    found = {name for name in shapes if not name.endswith(_DERIVED_SUFFIX)}
+    """Raise ConfigError unless the tensors are those of the configuration."""
+    wanted = {part.name: Kind(shape=part.shape) for entry in table.values() for part in entry}
+    found = {name: each for name, each in kinds.items() if not name.endswith(_DERIVED_SUFFIX)}
     if config.tied_embeddings:
-        found.discard(_HEAD)
+        found.pop(_HEAD, None)
     elif _HEAD not in found:
         raise ConfigError(
             f"{where} lacks {_HEAD} and tie_word_embeddings is false: set it to true if the model "
             "shares its embedding, else copy the missing tensor"
         )
-    remedy = "the weights and config.json must be of the same model"
-    if missing := parts.keys() - found:
-        raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
-    if extra := found - parts.keys():
-        raise ConfigError(
-            f"{where} holds {_listed(extra)}, which this model does not have: {remedy}"
-        )
-    for name, shape in parts.items():
-        if shapes[name] != shape:
-            raise ConfigError(
-                f"{where}: {name} has shape {list(shapes[name])} but config.json gives "
-                f"{list(shape)}: {remedy}"
-            )
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more
+    tensor_files.require(where, found, wanted, _REMEDY)

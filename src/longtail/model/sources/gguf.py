@@ -17,9 +17,10 @@ import torch
 from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.model import write_json
-from longtail.model.hf.weights import layout, require_tensors, write_weights
+from longtail.model.hf.weights import layout, require_layout, write_weights
 from longtail.system.cache import build_once
 from longtail.system.files import fingerprint
+from longtail.system.tensor_files import Kind
 
 KIND = "models"
 """Folder of converted models in the cache."""
@@ -93,8 +94,8 @@ def convert(
     tensors = model.state_dict()
     if config.tied_embeddings:
         del tensors["lm_head.weight"]
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    require_tensors(layout(config), shapes, config, where)
+    kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
+    require_layout(layout(config), kinds, config, where)
     if len(reader.tensors) != len(tensors):
         raise ConfigError(
             f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "
