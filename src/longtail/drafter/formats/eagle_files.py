@@ -203,7 +203,7 @@ def _taps(fields: Fields, target: ModelConfig, convention: LayerIds) -> tuple[in
     kept = fields.section(SECTION).get("layers")
     ids = kept or fields.get(LAYER_IDS) or fields.section("eagle_config").get(LAYER_IDS) or None
     is_list = isinstance(ids, list) and all(type(each) is int for each in ids)
-    layers = ()
+    layers: tuple[int, ...] = ()
     if ids is None or is_list:
         layers = layers_of(ids, target.num_layers, "input" if kept else convention)
     if not layers or not all(0 <= each < target.num_layers for each in layers):
