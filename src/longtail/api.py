@@ -17,16 +17,11 @@ from typing import Any, final
 
 import torch
 
-from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
-from longtail.assembly.engine import (
-    GrowingEngine,
-    completion_key,
-    model_directory,
-    open_engine,
-    open_model,
-)
+from longtail.assembly.engine import completion_key, model_directory, open_engine, open_model
+from longtail.assembly.precision import own_engine_device
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.engine.growing import GrowingEngine
 from longtail.engine.text import Piece, stream
 from longtail.errors import ConfigError, RequestError
 from longtail.generator import StepReport
@@ -76,6 +71,7 @@ class Engine:
             lambda limits: open_engine(self._open(), limits, drafter),
             self.tokenizer.decode,
             max_running=max_running,
+            max_len=self.max_positions,
         )
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:

@@ -225,8 +225,12 @@ class Trainer:
         except BaseException:
             self.workers.close()
             raise
-        for line in parts.start_lines(config, threads, last_step):
-            console.log(line)
+        resumed = "" if last_step is None else f", resumed after step {last_step}"
+        console.log(
+            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
+            f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
+            f"{run.path}{resumed}"
+        )
 
     def run(self) -> int:
         """Make all remaining steps, evaluate, and print the summary; return the exit code."""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from longtail.assembly.device import run_device
 from longtail.assembly.drafters import NONE
+from longtail.assembly.precision import run_device
 from longtail.config.rl import LearnerSection, RunConfig
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.adapters import import_peft

@@ -1,5 +1,6 @@
-"""Values of `auto` on a device, and the lines about what a precision costs or does not keep.
+"""Device of a run, values of `auto` on it, and lines about what a precision costs or loses.
 
+    run.device                         longtail's own engine generates on CPUs; on GPUs vLLM does
     rollout.dtype, target.dtype        bfloat16 where inference in it is fast, else float32
     learner.autocast, train.autocast   on where the hardware multiplies bfloat16 (not in float64)
 
@@ -12,20 +13,44 @@ from typing import Any, TypeVar
 
 import torch
 
-from longtail.assembly.device import AnyConfig, run_device
 from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
+from longtail.errors import ConfigError
 from longtail.model.kernels import native
 from longtail.run.checkpoint import CONFIG_FILE, steps_in
-from longtail.system.device import DTYPES, multiplies_bfloat16
+from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16
 
+AnyConfig = RunConfig | SftConfig | DrafterTrainConfig
 Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
 
 _EMULATED = "bfloat16 is emulated on this processor"
-_DTYPE_FIELDS = (("rollout", "dtype"), ("target", "dtype"))
-_AUTOCAST_FIELDS = (("learner", "autocast"), ("train", "autocast"))
+_FIELDS = ("rollout.dtype", "target.dtype", "learner.autocast", "train.autocast")
+"""Fields that may be `auto`; autocast depends on a dtype."""
+
+
+def own_engine_device(device: str, field: str) -> torch.device:
+    """Return the CPU, where longtail's own engine generates; `auto` is the CPU, too.
+
+    Raises ConfigError, which names the setting `field`, for a GPU.
+    """
+    if device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"{field} = {device!r}: longtail's own engine generates on CPUs; on GPUs vLLM does "
+            f"(docs/vllm.md): set rollout.engine = 'vllm' in longtail train, or {field} = 'cpu'"
+        )
+    return torch.device("cpu")
+
+
+def run_device(config: AnyConfig) -> torch.device:
+    """Return the device on which a run learns and, in `longtail train`, generates.
+
+    Raises ConfigError if it does not exist or cannot generate.
+    """
+    if isinstance(config, RunConfig) and config.rollout.engine == "own":
+        return own_engine_device(config.run.device, "run.device")
+    return choose_device(config.run.device)
 
 
 def is_fast(dtype: torch.dtype, device: torch.device) -> bool:
@@ -42,11 +67,6 @@ def fastest_dtype(device: torch.device) -> str:
     return "bfloat16" if is_fast(torch.bfloat16, device) else "float32"
 
 
-def is_exact(dtype: torch.dtype) -> bool:
-    """Return whether a text does not depend on its batch, hence not on drafting."""
-    return dtype == torch.float64 or native.layout(dtype) is not None
-
-
 def decided(config: Config) -> Config:
     """Return the configuration with a value for each `auto`.
 
@@ -54,24 +74,20 @@ def decided(config: Config) -> Config:
     """
     begun = _begun(Path(config.run.dir)) if config.run.resume else ""
     device = run_device(config)
-    for section, field in (*_DTYPE_FIELDS, *_AUTOCAST_FIELDS):  # autocast depends on a dtype
-        if _value(config, section, field) != "auto":
+    # vLLM's products on a CPU are batch-invariant in float32 alone.
+    in_float32 = _value(config, "rollout.engine") == "vllm" and device.type == "cpu"
+    for name in _FIELDS:
+        if _value(config, name) != "auto":
             continue
-        value = files.lookup(begun, f"{section}.{field}")
-        if field == "dtype":
-            value = value if value in list(DTYPES) else _dtype(config, section, device)
-        elif not isinstance(value, bool):
-            given = (_value(config, name, "dtype") for name in ("learner", "target"))
+        value, (section, field) = files.lookup(begun, name), name.split(".")
+        if field == "dtype" and value not in list(DTYPES):
+            value = "float32" if in_float32 else fastest_dtype(device)
+        elif field == "autocast" and not isinstance(value, bool):
+            given = (_value(config, each) for each in ("learner.dtype", "target.dtype"))
             value = "float64" not in given and multiplies_bfloat16(device)
         changed = getattr(config, section).model_copy(update={field: value})
         config = config.model_copy(update={section: changed})
     return config
-
-
-def _dtype(config: AnyConfig, section: str, device: torch.device) -> str:
-    """Return the fastest dtype; vLLM's products on a CPU are batch-invariant in float32 alone."""
-    is_vllm = _value(config, section, "engine") == "vllm"
-    return "float32" if is_vllm and device.type == "cpu" else fastest_dtype(device)
 
 
 def _begun(run_dir: Path) -> str:
@@ -85,24 +101,24 @@ def _begun(run_dir: Path) -> str:
     return text
 
 
-def _value(config: AnyConfig, section: str, field: str) -> Any:
+def _value(config: AnyConfig, name: str) -> Any:
     """Return a field; None if the configuration has no such field."""
-    return config.model_dump().get(section, {}).get(field)
+    section, field = name.split(".")
+    return getattr(getattr(config, section, None), field, None)
 
 
 def costs(config: AnyConfig) -> list[str]:
     """Return a line for each setting of a decided configuration that is emulated here."""
     device, lines = run_device(config), []
-    for section, field in _DTYPE_FIELDS:
-        dtype = _value(config, section, field)
-        if dtype is not None and not is_fast(DTYPES[dtype], device):
-            lines.append(emulated(f"{section}.{field}", dtype))
-    for section, field in _AUTOCAST_FIELDS:
-        if _value(config, section, field) and not multiplies_bfloat16(device):
+    for name in _FIELDS:
+        value = _value(config, name)
+        if value is True and not multiplies_bfloat16(device):
             lines.append(
-                f"{section}.{field} = true: {_EMULATED}, and learning takes about 12 times as long "
-                "as in float32; use auto"
+                f"{name} = true: {_EMULATED}, and learning takes about 12 times as long as in "
+                "float32; use auto"
             )
+        elif value in DTYPES and not is_fast(DTYPES[value], device):
+            lines.append(emulated(name, value))
     return lines
 
 
@@ -112,13 +128,14 @@ def emulated(name: str, dtype: str) -> str:
 
 
 def inexactness(config: RunConfig) -> list[str]:
-    """Return a line if texts of the run can depend on their batch; else none.
+    """Return a line if texts of the run can depend on their batch, hence on drafting; else none.
 
     On a GPU no kernel of the CPU engine is built for it.
     """
     if run_device(config).type != "cpu":
         return ["on a GPU a text can depend on its batch at near-ties, hence on drafting"]
-    if is_exact(DTYPES[config.rollout.dtype]):
+    dtype = DTYPES[config.rollout.dtype]
+    if dtype == torch.float64 or native.layout(dtype) is not None:
         return []
     return [
         f"rollout.dtype = {config.rollout.dtype}: at near-ties a text can depend on its batch, "

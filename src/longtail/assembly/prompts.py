@@ -1,7 +1,6 @@
 """Prompts of a training run: from the data section of its configuration to tokenized prompts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 
 from longtail.config.rl import DataSection, RunConfig
@@ -16,22 +15,26 @@ from longtail.rl.data.prompts import (
     make_prompts,
     system_first,
 )
-from longtail.rl.data.sources import EMBEDDED, HELDOUT, Row, load_rows
+from longtail.rl.data.sources import EMBEDDED, HELDOUT, load_rows
 from longtail.rl.grading.pool import Check, gradable
 
 
-def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check | None) -> HeldOut:
+def load_prompts(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    check: Check | None,
+    log: Callable[[str], None] = lambda line: None,
+) -> HeldOut:
     """Load the training prompts and the held-out prompts, of which there may be none.
 
-    `check` finds the rows that the reward cannot grade; None: nothing is graded. Raises ConfigError
-    or DataError, naming the field, for anything that does not fit.
+    `check` finds the rows that the reward cannot grade; None: nothing is graded. What is left out
+    is logged. Raises ConfigError or DataError, naming the field, for anything that does not fit.
     """
-    data, seed = config.data, config.run.seed
-    encoder = _encoder(data, tokenizer)
+    data, encoder = config.data, _encoder(config.data, tokenizer)
 
-    def prepare(rows: Sequence[Row], source: str) -> PromptSet:
+    def load(source: str, size: int, field: str) -> PromptSet:
         prompts = make_prompts(
-            rows,
+            load_rows(source, size, config.run.seed, field=field),
             source=source,
             encoder=encoder,
             max_prompt_len=data.max_prompt_len,
@@ -39,25 +42,28 @@ def load_prompts(config: RunConfig, tokenizer: Tokenizer, check: Check | None) -
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,
         )
-        if check is None:
-            return prompts
-        return gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+        if prompts.num_dropped:
+            log(
+                f"{source}: {prompts.num_dropped} prompts over {data.max_prompt_len} tokens are "
+                "left out (data.drop_long_prompts)"
+            )
+        if check is not None:
+            prompts = gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+        if prompts.num_ungradable:
+            log(f"{source}: {prompts.num_ungradable} prompts are left out (data.drop_ungradable)")
+        return prompts
 
-    def load(source: str, size: int, field: str) -> PromptSet:
-        return prepare(load_rows(source, size, seed, field=field), source)
-
-    heldout = data.heldout
-    if heldout is None and data.source == EMBEDDED:
-        heldout = data.source + HELDOUT  # disjoint by construction
-    none = PromptSet(source=data.source, prompts=(), rows=())
-    everything = load(data.source, data.size, "data.source")
-    size = data.heldout_size if heldout is None else 0
-    parts = hold_out(everything, size) if size else HeldOut(train=everything, heldout=none)
-    if heldout is None or data.heldout_size == 0:
-        return parts
-    held = load(heldout, data.heldout_size, "data.heldout")
-    size = min(data.heldout_size, len(held.prompts))
-    return replace(parts, heldout=held.part(range(size)))
+    other = data.heldout
+    if other is None and data.source == EMBEDDED:
+        other = data.source + HELDOUT  # disjoint by construction
+    train, size = load(data.source, data.size, "data.source"), data.heldout_size
+    if other is None and size:
+        return hold_out(train, size)
+    heldout = PromptSet(source=data.source, prompts=(), rows=())
+    if other is not None and size:
+        heldout = load(other, size, "data.heldout")
+        heldout = heldout.part(range(min(size, len(heldout.prompts))))
+    return HeldOut(train=train, heldout=heldout)
 
 
 def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:

@@ -35,30 +35,6 @@ class TrainerComponents:
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
     sampling: SamplingParams
-    limits: EngineLimits
-    """Limits of every worker's engine."""
-    num_dropped: int
-    """Number of prompts left out because they exceed data.max_prompt_len."""
-    num_ungradable: int
-    """Number of prompts left out because the reward cannot grade their answers."""
-
-    def start_lines(self, config: RunConfig, threads: int, last_step: int | None) -> list[str]:
-        """Return what a run logs at its start: model, directory, precision, prompts left out."""
-        resumed = "" if last_step is None else f", resumed after step {last_step}"
-        lines = [
-            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
-            f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
-            f"{Path(config.run.dir)}{resumed}"
-        ]
-        lines += (*precision.costs(config), *precision.inexactness(config))
-        if self.num_dropped:
-            lines.append(
-                f"{self.num_dropped} prompts over {config.data.max_prompt_len} tokens are left out "
-                "(data.drop_long_prompts)"
-            )
-        if self.num_ungradable:
-            lines.append(f"{self.num_ungradable} prompts are left out (data.drop_ungradable)")
-        return lines
 
 
 def assemble(
@@ -77,20 +53,14 @@ def assemble(
     plan, tokenizer = memory.fitted(plan_run(config, directory), log), load_tokenizer(directory)
     memory.check(plan)
     check_vocabulary(tokenizer, plan.shape)
-    prompts = load_prompts(config, tokenizer, check)
-    longest = max(
-        len(prompt.tokens) for prompt in (*prompts.train.prompts, *prompts.heldout.prompts)
-    )
-    limits = _limits(plan, longest)
-    workers = _started(plan, limits, log, on_progress)
+    prompts = load_prompts(config, tokenizer, check, log)
+    train, heldout = prompts.train.prompts, prompts.heldout.prompts
+    longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
-        heldout=prompts.heldout.prompts,
-        workers=workers,
+        heldout=heldout,
+        workers=_started(plan, longest, log, on_progress),
         sampling=sampling_of(config, tokenizer),
-        limits=limits,
-        num_dropped=prompts.train.num_dropped + prompts.heldout.num_dropped,
-        num_ungradable=prompts.train.num_ungradable + prompts.heldout.num_ungradable,
     )
 
 
@@ -106,29 +76,72 @@ def open_workers(
     config = precision.decided(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
     plan = memory.fitted(plan_run(config, model_directory(config.model.path, log)), log)
-    return _started(plan, _limits(plan, max_prompt_len), log, lambda progress: None)
+    return _started(plan, max_prompt_len, log, lambda progress: None)
 
 
 def _started(
     plan: RunPlan,
-    limits: EngineLimits,
+    longest_prompt: int,
     log: Callable[[str], None],
     on_progress: Callable[[Progress], None],
 ) -> WorkerGroup:
-    """Return the workers once all are ready."""
-    config = plan.config
+    """Return the workers once all are ready: one in this process, or several as Ray actors."""
+    config, own, limits = plan.config, plan.config.cluster, _limits(plan, longest_prompt)
+    for line in (*precision.costs(config), *precision.inexactness(config)):
+        log(line)
     given, learns = config.speculation.drafter, config.spot.train != "never"
     found = [located(name) for name in drafter_names(given, config.model.path, learns=learns)]
-    folders = [plan.directory, *(home for _, home in found if home is not None)]
     make = partial(build_worker, plan, [name for name, _ in found], limits)
-    pool = _worker_pool(plan, folders, make, log, on_progress)
-    workers = WorkerGroup(pool, group_settings(config), on_progress=on_progress, log=log)
+    if own.workers == 1 and not own.address:
+        processes: Processes = LocalProcess(make, on_progress)
+    else:
+        folders = [plan.directory, *(home for _, home in found if home is not None)]
+        processes = _ray_processes(plan, folders, make, log)
+    workers = WorkerGroup(processes, group_settings(config), on_progress=on_progress, log=log)
     try:
         workers.begin()
     except BaseException:
         workers.close()
         raise
     return workers
+
+
+def _ray_processes(
+    plan: RunPlan,
+    folders: Sequence[Path],
+    make: Callable[[Place], Worker],
+    log: Callable[[str], None],
+) -> Processes:
+    """Start Ray actors, which on other hosts have copies of the folders."""
+    own = plan.config.cluster
+    try:
+        from longtail.cluster.workers.ray.hosts import own_kit
+        from longtail.cluster.workers.ray.ray_processes import RayProcesses
+    except ImportError as error:
+        raise ConfigError(
+            f"cluster.workers = {own.workers}: more than one are Ray actors: "
+            f"{machine.pip_install('cluster')}; or set it to 1"
+        ) from error
+    kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm) if own.address else None
+    return RayProcesses(make, own.workers, address=own.address, kit=kit, gpus=plan.gpus, log=log)
+
+
+def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:
+    """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
+    own, most = plan.config.rollout, plan.shape.max_positions
+    longest = longest_prompt + own.max_tokens
+    if longest > most:
+        raise ConfigError(
+            f"rollout.max_tokens = {own.max_tokens}: after the longest prompt, of {longest_prompt} "
+            f"tokens, the model has {max(most - longest_prompt, 0)} of its {most} positions left; "
+            "lower it, or data.max_prompt_len with data.drop_long_prompts = true"
+        )
+    return EngineLimits(
+        max_running=own.max_running,
+        max_step_tokens=own.max_step_tokens,
+        kv_tokens=own.kv_tokens,
+        max_len=longest,
+    )
 
 
 def group_settings(config: RunConfig) -> GroupSettings:
@@ -141,50 +154,6 @@ def group_settings(config: RunConfig) -> GroupSettings:
         is_sharded=config.is_sharded,
         buffer_bytes=config.spot.buffer_mb * 2**20,
         seed=config.run.seed,
-    )
-
-
-def _worker_pool(
-    plan: RunPlan,
-    folders: Sequence[Path],
-    make: Callable[[Place], Worker],
-    log: Callable[[str], None],
-    on_progress: Callable[[Progress], None],
-) -> Processes:
-    """Start the workers: one in this process, or several as Ray actors."""
-    own = plan.config.cluster
-    if own.workers == 1 and not own.address:
-        return LocalProcess(make, on_progress)
-    try:
-        from longtail.cluster.workers.ray.hosts import own_kit
-        from longtail.cluster.workers.ray.ray_processes import RayProcesses
-    except ImportError as error:
-        raise ConfigError(
-            f"cluster.workers = {own.workers}: more than one are Ray actors: "
-            f"{machine.pip_install('cluster')}; or set it to 1"
-        ) from error
-    kit = None
-    if own.address:
-        kit = own_kit(folders, on_cpu=not plan.gpus, on_vllm=plan.on_vllm)
-    return RayProcesses(make, own.workers, address=own.address, kit=kit, gpus=plan.gpus, log=log)
-
-
-def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:
-    """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
-    config, shape = plan.config, plan.shape
-    longest = longest_prompt + config.rollout.max_tokens
-    if longest > shape.max_positions:
-        raise ConfigError(
-            f"rollout.max_tokens = {config.rollout.max_tokens}: after the longest prompt, of "
-            f"{longest_prompt} tokens, the model has "
-            f"{max(shape.max_positions - longest_prompt, 0)} of its {shape.max_positions} "
-            "positions left; lower it, or data.max_prompt_len with data.drop_long_prompts = true"
-        )
-    return EngineLimits(
-        max_running=config.rollout.max_running,
-        max_step_tokens=config.rollout.max_step_tokens,
-        kv_tokens=config.rollout.kv_tokens,
-        max_len=longest,
     )
 
 

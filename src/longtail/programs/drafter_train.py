@@ -12,10 +12,9 @@ from typing import final
 
 import torch
 
-from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import decided
+from longtail.assembly.precision import decided, own_engine_device, run_device
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter

@@ -13,9 +13,8 @@ from typing import final
 
 import torch
 
-from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import decided
+from longtail.assembly.precision import decided, run_device
 from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError

@@ -9,8 +9,8 @@ import torch
 
 from longtail import Engine
 from longtail.assembly import plan
-from longtail.assembly.device import own_engine_device, run_device
 from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.precision import own_engine_device, run_device
 from longtail.assembly.worker import open_policy
 from longtail.config.files import resolve
 from longtail.config.rl import load

@@ -1,8 +1,10 @@
 """Prompts of a run, from its configuration and a tokenizer."""
 
+from pathlib import Path
+
 import pytest
 
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import Workshop, build, write_lines
 from longtail.assembly.prompts import load_prompts
 from longtail.config.rl import load
 from longtail.errors import ConfigError
@@ -69,3 +71,20 @@ def test_what_the_template_cannot_take_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(workshop, word, template=template)
+
+
+def test_what_is_left_out_is_said(workshop: Workshop, tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    write_lines(
+        source, *({"prompt": f"say {index}", "answer": f"{index}"} for index in range(8, 12))
+    )
+    words = (f"--data.source={source}", "--data.max_prompt_len=8", "--data.heldout_size=0")
+    drop = ("--data.drop_long_prompts=true", "--data.drop_ungradable=true", "--reward.name=exact")
+    config = load(None, workshop.words("run", *words, *drop)[1:])
+    said = list[str]()
+    tokenizer = load_tokenizer(workshop.model)
+    load_prompts(config, tokenizer, lambda rows: {0: "none"}, said.append)
+    assert said == [
+        f"{source}: 2 prompts over 8 tokens are left out (data.drop_long_prompts)",
+        f"{source}: 1 prompts are left out (data.drop_ungradable)",
+    ]

@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from end_to_end.workshop import Workshop, build, write_lines
-from longtail.assembly.plan import plan_run
+from longtail.assembly import trainer
+from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.trainer import TrainerComponents, assemble
-from longtail.assembly.worker import build_components
+from longtail.assembly.worker import build_components, build_worker
 from longtail.cluster.workers.components import WorkerComponents
 from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig, load
+from longtail.engine.request import EngineLimits
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
@@ -33,11 +35,18 @@ def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
 
 def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     config = _config(workshop, *words)
-    limits = _assemble(workshop, *words).limits
+    limits = EngineLimits(max_running=4, max_step_tokens=64, max_len=64)
     return build_components(plan_run(config, workshop.model), DRAFTERS, limits, Place())
 
 
-def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
+def test_the_configuration_reaches_every_part(workshop: Workshop, monkeypatch) -> None:
+    made = list[EngineLimits]()
+
+    def noted(plan: RunPlan, names: list[str], limits: EngineLimits, place: Place) -> Worker:
+        made.append(limits)
+        return build_worker(plan, names, limits, place)
+
+    monkeypatch.setattr(trainer, "build_worker", noted)
     words = (
         "--rollout.top_p=0.9",
         "--rollout.temperature=0.7",
@@ -55,11 +64,10 @@ def test_the_configuration_reaches_every_part(workshop: Workshop) -> None:
     assert parts.sampling.stop_token_ids == components.tokenizer.eos_ids == (1,)
     assert components.policy.dtype == torch.float32
     assert components.generator.model.dtype == torch.float64
-    # Three rows of the longest prompt, 8 tokens in the chat template, and 16 more: one block each.
-    assert components.generator.kv_usage().total == 3 * 32
+    # The longest prompt has 9 tokens in the chat template, and 16 more are generated.
+    assert [(each.max_running, each.max_len, each.kv_tokens) for each in made] == [(3, 25, 0)]
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
-    assert parts.num_dropped == 0
     assert parts.workers.num_parameters == sum(p.numel() for p in components.policy.parameters())
 
 

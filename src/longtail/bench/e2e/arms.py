@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import final
 
 from longtail.assembly import drafters
-from longtail.assembly.device import run_device
-from longtail.assembly.precision import decided
+from longtail.assembly.precision import decided, run_device
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile

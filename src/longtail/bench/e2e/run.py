@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 
 from longtail.assembly import memory
-from longtail.assembly.device import run_device
 from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import plan_run
+from longtail.assembly.precision import run_device
 from longtail.bench.common.card import print_card
 from longtail.bench.common.timing import Log, progress
 from longtail.bench.e2e import card

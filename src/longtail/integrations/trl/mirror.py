@@ -11,17 +11,14 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.engine import GrowingEngine
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.growing import GrowingEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Decode
 from longtail.generator import StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.types import Completion, Request
-
-_LENGTH_STEP = 256
-"""Tokens by which the longest text grows; a new engine measures its costs again."""
 
 
 @final
@@ -46,8 +43,7 @@ class MirroredPolicy:
             lambda limits: RolloutEngine(model, decode, limits, policy_version=self.version),
             decode,
             max_running=max_running,
-            length_step=_LENGTH_STEP,
-            max_positions=self.max_len,
+            max_len=self.max_len,
         )
         self._speculation: Speculation | None = None
         self.version = 0

@@ -14,9 +14,8 @@ from typing import Any, Literal, final
 
 import torch
 
-from longtail.assembly.device import own_engine_device
 from longtail.assembly.drafters import Target, check_names
-from longtail.assembly.precision import is_fast
+from longtail.assembly.precision import is_fast, own_engine_device
 from longtail.drafter.formats.eagle_files import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
