@@ -197,9 +197,8 @@ format: develop
 	$(BIN)/ruff check --fix .
 
 bench: develop model
-	for what in engine learner e2e; do \
-		$(BIN)/longtail bench $$what gsm --model.path $(MODEL) && \
-		$(BIN)/longtail bench $$what --rollout.max_running 16 || exit 1; \
+	for what in "$(BIN)/python benchmarks/engine.py" "$(BIN)/python benchmarks/learner.py" "$(BIN)/longtail bench e2e"; do \
+		$$what gsm --model.path $(MODEL) && $$what || exit 1; \
 	done
 
 # On a GPU, with the python of an environment that has longtail and vLLM; POLICY is a quickstart's.

@@ -29,19 +29,22 @@ from pathlib import Path
 _QUICK = "compilation_config = {mode = 0, cudagraph_mode = 'FULL_DECODE_ONLY'}"
 """vLLM without inductor, which alone takes a minute to start."""
 _TRITON = f"attention_backend = 'TRITON_ATTN', {_QUICK}"
+_LONGTAIL = ("-m", "longtail.cli.main")
+_HERE = Path(__file__).resolve().parent
 _FAILED = 15
 """Lines of a failed part that are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Commands of `longtail`, one after another, and the most seconds of all.
+    """Commands, one after another, and the most seconds of all.
 
-    Example: Part(limit_s=60, commands=[["doctor"]])
+    Example: Part(limit_s=60, commands=[["-m", "longtail.cli.main", "doctor"]])
     """
 
     limit_s: int
     commands: Sequence[Sequence[str]]
+    """Words after the interpreter's name."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -53,7 +56,8 @@ def vllm(more: str, kv_gb: float = 3.0) -> str:
 def engines(recipe: Sequence[str], batches: str, arguments: str, limit_s: int, **more: str) -> Part:
     """Return the part that compares engines on a recipe; `more` is its environment."""
     python = ["--python", sys.executable, "--dtype", "bfloat16", "--repeats", "2"]
-    command = ["bench", "vllm", *recipe, *python, "--batches", batches, arguments]
+    script = str(_HERE / "vllm_engine.py")
+    command = [script, *recipe, *python, "--batches", batches, arguments]
     return Part(limit_s=limit_s, commands=[command], environment=more)
 
 
@@ -62,12 +66,18 @@ def parts(options: argparse.Namespace) -> dict[str, Part]:
     longest = "--rollout.max_tokens=640"
     sums = ["quickstart", f"--model.path={options.model}", longest]
     large = ["quickstart", f"--model.path={options.large}", longest]
-    loop = ["train", *sums, "--run.steps=3", "--run.device=cuda", vllm(_QUICK)]
-    pair = ["bench", "e2e", *sums, "--arms", "off,all", "--steps", "3", "--run.device=cuda"]
+    loop = [*_LONGTAIL, "train", *sums, "--run.steps=3", "--run.device=cuda", vllm(_QUICK)]
+    pair = [*_LONGTAIL, "bench", "e2e", *sums, "--arms", "off,all", "--steps", "3"]
+    pair += ["--run.device=cuda", "--cluster.workers=2", "--cluster.gpus_per_worker=0.5"]
     shares = f"gpu_memory_utilization = 0.1, {_QUICK}"  # of two workers of each of two arms
-    pair += ["--cluster.workers=2", "--cluster.gpus_per_worker=0.5", vllm(shares)]
-    learner = ["bench", "learner", *sums, "--contestants", "transformers", "--mean-tokens", "256"]
-    learner += ["--learner.tokens_per_micro_batch=4096", "--rollout.prompts_per_step=8"]
+    pair.append(vllm(shares))
+    learner = [str(_HERE / "learner.py"), *sums, "--contestants", "transformers"]
+    learner += [
+        "--mean-tokens",
+        "256",
+        "--learner.tokens_per_micro_batch=4096",
+        "--rollout.prompts_per_step=8",
+    ]
     learner += ["--rollout.group_size=8"]
     places = {name: f"--run.dir={options.out}/runs/{name}" for name in ("none", "fresh")}
     loops = [[*loop, f"--speculation.drafter={name}", place] for name, place in places.items()]
@@ -94,8 +104,8 @@ def run(part: Part, log: Path, overrides: Sequence[str], limit_s: float) -> tupl
             left = limit_s - (time.monotonic() - began)
             given = {each.partition("=")[0] for each in overrides}
             kept = [each for each in words if each.partition("=")[0] not in given]
-            command = [sys.executable, "-m", "longtail.cli.main", *kept, *overrides]
-            print("$", " ".join(command[3:]), file=out, flush=True)
+            command = [sys.executable, *kept, *overrides]
+            print("$", " ".join(command), file=out, flush=True)
             process = subprocess.Popen(
                 command, stdout=out, stderr=subprocess.STDOUT, env=environment,
                 start_new_session=True,

@@ -8,14 +8,16 @@ that was trained further. llama.cpp ends no text by itself and writes as many to
 prompt as longtail has. They take turns, which include the prompts.
 """
 
+from script import pin, pinned
+
+# isort: split
+
 import argparse
-import json
 import random
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import gguf
@@ -24,7 +26,7 @@ import torch
 import xllamacpp
 
 from longtail import Engine, SamplingParams
-from longtail.bench.common.timing import pin
+from longtail.bench.card import Spread, Table, print_card, ratios
 from longtail.system.device import set_threads
 
 
@@ -118,23 +120,21 @@ def main() -> None:
             rates = {name: each[1:] for name, each in rates.items()}  # the first turn warms up
             results[running] = {
                 name: {
-                    "tokens_per_s": round(median(each), 1),
-                    "over_llama_cpp": [
-                        round(f([a / b for a, b in zip(each, rates["llama.cpp"], strict=True)]), 2)
-                        for f in (median, min, max)
-                    ],
+                    "tokens_per_s": Spread.of(each).numbers(),
+                    "over_llama_cpp": ratios(each, rates["llama.cpp"]).numbers(),
                 }
                 for name, each in rates.items()
             }
-            print(running, json.dumps(results[running]), flush=True)
-    cpu = next(
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    card = {"bench": "llama_cpp", "cpu": cpu, "cpus": cpus, "threads": own.threads}
-    card |= {"tokens": own.tokens, "xllamacpp": xllamacpp.__version__, "results": results}
-    print(json.dumps(card))
+    rows = [
+        (f"{running}, {name}", *(Spread(**spread) for spread in found.values()))
+        for running, row in results.items()
+        for name, found in row.items()
+    ]
+    title = f"{own.run}, {own.tokens} tokens, {own.threads} thread(s), {pinned(cpus)}"
+    headings = ("running, contestant", "tokens/s", "over llama.cpp")
+    card = {"bench": "llama_cpp", "threads": own.threads, "tokens": own.tokens}
+    card |= {"xllamacpp": xllamacpp.__version__, "results": results}
+    print_card([Table(title, headings, rows)], card)
 
 
 if __name__ == "__main__":

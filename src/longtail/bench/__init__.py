@@ -1,1 +1,1 @@
-"""Paired, same-run benchmarks; each prints a card and ends with one JSON line."""
+"""`longtail bench e2e`, and the card that it shares with the scripts in benchmarks/."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from longtail.bench.options import BENCHES
+from longtail.bench.options import E2eBenchOptions
 from longtail.cli import options
 from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
@@ -126,10 +126,11 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
             ServeOptions,
             "serve.run",
         ),
-        **{
-            f"bench {name}": Command(bench.summary, bench.options, f"bench.{bench.module}.run")
-            for name, bench in BENCHES.items()
-        },
+        "bench e2e": Command(
+            "Compare a training run with and without drafting and work of idle workers.",
+            E2eBenchOptions,
+            "bench.e2e.run",
+        ),
         "report": Command(
             "Write report.html into a run directory: the page of longtail view as one file.",
             options.ReportOptions,

@@ -10,7 +10,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from longtail import __version__
@@ -30,7 +30,7 @@ verbs:
   merge      write the whole model of a run that trained adapters
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
-  bench      measure whole runs, generation, the learner, or drafts in vLLM
+  bench      measure a training run with drafting and without
   report     write the page that view shows as one file, with the run's data in it
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
   doctor     check packages, hardware and kernels, and print a remedy for what is missing
@@ -44,9 +44,13 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code."""
-    _open_streams()
-    logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     words = list(sys.argv[1:] if argv is None else argv)
+    set_environment()
+    return guarded(lambda: _dispatch(words))
+
+
+def set_environment() -> None:
+    """Set what libraries read when they are loaded, unless it is set; PyTorch comes later."""
     # Compute threads wait for each other 200 times a step. A rollout on two cores of an EPYC, alone
     # and beside a process that takes a core: 11 and 12 s if they sleep at once, 8 and 14 s if they
     # spin for 10 us before, 7 and 27 s for 100 us. PyTorch reads this when it loads OpenMP.
@@ -55,9 +59,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("KMP_BLOCKTIME", "0")
     # Large tensors in huge pages: learning allocates gigabytes, and every page costs a fault.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
+
+def guarded(program: Callable[[], int]) -> int:
+    """Run a program, print its error in a sentence, and return the exit code."""
+    _open_streams()
+    logging.basicConfig(level=logging.WARNING, format="longtail: %(message)s")
     try:
         with signals_as_ctrl_c():
-            code = _dispatch(words)
+            code = program()
         sys.stdout.flush()
         return code
     except LongtailError as error:

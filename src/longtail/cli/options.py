@@ -1,4 +1,4 @@
-"""Options of the commands without a configuration, except those of benchmarks and servers.
+"""Options of the commands without a configuration, except those of `bench` and of servers.
 
 Programs take theirs as an argparse Namespace.
 """

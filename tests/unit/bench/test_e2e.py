@@ -8,9 +8,9 @@ import pytest
 from end_to_end.workshop import Workshop, build, save_untaught, say
 from longtail.assembly import memory
 from longtail.assembly.plan import plan_run
-from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import ArmResult, Comparison, differing_share, make_comparison
-from longtail.bench.e2e.run import check_memory, run_arms
+from longtail.bench import e2e_card as card
+from longtail.bench.arms import ArmResult, Comparison, differing_share, make_comparison
+from longtail.bench.e2e import check_memory, run_arms
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.config import files as configfile
 from longtail.config import rl as config
@@ -122,6 +122,22 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
 # ---- the arms of a run
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--arms off,warm", "--arms[1] = warm: it must be 'off', 'frozen'"),
+        ("--arms spot,off", "--arms = 'spot,off': off comes first"),
+        ("--arms off", "--arms = 'off': off comes first, and others"),
+        ("--arms off,spot,spot", "each arm is given once"),
+        ("--steps 0", "--steps = 0: it must be greater"),
+    ],
+)
+def test_an_impossible_option_is_refused_by_name(words: str, message: str) -> None:
+    said = say("bench", "e2e", *words.split())
+    assert said.code == 2
+    assert message in said.err
+
+
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return build(tmp_path_factory.mktemp("e2e"))
@@ -217,9 +233,11 @@ def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop: Works
 def test_arms_that_do_not_fit_into_memory_together_are_refused(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = compared(workshop).arms["off"]
-    plan = Comparison(arms=dict.fromkeys(("off", "all"), own), steps=1)
-    parts = memory.estimate(plan_run(own, workshop.model))
+    own, many = (
+        compared(workshop, overrides=(f"--rollout.max_running={n}",)).arms["off"] for n in (16, 64)
+    )
+    plan = Comparison(arms=dict.fromkeys(("off", "all"), many), steps=1)
+    parts = memory.estimate(plan_run(own, workshop.model))  # a step has 16 requests
     # Activations and gradients are those of one arm at a time.
     both = 2 * sum(parts.values()) - sum(parts[name] for name in memory.PASSING)
     for free in (both, None):

@@ -1,4 +1,4 @@
-"""`longtail bench learner`: one step beside its matrix products and a loop of transformers.
+"""Seconds of one learner step, beside its matrix products and a loop of transformers.
 
     longtail       packed, sequences without an advantage left out, one update
     modelled       the same learner with the modelling code of transformers
@@ -11,23 +11,28 @@ contestants take turns on the run's device, under bfloat16 autocast where the de
 in it. They train float32 weights with AdamW.
 """
 
+from script import Overrides, Repeats, Run, Threads, start
+
+# isort: split
+
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longtail.assembly.engine import model_directory
-from longtail.bench.common.card import Table, numbers, print_card
-from longtail.bench.common.timing import Spread, paired, progress, ratios
-from longtail.bench.options import TRAINERS, LearnerBenchOptions
+from longtail.bench.card import Spread, Table, numbers, print_card, progress, ratios
 from longtail.config import files
+from longtail.config.options import Json, Option
 from longtail.config.rl import LearnerSection, LoraSection, RunConfig, load
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
@@ -41,6 +46,7 @@ from longtail.rl.packing import pack_rollouts
 from longtail.system.device import choose_device, multiplies_bfloat16, now, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 
+TRAINERS = ("modelled", "adapters", "transformers")
 _GROUP = 8
 """Completions of a prompt."""
 _LONGEST = 512
@@ -50,6 +56,23 @@ Step = Callable[[], Mapping[str, float]]
 
 Example of a result: {"forward": 1.0, "backward": 2.1, "update": 0.4, "grad_norm": 1.5}
 """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run, whose model and learner are measured, its texts, and the trainers compared."""
+
+    run: Run = "smollm2"
+    contestants: Annotated[
+        tuple[str, ...],
+        Option("beside longtail and its products; each holds a model", choices=TRAINERS),
+    ] = TRAINERS
+    mean_tokens: Annotated[int, Option("mean tokens of a completion", low=2)] = 116
+    prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
+    repeats: Repeats = 3
+    threads: Threads = 1
+    json: Json = False
+    overrides: Overrides = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +128,7 @@ class StepBatch:
         return tokens, weights, advantages
 
 
-def make_batch(options: LearnerBenchOptions, count: int, vocab_size: int) -> StepBatch:
+def make_batch(options: Options, count: int, vocab_size: int) -> StepBatch:
     """Return random tokens of heavy-tailed lengths, the same every time.
 
     Every second group has advantages.
@@ -234,7 +257,7 @@ def policies(model: PolicyTransformer, directory: Path, names: Sequence[str]) ->
     return found
 
 
-def run(options: LearnerBenchOptions) -> int:
+def run(options: Options) -> int:
     """Measure in turn, print the card and JSON."""
     set_threads(options.threads)
     log = progress("learner")
@@ -288,14 +311,15 @@ class Measured:
 
 def measure(contestants: Mapping[str, Step], repeats: int) -> Measured:
     """Make the steps of all contestants in turns, after one that warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
     steps: dict[str, list[Mapping[str, float]]] = {name: [] for name in contestants}
-
-    def turn(name: str) -> None:
-        steps[name].append(contestants[name]())
-
-    return Measured(
-        paired({name: partial(turn, name) for name in contestants}, repeats=repeats), steps
-    )
+    for turn in range(1 + repeats):
+        for name, step in contestants.items():
+            start_s = time.perf_counter()
+            steps[name].append(step())
+            if turn:
+                seconds[name].append(time.perf_counter() - start_s)
+    return Measured(seconds, steps)
 
 
 def _table(result: Mapping[str, Any], measured: Measured) -> Table:
@@ -343,3 +367,7 @@ def _result(
         "grad_norm": {name: own[0]["grad_norm"] for name, own in measured.steps.items() if own[0]},
         "transformers": metadata.version("transformers"),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(start(Options, run))

@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from longtail.bench.common.card import Table, numbers
-from longtail.bench.common.timing import Spread, ratios
-from longtail.bench.e2e.arms import (
+from longtail.bench.arms import (
     ACCEPT,
     ALL,
     COLD,
@@ -16,6 +14,7 @@ from longtail.bench.e2e.arms import (
     Comparison,
     differing_share,
 )
+from longtail.bench.card import Spread, Table, numbers, ratios
 from longtail.system.device import threads_each
 
 _SHOWN_STEPS = 12

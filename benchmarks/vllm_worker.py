@@ -12,7 +12,7 @@ It samples at temperature 1, without truncation, and writes as many tokens after
 
 With a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
 of vLLM) texts end by themselves, a turn has `seeds`, `temperature` and `stop_token_ids`, too, and
-the answer has `tokens`, `num_drafts` and `num_accepted`. `longtail.bench.vllm` lists the rules.
+the answer has `tokens`, `num_drafts` and `num_accepted`. `vllm_engine.py` lists the rules.
 
 vLLM's own rules run with the defects of its CPU path worked around, since noise would be compared
 otherwise. Only rules import longtail: from this environment, else from the folder `packages`.

@@ -12,7 +12,7 @@ from longtail.assembly.engine import model_directory, open_model
 from longtail.assembly.precision import decided
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import sampling_of
-from longtail.bench.common.timing import Log
+from longtail.bench.card import Log
 from longtail.config.rl import RunConfig
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits

@@ -1,4 +1,4 @@
-"""`longtail bench vllm`: the drafter that vLLM learns, and a run's own under several rules.
+"""Tokens/s of vLLM with the drafter that it learns, and with a run's own under several rules.
 
     plain          longtail's keyed noise, no drafts
     loop           the same, with longtail's generator around it, as `longtail train` has it
@@ -13,28 +13,32 @@ run. `rollout.vllm` has further arguments of all engines. Learned and coupled dr
 text.
 """
 
+from script import Batches, Overrides, Repeats, Run, pin, pinned, start
+
+# isort: split
+
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 
 import longtail
 from longtail.assembly.drafters import read_drafter
-from longtail.bench.common.card import Table, print_card
-from longtail.bench.common.subject import Subject, open_subject
-from longtail.bench.common.timing import Log, Spread, pin, pinned, progress, ratios
-from longtail.bench.common.vllm_process import VllmProcess
-from longtail.bench.options import VllmBenchOptions
+from longtail.bench.card import Log, Spread, Table, print_card, progress, ratios
 from longtail.config import files
+from longtail.config.options import Json, Option
 from longtail.config.rl import RunConfig, load
 from longtail.drafter.formats.layouts import rounded, write_layout
 from longtail.errors import ConfigError
 from longtail.system.device import DTYPES, set_threads
+from subject import Subject, open_subject
+from vllm_process import VllmProcess
 
 RULES: Mapping[str, str] = {
     "plain": "plain, keyed noise",
@@ -60,7 +64,27 @@ Turns = Mapping[str, Sequence[Reply]]
 """Answers of each rule."""
 
 
-def run(options: VllmBenchOptions) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run, whose model, prompts and drafter vLLM uses."""
+
+    python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
+    run: Run = "smollm2"
+    texts: Annotated[
+        int, Option("texts of a turn, new ones in each, at least the number running", low=1)
+    ] = 16
+    depth: Annotated[int, Option("depth of the draft chains", low=1, high=16)] = 4
+    dtype: Annotated[Literal["float32", "bfloat16"], Option("dtype of vLLM")] = "float32"
+    block_rows: Annotated[
+        int, Option("rows per product of engines with the plugin; 0: all", low=0)
+    ] = 0
+    batches: Batches = (8,)
+    repeats: Repeats = 3
+    json: Json = False
+    overrides: Overrides = ()
+
+
+def run(options: Options) -> int:
     """Compare, print the card, and end with one JSON line; return 1 if a promise is broken."""
     cpus = pin(1)
     set_threads(1)
@@ -90,7 +114,7 @@ def run(options: VllmBenchOptions) -> int:
     return 0 if all(is_kept(share, options) for share in kept) else 1
 
 
-def _texts_of_a_round(options: VllmBenchOptions) -> int:
+def _texts_of_a_round(options: Options) -> int:
     """Return the number of texts of a round, a turn with each number running."""
     return sum(max(options.texts, running) for running in options.batches)
 
@@ -102,7 +126,7 @@ def own_drafter(config: RunConfig) -> str | None:
 
 
 def measure(
-    subject: Subject, config: RunConfig, options: VllmBenchOptions, log: Log
+    subject: Subject, config: RunConfig, options: Options, log: Log
 ) -> tuple[str, dict[int, dict[str, list[Reply]]]]:
     """Start one vLLM for each rule and have them write in turns.
 
@@ -136,9 +160,7 @@ def measure(
     return engines["plain"].description, turns
 
 
-def _export(
-    drafter: str, subject: Subject, options: VllmBenchOptions, place: Path
-) -> dict[str, Any]:
+def _export(drafter: str, subject: Subject, options: Options, place: Path) -> dict[str, Any]:
     """Write the drafter as vLLM reads it; return its part of the job of the engines."""
     target = subject.target
     loaded = read_drafter(drafter, target, torch.float32)
@@ -149,7 +171,7 @@ def _export(
     return {"drafter": str(place), "method": _METHODS[loaded.eagle.config.recipe]}
 
 
-def _spec(subject: Subject, options: VllmBenchOptions) -> dict[str, Any]:
+def _spec(subject: Subject, options: Options) -> dict[str, Any]:
     """Return the job of the engines."""
     return {
         "model_dir": str(subject.target.directory),
@@ -175,7 +197,7 @@ def _turn(subject: Subject, count: int, number: int, first: int) -> dict[str, An
     }
 
 
-def is_kept(share: float, options: VllmBenchOptions) -> bool:
+def is_kept(share: float, options: Options) -> bool:
     """Return whether texts are equal where that is promised.
 
     In bfloat16 vLLM's CPU products depend on the number of rows unless that is fixed.
@@ -230,5 +252,9 @@ def table(title: str, found: Mapping[str, Any]) -> Table:
     return Table(title, headings, rows)
 
 
-def _shown(options: VllmBenchOptions) -> dict[str, Any]:
+def _shown(options: Options) -> dict[str, Any]:
     return {key: value for key, value in asdict(options).items() if key not in ("python", "json")}
+
+
+if __name__ == "__main__":
+    sys.exit(start(Options, run))

@@ -1,1 +1,0 @@
-"""Options, timing, cards and models that several benchmarks share."""

@@ -1,1 +1,0 @@
-"""`longtail bench e2e`."""
