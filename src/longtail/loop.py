@@ -24,8 +24,7 @@ from longtail.assembly.drafters import check_names
 from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
-from longtail.cluster.records import Progress
-from longtail.cluster.result import RolloutResult
+from longtail.cluster.records import Progress, RolloutResult
 from longtail.cluster.timeline import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import LearnerSection, RolloutSection, RunConfig

@@ -16,8 +16,8 @@ from typing import Any, final
 
 from longtail.assembly.trainer import group_settings
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.records import Progress
-from longtail.cluster.workers.processes import Processes, TaskResult
+from longtail.cluster.records import Progress, TaskResult
+from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError

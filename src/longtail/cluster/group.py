@@ -9,12 +9,10 @@ The loss of a worker costs time, but no completion, gradient or update: its task
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from longtail.cluster.records import GroupSettings, Progress
-from longtail.cluster.result import RolloutResult
+from longtail.cluster.records import GroupSettings, Progress, RolloutResult
 from longtail.cluster.rollout import Rollout
 from longtail.cluster.schedule.forecast import Forecaster
 from longtail.cluster.timeline import Timeline
@@ -86,25 +84,25 @@ class WorkerGroup:
         """
         self._learning.finish()  # a refill: workers are idle before the next round
         self._learning.begin(groups, requests)
-        drafter, training = self.drafter, None
-        if drafter is not None:
-            training = drafter.begin_rollout(step, requests, learns=trains)
-        works = (self._learning, training, LendingWork(self._pool, self._forecaster.lends))
+        if self.drafter is not None:
+            self.drafter.begin_rollout(step, requests, learns=trains)
+        lending = LendingWork(self._pool, self._forecaster.lends)
+        works = (self._learning, self.drafter, lending)
         result = Rollout(
             pool=self._pool,
             forecaster=self._forecaster,
             idle=IdleCoordinator(self._pool, [work for work in works if work is not None]),
             learning=self._learning,
-            drafter=drafter,
+            drafter=self.drafter,
             on_progress=self._on_progress,
             shares=self._shares,
             lends=self._lends,
             learns=trains,
             requests=requests,
         ).run()
-        if drafter is not None:
-            drafter.end_rollout(result, training)
-        return result if training is None else replace(result, spots=tuple(training.reports))
+        if self.drafter is not None:
+            self.drafter.end_rollout(result)
+        return result
 
     def train_drafter(self) -> None:
         """Train the drafter after a rollout if the only worker is never idle and it gains by that.

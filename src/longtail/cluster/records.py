@@ -1,16 +1,20 @@
-"""Records that travel between a worker and the process that coordinates the workers."""
+"""Records of the workers: what goes to them, what they return, and the result of a rollout."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
 from longtail.config.rl import ClusterSection
-from longtail.engine.report import RolloutReport
+from longtail.drafter.training.replica import SpotReport
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState
 from longtail.speculation.drafter import Sums
 from longtail.types import Completion
+
+T = TypeVar("T", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,67 @@ class ShardResult:
     """Sums over its texts, if the drafter learns from sums."""
     drafter_version: int | None = None
     """Version of the drafter at its end; None without one that can be trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskResult(Generic[T]):
+    """The end of a task: its result, its exception, or the loss of its worker."""
+
+    worker: int
+    result: T | None = None
+    error: Exception | None = None
+    is_lost: bool = False
+    """Whether the worker's process is gone; `error` holds the cause."""
+
+    def value(self) -> T:
+        """Return the result; raise the exception of the task."""
+        if self.error is not None:
+            raise self.error
+        return cast(T, self.result)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutResult:
+    """The completions of a rollout, with the measurements of its workers."""
+
+    completions: tuple[Completion, ...]
+    """Completions in the order of the requests."""
+    shards: tuple[TaskResult[ShardResult], ...]
+    """Shards in the order in which they were done; a worker that took over another has two."""
+    seconds: float
+    """Seconds from the start of the first shard to the end of the last one."""
+    spots: tuple[SpotReport, ...] = ()
+    """Trainings of the drafter while others generated."""
+    num_moved: int = 0
+    """Number of requests that moved to another worker."""
+    stolen_s: float = 0.0
+    """Seconds that the rollout lost to work beside it, as measured by the workers' speed."""
+    slowest: float = 1.0
+    """Speed of the slowest worker, as a share of the fastest one's."""
+
+    @property
+    def report(self) -> RolloutReport:
+        """Sum of the reports of all shards."""
+        return merge_reports([shard.value().report for shard in self.shards], self.seconds)
+
+    def logged(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of each shard's speculation, in the order of `shards`."""
+        return [
+            series.line(kind, shard.worker)
+            for shard in self.shards
+            if (series := shard.value().series) is not None
+        ]
+
+    @property
+    def drafted(self) -> dict[str, tuple[int, ...]]:
+        """Accepted drafts by request, in characters of its text."""
+        shards = [shard.value().drafted for shard in self.shards]
+        return {name: places for drafted in shards for name, places in drafted.items()}
+
+    @property
+    def series(self) -> RolloutSeries | None:
+        """Speculation decisions of the worker that was done last."""
+        return self.shards[-1].value().series
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

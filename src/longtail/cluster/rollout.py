@@ -13,15 +13,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from longtail.cluster.records import Progress, ShardResult
-from longtail.cluster.result import RolloutResult
+from longtail.cluster.records import Progress, RolloutResult, ShardResult, TaskResult
 from longtail.cluster.schedule.forecast import Forecaster, Unfinished
 from longtail.cluster.schedule.moves import best_move, finished_soon
 from longtail.cluster.schedule.placement import shards
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.idle import POLL_S, IdleCoordinator
 from longtail.cluster.work.learning import LearningWork
-from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
@@ -88,6 +86,7 @@ class Rollout:
             completions=tuple(self.completions[each.request_id] for each in self.requests),
             shards=tuple(self._done),
             seconds=done - began,
+            spots=() if self.drafter is None else tuple(self.drafter.reports),
             num_moved=self._num_moved,
             stolen_s=max(self.forecaster.stolen_s, 0.0),
             slowest=min(speeds),

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from longtail.cluster.result import RolloutResult, reused_share
+from longtail.cluster.records import RolloutResult
+from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.data.requests import regroup
@@ -92,6 +93,12 @@ class StepRecord:
             "cluster/stolen_s": sum(rollout.stolen_s for rollout in rollouts),
             "cluster/slowest_speed": min(rollout.slowest for rollout in rollouts),
         }
+
+
+def reused_share(spots: Sequence[SpotReport]) -> float:
+    """Return the share of spot training tokens whose features the worker's engine had kept."""
+    trained = sum(spot.num_tokens for spot in spots)
+    return sum(spot.num_reused for spot in spots) / trained if trained else 0.0
 
 
 def rollout_metrics(

@@ -6,10 +6,10 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
-from longtail.cluster.result import reused_share
 from longtail.cluster.timeline import Span
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker_pool import STOP_S
+from longtail.run.step_metrics import reused_share
 from longtail.system.interrupt import Interrupted
 from support.fake_worker import SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests

@@ -7,7 +7,6 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Forecast
-from longtail.cluster.work.drafter_training import DrafterWork
 from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.workers.states import State
 from longtail.drafter.training.replica import SpotEnd
@@ -153,8 +152,10 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
     group.rollout(1, requests(100, 10, 50))
     workers = group._pool
     asked = requests(100, first=7)
-    work = DrafterWork(workers, group.drafter.versions, asked, step=2, log=pool.log_lines.append)
-    work.add(group.rollout(2, asked).completions)
+    work, completions = group.drafter, group.rollout(2, asked).completions
+    assert work is not None
+    work.begin_rollout(3, asked, learns=True)
+    work.add(completions)
 
     cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
     assert work.rate(1, cheap) > 0.0 > work.rate(1, dear)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from longtail.cluster.records import ShardResult
-from longtail.cluster.result import RolloutResult
-from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.records import RolloutResult, ShardResult, TaskResult
 from longtail.config.rl import RunSection, load
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import TRAINING, RolloutSeries

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.cluster.result import RolloutResult
+from longtail.cluster.records import RolloutResult
 from longtail.config.rl import RunConfig, load
 from longtail.errors import GradingError
 from longtail.loop import TrainingStep

@@ -2,9 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from longtail.cluster.records import ShardResult
-from longtail.cluster.result import RolloutResult
-from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.records import RolloutResult, ShardResult, TaskResult
 from longtail.engine.report import RolloutMeter, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics

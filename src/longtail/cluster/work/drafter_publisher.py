@@ -1,70 +1,189 @@
-"""Publication of the drafter: what a step has brought, and how it comes to the workers.
+"""The drafter of the group: idle workers train it, or sums give it, and all workers adopt it.
 
-    sums of shards --------> solved by some workers together --.
-    replicas of idle workers ---> compared, averaged ----------+--> version --> all workers adopt it
+    GENERATING --sequences--> buffer --> SPOT --replica--> versions --offer--> GENERATING
+    (finished and unfinished)       (idle workers)      (if it is better)
 
-`drafter_versions` decides which drafter is offered, and counts the versions.
+    shards --sums over their completions--> solved by some workers after the step --> all workers
+
+`drafter_versions` decides which drafter is offered. Nothing waits for its training, and no failure
+of that ends a run: a replica that cannot be used is recorded, and its worker trains no more in this
+rollout.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 from torch import Tensor
 
-from longtail.cluster.result import RolloutResult
-from longtail.cluster.work.drafter_training import DrafterWork
+from longtail.cluster.records import Forecast, RolloutResult, TaskResult
 from longtail.cluster.work.drafter_versions import DrafterState, DrafterVersions
+from longtail.cluster.work.idle import IdleWork
+from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.speculation.drafter import Sums
-from longtail.types import Request
+from longtail.types import Completion, Request
 
+_POLL_S = 1.0
+"""Seconds between two polls: each copies the tokens of all unfinished requests."""
 _MOST_SOLVERS = 4
 """Workers that solve a drafter together: each is sent all sums, so that more gain little."""
 
 
 @final
-class DrafterPublisher:
-    """Owns what the drafter learns from in a step, and offers what follows from it."""
+class DrafterPublisher(IdleWork):
+    """Trains the drafter on the completions of each rollout, and offers what is better."""
 
     def __init__(
         self, pool: WorkerPool, versions: DrafterVersions, log: Callable[[str], None]
     ) -> None:
         self._pool, self.versions, self._log = pool, versions, log
-        self._new_sums: list[Sums] = []
-        """Sums over the completions of this step, if the drafter learns from sums."""
-        self._training: DrafterWork | None = None
-        """Buffer and replicas of the last rollout, until `offer`."""
-        self._rollout_s = 0.0
+        self._has_trained = False
+        """Whether gradients may have trained the drafter since the last `offer`."""
         self._num_trained = 0
         """Tokens that the newest drafter has learned more than the one before."""
+        self._new_sums: list[Sums] = []
+        """Sums over the completions of this step, if the drafter learns from sums."""
+        self._rollout_s = 0.0
+        self.begin_rollout(0, (), learns=False)
 
-    def begin_rollout(
-        self, step: int, requests: Sequence[Request], *, learns: bool
-    ) -> DrafterWork | None:
-        """Return the training during a rollout; None if no gradients train the drafter in it."""
-        if self._training is not None:  # what the round before trained would be lost
+    def begin_rollout(self, step: int, requests: Sequence[Request], *, learns: bool) -> None:
+        """Begin a rollout; `learns`: the drafter may learn from its completions."""
+        if self._has_trained:  # what the round before trained would be lost
             self.offer()
-        if self.versions.sums is not None or not learns:
-            return None
-        return DrafterWork(self._pool, self.versions, requests, step=step, log=self._log)
+        self._step, self._requests = step, {each.request_id: each for each in requests}
+        self._sent: dict[int, int] = {}
+        """Number of additions to the buffer that each worker has."""
+        self._replicas: dict[int, Replica] = {}
+        """Newest replica of each worker that trained."""
+        self._failed: set[int] = set()
+        """Workers whose training has failed."""
+        self._began_s = self._polled_s = self._pool.now()
+        self.reports: list[SpotReport] = []
+        """Trainings that have ended in this rollout."""
+        self._has_trained = learns and self.versions.sums is None
+        if self._has_trained:
+            self.versions.begin_rollout()
+            self.versions.buffer.begin(step)
 
-    def end_rollout(self, result: RolloutResult, training: DrafterWork | None) -> None:
-        """Keep what a rollout has brought until `offer`."""
-        self._training, self._rollout_s = training, result.seconds
+    def end_rollout(self, result: RolloutResult) -> None:
+        """Keep the sums of a rollout until `offer`."""
+        self._rollout_s = result.seconds
         found = [shard.value().sums for shard in result.shards]
         self._new_sums += [sums for sums in found if sums is not None]
 
     def train(self) -> None:
         """Train after a rollout if the only worker is never idle and rollouts gain by that."""
-        if self._training is None or self._pool.size > 1:
+        if not self._has_trained or self._pool.size > 1:
             return
         limit_s = self.versions.gain.share_s(self._rollout_s)
         if limit_s:
-            self._training.send_texts(0)
+            self._send_new(0)
             task = {0: (self.versions.published, limit_s)}
-            self._training.on_ended(self._pool.run(Worker.train_drafter, task)[0])
+            self.on_ended(self._pool.run(Worker.train_drafter, task)[0])
+
+    # ---- training as idle work
+
+    def rate(self, worker: int, forecast: Forecast) -> float:
+        """Return what rollouts gain for each second until the last completion is finished.
+
+        0 if the worker has all of the buffer: it has trained on that, or could not. Replicas are
+        averaged, so those who train share the gain.
+        """
+        buffer, training = self.versions.buffer, set(self._pool.workers(State.SPOT))
+        has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
+        is_possible = self._has_trained and (has_new or worker in training)
+        if not is_possible or worker in self._failed or forecast.rest_s <= 0.0:
+            return 0.0
+        rollout_s = self._pool.now() - self._began_s + forecast.rest_s
+        gain_s = self.versions.gain.gain_s(forecast.rest_s, rollout_s)
+        return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
+
+    def start(self, worker: int, forecast: Forecast) -> None:
+        """Start training on an idle worker."""
+        self._send_new(worker)
+        self._pool.start(worker, Worker.train_drafter, self.versions.published)
+
+    def end(self, worker: int) -> None:
+        """Ask a worker that trains to stop."""
+        self._pool.stop(worker)
+
+    def add(self, completions: Sequence[Completion]) -> None:
+        """Add finished completions to the buffer."""
+        if self._has_trained:
+            self.versions.buffer.add(
+                TextSnapshot.of(self._requests[each.request_id], each, self._step)
+                for each in completions
+            )
+
+    def on_ended(self, ended: TaskResult[SpotReport]) -> None:
+        """Record the end of a worker's training."""
+        if ended.is_lost:
+            return
+        if ended.error is not None:
+            self._discard(ended.worker, 0, f"{type(ended.error).__name__}: {ended.error}")
+            return
+        report = ended.value()
+        self.reports.append(report)
+        if report.replica is not None:
+            self._take(ended.worker, report.replica)
+        if report.reason is SpotEnd.NOT_FINITE:
+            self._discard(ended.worker, report.num_tokens, "it is not finite")
+
+    def on_lost(self, worker: int) -> None:
+        """Forget what a lost worker had; its replacement may train."""
+        self._sent.pop(worker, None)
+        self._failed.discard(worker)
+
+    def poll(self, answering: Collection[int]) -> None:
+        """Send what is new to workers that train, and offer their drafters to those that generate.
+
+        Does nothing until `_POLL_S` after the last poll.
+        """
+        now, workers = self._pool.now(), self._pool.workers
+        is_due = self._has_trained and now - self._polled_s >= _POLL_S
+        if not is_due or not workers(State.IDLE, State.LENDING, State.SPOT):
+            return
+        self._polled_s = now
+        generating, training = (
+            [worker for worker in workers(state) if worker in answering]
+            for state in (State.GENERATING, State.SPOT)
+        )
+        ask_each = self._pool.ask_each
+        for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
+            self.versions.record(version)
+        for texts in ask_each(Worker.texts, dict.fromkeys(generating, (self._step,))).values():
+            self.versions.buffer.add(texts)
+        for worker in training:
+            self._send_new(worker)
+        for worker, replica in ask_each(Worker.candidate, dict.fromkeys(training, ())).items():
+            if replica is not None:
+                self._take(worker, replica)
+        if (offer := self.versions.offer(list(self._replicas.values()))) is not None:
+            for worker in generating:
+                self._pool.states.mark(worker, f"drafter v{offer.version} offered")
+            ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
+
+    def _send_new(self, worker: int) -> None:
+        """Send a worker what the buffer has and it has not."""
+        buffer = self.versions.buffer
+        unsent = buffer.snapshots(self._sent.get(worker, 0))
+        if unsent and self._pool.tell(worker, Worker.add_texts, unsent):
+            self._sent[worker] = buffer.num_added
+
+    def _take(self, worker: int, replica: Replica) -> None:
+        self._replicas[worker] = replica
+        self.versions.gain.record(worker, replica)
+
+    def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
+        self._log(f"worker {worker}: its drafter is discarded: {reason}")
+        self.versions.record_discarded(num_tokens, reason)
+        self._failed.add(worker)
+
+    # ---- publication
 
     def offer(self) -> None:
         """Offer the drafter learned since the last call to all workers, if it is better."""
@@ -72,6 +191,31 @@ class DrafterPublisher:
             self._pool.states.mark(0, f"drafter v{offer.version} offered")
             self._pool.run_on_all(Worker.adopt, offer)
             self.versions.record(offer.version)
+
+    def _new_drafter(self) -> DrafterWeights | None:
+        """Return the drafter that was learned since the last call; None if it is no better."""
+        if self.versions.sums is not None:
+            new, self._new_sums = self._new_sums, []
+            self._num_trained = self.versions.add_sums(new)
+            return self._solved() if self._num_trained else None
+        if not self._has_trained:
+            return None
+        self._has_trained = False
+        self._num_trained = sum(report.num_tokens for report in self.reports)
+        return self.versions.offer(list(self._replicas.values()), is_last=True)
+
+    def _solved(self) -> DrafterWeights:
+        """Return the drafter that follows from the sums, solved by some workers together."""
+        while True:
+            self._pool.wait_ready()
+            solvers = self._pool.present[:_MOST_SOLVERS]
+            args = {
+                each: (self.versions.sums, part, len(solvers)) for part, each in enumerate(solvers)
+            }
+            parts = self._pool.run_each(Worker.solve_drafter, args)
+            if len(parts) == len(solvers):  # else one is absent now
+                tensors: dict[str, Tensor] = {n: part[n] for part in parts for n in part}
+                return self.versions.offer_solved(dict(sorted(tensors.items())), self._num_trained)
 
     def offer_missed(self, workers: Sequence[int]) -> None:
         """Offer the published drafter to those of the workers that draft with an older one."""
@@ -87,29 +231,3 @@ class DrafterPublisher:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the drafter after a step."""
         return self.versions.metrics() | {"drafter/trained_tokens": float(self._num_trained)}
-
-    def _new_drafter(self) -> DrafterWeights | None:
-        """Return the drafter that was learned since the last call; None if it is no better."""
-        versions, training = self.versions, self._training
-        if versions.sums is not None:
-            new, self._new_sums = self._new_sums, []
-            self._num_trained = versions.add_sums(new)
-            if not self._num_trained:
-                return None
-            tensors = self._solve(versions.sums)
-            return versions.offer_solved(dict(sorted(tensors.items())), self._num_trained)
-        if training is None:
-            return None
-        self._training = None
-        self._num_trained = sum(report.num_tokens for report in training.reports)
-        return versions.offer(list(training.replicas.values()), is_last=True)
-
-    def _solve(self, sums: Sums) -> dict[str, Tensor]:
-        """Return the drafter that follows from sums, solved by some workers together."""
-        while True:
-            self._pool.wait_ready()
-            solvers = self._pool.present[:_MOST_SOLVERS]
-            args = {each: (sums, part, len(solvers)) for part, each in enumerate(solvers)}
-            parts = self._pool.run_each(Worker.solve_drafter, args)
-            if len(parts) == len(solvers):  # else one is absent now
-                return {name: part[name] for part in parts for name in part}

@@ -10,8 +10,7 @@ same `Forecast`, whose numbers are measured.
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
-from longtail.cluster.records import Forecast
-from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.records import Forecast, TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool

@@ -10,9 +10,8 @@ lost worker had added is learned from again by another one: nothing is counted t
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
-from longtail.cluster.records import Forecast
+from longtail.cluster.records import Forecast, TaskResult
 from longtail.cluster.work.idle import POLL_S, IdleWork
-from longtail.cluster.workers.processes import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool

@@ -10,8 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.records import GroupSettings
-from longtail.cluster.workers.processes import TaskResult
+from longtail.cluster.records import GroupSettings, TaskResult
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.errors import AGAIN, ClusterError, ProcessGroupError

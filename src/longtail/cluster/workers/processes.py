@@ -10,15 +10,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
-from longtail.cluster.records import Progress
+from longtail.cluster.records import Progress, TaskResult
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError
 from longtail.system.interrupt import Interrupted
 
 R = TypeVar("R")
-T = TypeVar("T", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,23 +36,6 @@ class Place:
             if path.is_relative_to(there):
                 return here / path.relative_to(there)
         return path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResult(Generic[T]):
-    """The end of a task: its result, its exception, or the loss of its worker."""
-
-    worker: int
-    result: T | None = None
-    error: Exception | None = None
-    is_lost: bool = False
-    """Whether the worker's process is gone; `error` holds the cause."""
-
-    def value(self) -> T:
-        """Return the result; raise the exception of the task."""
-        if self.error is not None:
-            raise self.error
-        return cast(T, self.result)
 
 
 class Processes(abc.ABC):

@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from longtail.cluster.records import GroupSettings, PolicyState, Progress
-from longtail.cluster.workers.processes import Processes, TaskResult
+from longtail.cluster.records import GroupSettings, PolicyState, Progress, TaskResult
+from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.states import State, WorkerStates
 from longtail.cluster.workers.worker import Worker
 from longtail.errors import AGAIN, ClusterError, LostWorkerError

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, cast, final
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from longtail.cluster.records import Progress
-from longtail.cluster.workers.processes import Place, Processes, TaskResult
+from longtail.cluster.records import Progress, TaskResult
+from longtail.cluster.workers.processes import Place, Processes
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.workers.ray.own_ray import OwnRay, disconnect, quietly
