@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.workers.states import Span, State
+from longtail.cluster.workers.states import Span, State, Timeline
 from longtail.sampling import gumbel_noise, noise_key
 from longtail.view import timeline_plot
 from longtail.view.timeline_plot import (

@@ -25,7 +25,7 @@ from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress, RolloutResult
-from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import LearnerSection, RolloutSection, RunConfig
 from longtail.errors import CheckpointError, NonFiniteError

@@ -2,8 +2,7 @@
 
 from itertools import groupby
 
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.workers.states import Mark, Span, State
+from longtail.cluster.workers.states import Mark, Span, State, Timeline
 
 LETTERS = {
     "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,

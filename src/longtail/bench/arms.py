@@ -23,7 +23,7 @@ from typing import final
 from longtail.assembly import drafters
 from longtail.assembly.precision import decided, run_device
 from longtail.bench.options import ARMS, E2eBenchOptions
-from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Timeline
 from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.errors import ConfigError

@@ -15,14 +15,13 @@ from typing import final
 from longtail.cluster.records import GroupSettings, Progress, RolloutResult
 from longtail.cluster.rollout import Rollout
 from longtail.cluster.schedule.forecast import Forecaster
-from longtail.cluster.timeline import Timeline
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import Decision, DrafterState, DrafterVersions
 from longtail.cluster.work.idle import IdleCoordinator, LendingWork
 from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.workers.learner_team import LearnerTeam
 from longtail.cluster.workers.processes import Processes
-from longtail.cluster.workers.states import State
+from longtail.cluster.workers.states import State, Timeline
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -155,8 +154,7 @@ class WorkerGroup:
 
     def drain_timeline(self) -> Timeline:
         """Return the timeline of all workers since the last call."""
-        begin_s, end_s, spans, marks = self._pool.states.drain()
-        return Timeline(spans=spans, marks=marks, begin_s=begin_s, end_s=end_s)
+        return self._pool.states.drain()
 
     # ---- state
 

@@ -16,8 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from longtail.cluster.timeline import Timeline
 from longtail.cluster.work.drafter_versions import Decision
+from longtail.cluster.workers.states import Timeline
 from longtail.config.rl import RunSection
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING

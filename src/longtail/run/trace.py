@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
-from longtail.cluster.timeline import Timeline
+from longtail.cluster.workers.states import Timeline
 from longtail.run.metrics import JsonLines
 
 TRACE_FILE = "trace.json"

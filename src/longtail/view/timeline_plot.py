@@ -1,7 +1,7 @@
 """Plot of training steps: one bar per worker over time, coloured by the worker's state.
 
 Steps to compare are panels above each other that share a time axis; each step begins at 0. A state
-is named on its longest bar that has room. `cluster.timeline` describes the data.
+is named on its longest bar that has room. `cluster.workers.states` describes the data.
 
 matplotlib is an optional dependency, imported when a figure is made. Figures have no background,
 and text in a tone that is readable on white and on black.
@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.workers.states import Span, State
+from longtail.cluster.workers.states import Span, State, Timeline
 from longtail.errors import ConfigError
 from longtail.system.machine import pip_install
 

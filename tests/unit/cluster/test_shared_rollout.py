@@ -6,8 +6,7 @@ import pytest
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Progress
-from longtail.cluster.timeline import Span
-from longtail.cluster.workers.states import State
+from longtail.cluster.workers.states import Span, State
 from longtail.cluster.workers.worker_pool import STOP_S
 from longtail.run.step_metrics import reused_share
 from longtail.system.interrupt import Interrupted

@@ -38,7 +38,8 @@ def test_spans_of_any_moves_follow_the_diagram_and_cover_the_time_of_each_worker
                 with pytest.raises(AssertionError):
                     worker_states.move(worker, state)
         before_s = end_s
-        begin_s, end_s, spans, _ = worker_states.drain()
+        timeline = worker_states.drain()
+        begin_s, end_s, spans = timeline.begin_s, timeline.end_s, timeline.spans
         assert begin_s == before_s
         for worker in range(WORKERS):
             mine = [span for span in spans if span.worker == worker]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.workers.states import Mark
+from longtail.cluster.workers.states import Mark, Timeline
 from support.timelines import drawn
 
 

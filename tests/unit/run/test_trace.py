@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from longtail.cluster.timeline import Timeline
-from longtail.cluster.workers.states import Mark
+from longtail.cluster.workers.states import Mark, Timeline
 from longtail.run.trace import TraceFile
 from support.timelines import drawn
 
