@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm import v2
-from longtail.vllm.guards import VllmSettings
 from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Requests, rows
 

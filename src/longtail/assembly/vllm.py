@@ -21,6 +21,7 @@ from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, open_tra
 from longtail.assembly.memory import vllm_arguments
 from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.ridge.layer import RidgeLayer
@@ -38,7 +39,7 @@ from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import KEY, LEARNED, VllmSettings
+from longtail.vllm.guards import KEY
 
 _METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
 """vLLM's name of each recipe."""
@@ -107,9 +108,9 @@ def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> d
     elif loaded is not None:
         loaded.save(place)
     if loaded is None or not isinstance(loaded.layer, RidgeLayer):
-        return {"drafter": LEARNED}
+        return {"drafter": "learned"}
     depth = min(loaded.layer.config.slots, VllmSettings().depth)
-    return {"drafter": LEARNED, "begin": str(place), "depth": depth}
+    return {"drafter": "learned", "begin": str(place), "depth": depth}
 
 
 def _drafter(

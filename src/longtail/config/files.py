@@ -15,17 +15,15 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from longtail.config.options import Arguments, Parser, describe, place_of, section_of
+from longtail.config.options import Arguments, Model, Parser, describe, place_of, section_of
 from longtail.errors import ConfigError, did_you_mean
-
-Model = TypeVar("Model", bound=BaseModel)
 
 
 def recipes(command: str = "train") -> tuple[str, ...]:

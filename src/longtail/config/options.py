@@ -16,7 +16,7 @@ import json
 import re
 import tomllib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import partial
 from types import MappingProxyType, NoneType
@@ -29,6 +29,7 @@ from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource
 from longtail.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
+Model = TypeVar("Model", bound=BaseModel)
 OVERRIDES = "overrides"
 """Name of the field that takes the options of a configuration, `--section.key VALUE`."""
 _WIDTH = 96
@@ -228,16 +229,27 @@ def read(kind: type[T], arguments: Arguments, words: Sequence[str]) -> T:
     if OVERRIDES in get_type_hints(kind):
         words, values[OVERRIDES] = split_overrides(words)
     _, given = arguments.parse(words)
-    try:
-        checked = arguments.model.model_validate(given)
-    except ValidationError as error:
-        problems = [
-            describe(f"--{place_of(detail['loc'])}".replace("_", "-"), detail)
-            for detail in error.errors(include_url=False)
-        ]
-        raise ConfigError("\n  ".join(problems)) from None
+    checked = validated(arguments.model, given, lambda place: f"--{place}".replace("_", "-"))
     values |= {name: getattr(checked, name) for name in checked.model_fields_set}
     return kind(**values)
+
+
+def validated(model: type[Model], values: object, name_of: Callable[[str], str]) -> Model:
+    """Return a model of these values; ConfigError names each wrong one and what it must be.
+
+    `name_of` returns the name of a field in the message, from its dotted place in the model.
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    known = f"; known are {', '.join(model.model_fields)}"
+    problems = (
+        describe(name_of(place_of(each["loc"])), each)
+        + (known if each["type"] == "extra_forbidden" else "")
+        for each in details
+    )
+    raise ConfigError("\n  ".join(problems))
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
@@ -264,6 +276,8 @@ def describe(name: str, detail: ErrorDetails) -> str:
     """Return the message for a wrong value: its name, itself and what it must be."""
     if detail["type"] == "missing":
         return f"{name}: it is missing"
+    if detail["type"] == "extra_forbidden":
+        return f"{name}: it is unknown"
     is_word = name.startswith("--") and isinstance(detail["input"], str)
     value = detail["input"] if is_word else json.dumps(detail["input"], default=str)
     value = value if len(value) <= 60 else f"{value[:57]}..."

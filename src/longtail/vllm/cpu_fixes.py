@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.config.vllm_plugin import VllmSettings
+from longtail.vllm.guards import Patch, check, class_of, module_of
 
 logger = logging.getLogger("vllm.plugins.longtail")
 

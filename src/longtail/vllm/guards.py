@@ -1,4 +1,4 @@
-"""Settings of the plugin, checks before vLLM's functions are replaced, and the replacement.
+"""Requests for the plugin, checks before vLLM's functions are replaced, and the replacement.
 
 vLLM's internal functions change between releases. A function is replaced only if its parameters are
 known ones; otherwise the engine does not start, with one sentence. A parameter that is new may be a
@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
 from importlib import import_module
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
+from longtail.config.options import validated
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError, JsonError
 from longtail.system.files import parse_json
 
@@ -28,64 +30,12 @@ SPECULATION_VARIABLE = "LONGTAIL_VLLM_SPECULATIVE"
 KEY = "longtail"
 """Name of the settings in vLLM's additional_config."""
 
-Drafts = Literal["coupled", "match"]
-LEARNED = "learned"
-"""The drafter that vLLM learns by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmSettings:
-    """Settings of one engine.
-
-    Example: parse_settings({"drafts": "match"}) == VllmSettings(drafts="match")
-    """
-
-    drafts: Drafts = "coupled"
-    """Noise of the drafts: that of the target (coupled), or drafts as vLLM makes them (match)."""
-    block_rows: int | None = None
-    """Rows per product in linear layers of a CPU engine; None leaves vLLM's products alone."""
-    drafter: str | None = None
-    """`learned`: vLLM learns a drafter of its own; None: the one of speculative_config."""
-    depth: int = 4
-    """Most tokens that the learned drafter drafts ahead."""
-    history: bool = True
-    """Whether it copies from the request's text and from those of the same prompt, too."""
-    begin: str | None = None
-    """Directory of a ridge drafter to begin with."""
-
-    def of_process(self) -> "VllmSettings":
-        """Return those that all engines of a process share: theirs are the functions of vLLM."""
-        return VllmSettings(drafts=self.drafts, block_rows=self.block_rows)
-
-
-def _is_within(value: object, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
-
-
-_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "drafts": (lambda x: x in get_args(Drafts), "coupled or match"),
-    "block_rows": (lambda x: x is None or _is_within(x, 4096), "an integer from 1 to 4096"),
-    "drafter": (lambda x: x in (None, LEARNED), LEARNED),
-    "depth": (lambda x: _is_within(x, 16), "an integer from 1 to 16"),
-    "history": (lambda x: type(x) is bool, "true or false"),
-    "begin": (lambda x: x is None or isinstance(x, str), "the directory of a drafter"),
+_WORDS = {
+    "learned": VllmSettings(drafter="learned"),
+    "coupled": VllmSettings(),
+    "match": VllmSettings(drafts="match"),
 }
-"""Check of each setting, and what it must be."""
-
-
-def parse_settings(value: object) -> VllmSettings:
-    """Return the settings in a mapping; ConfigError names an unknown or impossible field."""
-    name = f"additional_config.{KEY}"
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} must be a table of settings, not {value!r}; {{}} is the default")
-    for key, given in value.items():
-        if key not in _RULES:
-            raise ConfigError(f"{name}.{key} is unknown; the settings are {', '.join(_RULES)}")
-        is_possible, rule = _RULES[key]
-        if not is_possible(given):
-            more = "; others are vLLM's speculative_config" if key == "drafter" else ""
-            raise ConfigError(f"{name}.{key} must be {rule}, not {given!r}{more}")
-    return VllmSettings(**value)
+"""Settings that the variable asks for."""
 
 
 def requested(additional_config: object, environment: Mapping[str, str]) -> VllmSettings | None:
@@ -96,15 +46,16 @@ def requested(additional_config: object, environment: Mapping[str, str]) -> Vllm
     Example: requested({}, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings()
     """
     word = environment.get(VARIABLE, "").strip().lower()
-    if word not in ("", "off", LEARNED, *get_args(Drafts)):
-        raise ConfigError(f"{VARIABLE} must be learned, coupled, match or off, not {word!r}")
+    if word not in ("", "off", *_WORDS):
+        raise ConfigError(f"{VARIABLE} must be {', '.join(_WORDS)} or off, not {word!r}")
     if word == "off":
         return None
     if isinstance(additional_config, Mapping) and KEY in additional_config:
-        return parse_settings(additional_config[KEY])
-    if word == LEARNED:
-        return VllmSettings(drafter=LEARNED)
-    return VllmSettings(drafts=cast(Drafts, word)) if word else None
+        place = f"additional_config.{KEY}"
+        return validated(
+            VllmSettings, additional_config[KEY], lambda name: f"{place}.{name}".rstrip(".")
+        )
+    return _WORDS[word] if word else None
 
 
 def learning(config: Any) -> VllmSettings | None:

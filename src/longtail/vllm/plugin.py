@@ -4,8 +4,8 @@
     engine core  Scheduler.__init__: the depth of a learned drafter is chosen there
     worker       WorkerBase.__init__: functions of the model runner are checked and replaced
 
-Imports of vLLM are inside functions: importing this module costs milliseconds, and an engine
-without our option runs vLLM's own code. vLLM logs and ignores a plugin that fails to import;
+Imports of vLLM are inside functions: importing this module costs a fifth of a second, and an
+engine without our option runs vLLM's own code. vLLM logs and ignores a plugin that fails to import;
 `require` therefore asks the workers of a started engine whether the functions were replaced.
 """
 
@@ -13,15 +13,16 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import guards
-from longtail.vllm.guards import KEY, VARIABLE, Patch, VllmSettings, learning, requested
+from longtail.vllm.guards import KEY, VARIABLE, Patch, learning, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -81,8 +82,8 @@ def install(config: Any) -> None:
     settings = requested(getattr(config, "additional_config", None), os.environ)
     shared = settings and settings.of_process()
     if _PROCESS.workers and shared != (present := _PROCESS.settings):
-        runs = f"with longtail's {present}" if present else "without longtail"
-        asks = f"{settings}" if settings else "none of it"
+        runs = f"with longtail's {present!r}" if present else "without longtail"
+        asks = f"{settings!r}" if settings else "none of it"
         raise ConfigError(
             f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
             "in a process of its own"
@@ -127,7 +128,7 @@ def _status(worker: Any) -> dict[str, Any] | None:
     """
     if _PROCESS.settings is None:
         return None
-    found = {"runner": _PROCESS.runner, "settings": asdict(_PROCESS.settings)}
+    found = {"runner": _PROCESS.runner, "settings": _PROCESS.settings.model_dump()}
     found["replaced"] = tuple(_PROCESS.replaced)
     if _PROCESS.learns:
         from longtail.vllm.learned_worker import learned_of  # needs torch
@@ -196,7 +197,7 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
                 target_name(Path(settings.begin))
         if isinstance(config.additional_config, dict):
             # A copy: the dictionary is the caller's, who may start another engine with it.
-            config.additional_config = {**config.additional_config, KEY: asdict(settings)}
+            config.additional_config = {**config.additional_config, KEY: settings.model_dump()}
         return config
 
     return create_engine_config

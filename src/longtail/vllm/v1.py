@@ -22,9 +22,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.sampling import gumbel_noise
 from longtail.vllm import cpu_fixes
-from longtail.vllm.guards import Patch, VllmSettings, check, class_of, module_of
+from longtail.vllm.guards import Patch, check, class_of, module_of
 
 REJECTED = -1
 """Token in place of rejected drafts, as vLLM expects it."""

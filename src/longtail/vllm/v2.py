@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, VllmSettings, check, module_of
+from longtail.config.vllm_plugin import VllmSettings
+from longtail.vllm.guards import Patch, check, module_of
 
 _GPU = "vllm.v1.worker.gpu"
 

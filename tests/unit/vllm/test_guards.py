@@ -4,9 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import v2
-from longtail.vllm.guards import VllmSettings, admit, admit_learned, check, module_of
+from longtail.vllm.guards import admit, admit_learned, check, module_of
 from support.vllm_releases import PARAMETERS, function, module, release
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import torch
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm import v2
-from longtail.vllm.guards import VllmSettings
 from support.vllm_releases import draw, release
 
 VOCAB, STEPS = 11, 3

@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import plugin
-from longtail.vllm.guards import VllmSettings
 from support.vllm_releases import module, release
 
 
@@ -76,7 +75,7 @@ def test_an_engine_that_asks_gets_the_functions_and_says_so(process):
     given = {"method": "eagle3", "draft_sample_method": "probabilistic"}
     args = process.EngineArgs({"longtail": {}}, {"method": "eagle3"}, **given)
     config = args.create_engine_config()
-    assert config.additional_config == {"longtail": asdict(VllmSettings())}
+    assert config.additional_config == {"longtail": VllmSettings().model_dump()}
     assert config.speculative_config.draft_sample_method == "greedy"
     worker = process.WorkerBase(vllm_config=config)
     assert process.modules["rejection_sampler"].rejection_sample is not own
