@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
-from longtail.assembly.drafters import drafter_directory
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.eagle import DrafterTrainer
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.run.drafter_store import drafter_directory
 
 STEPS = 6
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from longtail.assembly.drafters import drafter_directory
 from longtail.cli.main import main
 from longtail.config.sft import SftTrainSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter, identity, load_drafter
@@ -30,6 +29,7 @@ from longtail.rl.data.examples import ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder
 from longtail.rl.muon import MuonOptimizer
 from longtail.rl.sft_learner import SftLearner
+from longtail.run.drafter_store import drafter_directory
 from support.toy import DRAFTERS, PROBLEMS, REASONER
 
 NUM_EXAMPLES, STEPS, NUM_PROMPTS = 9_000, 450, 416

@@ -30,8 +30,12 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.checkpoint import RunDirectory
-from longtail.run.drafter_store import load_run_drafter, run_drafters
+from longtail.run.drafter_store import (
+    drafter_directory,
+    load_run_drafter,
+    own_of_run,
+    run_drafters,
+)
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.files import similar_folders
@@ -110,114 +114,22 @@ def read_drafter(
 
     Raises ConfigError, which names the setting `field`, for other names.
     """
-    if name in WEIGHTLESS:
-        return None
+    model, tokenizer, home = target.model, target.tokenizer, located(name, field=field)[1]
     if name == FRESH:
         return fresh(target, dtype or torch.float32)
-    path = Path(name)
-    if not path.is_dir():
-        raise _unknown(name, field)
-    model, tokenizer = target.model, target.tokenizer
-    if run_drafters(path) is not None:
-        return load_run_drafter(path, model, tokenizer, dtype=dtype)
-    if is_published(path):
-        return load_published(path, target.name, model, tokenizer, dtype=dtype)
-    found = drafter_directory(path)
-    return checkpoint.load_drafter(found, model, tokenizer, strict_weights=False, dtype=dtype)
-
-
-def check_names(names: str, *, field: str = "speculation.drafter") -> None:
-    """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
-    if names in (NONE, AUTO):
-        return
-    for name in filter(None, _split(names)):
-        located(name, field=field)
-
-
-def _split(names: str) -> list[str]:
-    """Return the names joined by +; the path of a directory may have one in it."""
-    return [names] if Path(names).is_dir() else names.split("+")
-
-
-def _unknown(name: str, field: str) -> ConfigError:
-    known = [*WEIGHTLESS, FRESH, NONE, AUTO, *similar_folders(name)]
-    return ConfigError(
-        f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH} nor a directory"
-        f"{did_you_mean(name, known)}; train one with `longtail drafter train`"
-    )
+    if home is None:
+        return None
+    if run_drafters(Path(name)) is not None:
+        return load_run_drafter(Path(name), model, tokenizer, dtype=dtype)
+    if is_published(home):
+        return load_published(home, target.name, model, tokenizer, dtype=dtype)
+    return checkpoint.load_drafter(home, model, tokenizer, strict_weights=False, dtype=dtype)
 
 
 def open_trainable(names: Sequence[str], target: Target) -> LoadedDrafter | None:
     """Read the first drafter that has weights, in float32; None if none has."""
-    for name in names:
-        loaded = read_drafter(name, target, torch.float32)
-        if loaded is not None:
-            return loaded
-    return None
-
-
-def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
-    """Return the single names in `names`: one, several joined by +, `auto`, or `none`.
-
-    `model` is the target's name. `learns`: a drafter is trained while it is used, so that it may
-    begin fresh.
-    """
-    if names == NONE:
-        return []
-    if names == AUTO:
-        return _auto(model, learns=learns)
-    parts = _split(names)
-    if not all(parts):
-        raise ConfigError(
-            f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
-        )
-    if FRESH in parts and not learns:
-        raise ConfigError(
-            f"speculation.drafter = {names!r}: a fresh drafter has to learn while it is used, as "
-            f"`longtail train` does with spot.train = 'spot'; give {HISTORY} or a trained one"
-        )
-    return parts
-
-
-def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path | None]:
-    """Return a single name, a path as an absolute one, and the directory of all its files, if any.
-
-    Raises ConfigError like `check_names`.
-    """
-    if name in (*WEIGHTLESS, FRESH):
-        return name, None
-    path = Path(name).absolute()
-    if not path.is_dir():
-        raise _unknown(name, field)
-    home = run_drafters(path) or (path if is_published(path) else drafter_directory(path))
-    return str(path if path.is_relative_to(home) else home), home
-
-
-def _auto(model: str, *, learns: bool) -> list[str]:
-    first = own_of_run(model) or (FRESH if learns else None)
-    return [*([first] if first else []), *WEIGHTLESS]
-
-
-def own_of_run(model: str) -> str | None:
-    """Return the run that a model is from, if the run has a drafter."""
-    path = Path(model)
-    run = path.parent.parent if path.parent.name == "checkpoints" else path
-    return None if run_drafters(run) is None else str(run)
-
-
-def drafter_directory(path: Path) -> Path:
-    """Return the drafter directory at a path, in a checkpoint, or in a run's newest one."""
-    for found in (path, path / "policy"):
-        if checkpoint.is_drafter(found):
-            return found
-    latest = RunDirectory(path).load_latest() if path.is_dir() else None
-    if latest is not None and checkpoint.is_drafter(latest.policy):
-        return latest.policy
-    reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
-    raise ConfigError(
-        f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
-        "directory of longtail drafter train"
-    )
+    found = (read_drafter(name, target, torch.float32) for name in names)
+    return next((each for each in found if each is not None), None)
 
 
 def fresh(target: Target, dtype: torch.dtype = torch.float32) -> LoadedDrafter:
@@ -231,3 +143,56 @@ def fresh(target: Target, dtype: torch.dtype = torch.float32) -> LoadedDrafter:
         trained_on=identity(target.name, model, tokenizer),
         training=TrainingRecord(steps=0, tokens=0, unroll_steps=1),
     )
+
+
+def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
+    """Return the single names in `names`: one, several joined by +, `auto`, or `none`.
+
+    `model` is the target's name. `learns`: a drafter is trained while it is used, so that it may
+    begin fresh.
+    """
+    if names == NONE:
+        return []
+    if names == AUTO:
+        first = own_of_run(model) or (FRESH if learns else None)
+        return [*([first] if first else []), *WEIGHTLESS]
+    parts = _split(names)
+    if not all(parts):
+        raise ConfigError(
+            f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
+        )
+    if FRESH in parts and not learns:
+        raise ConfigError(
+            f"speculation.drafter = {names!r}: a fresh drafter has to learn while it is used, as "
+            f"`longtail train` does with spot.train = 'spot'; give {HISTORY} or a trained one"
+        )
+    return parts
+
+
+def check_names(names: str, *, field: str = "speculation.drafter") -> None:
+    """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
+    for name in () if names in (NONE, AUTO) else filter(None, _split(names)):
+        located(name, field=field)
+
+
+def _split(names: str) -> list[str]:
+    """Return the names joined by +; the path of a directory may have one in it."""
+    return [names] if Path(names).is_dir() else names.split("+")
+
+
+def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path | None]:
+    """Return a single name, a path as an absolute one, and the directory of all its files, if any.
+
+    Raises ConfigError like `check_names`.
+    """
+    if name in (*WEIGHTLESS, FRESH):
+        return name, None
+    path = Path(name).absolute()
+    if not path.is_dir():
+        known = [*WEIGHTLESS, FRESH, NONE, AUTO, *similar_folders(name)]
+        raise ConfigError(
+            f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH} nor a directory"
+            f"{did_you_mean(name, known)}; train one with `longtail drafter train`"
+        )
+    home = run_drafters(path) or (path if is_published(path) else drafter_directory(path))
+    return str(path if path.is_relative_to(home) else home), home

@@ -12,13 +12,14 @@ import torch
 
 from longtail.assembly.drafters import AUTO, FRESH, NONE, WEIGHTLESS
 from longtail.assembly.engine import model_directory
-from longtail.assembly.plan import RunPlan, holds_bfloat16, plan_run
+from longtail.assembly.plan import RunPlan, plan_run
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.logprobs import MAX_LOGITS
+from longtail.rl.policy import holds_bfloat16
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
 

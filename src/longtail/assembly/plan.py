@@ -8,12 +8,13 @@ import torch
 
 from longtail.assembly.drafters import NONE
 from longtail.assembly.precision import run_device
-from longtail.config.rl import LearnerSection, RunConfig
+from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.adapters import import_peft
 from longtail.model.hf.causal import equal_decoder
-from longtail.model.hf.model import load_config, stored_dtype
+from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
+from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
 from longtail.system.machine import vllm_version
 from longtail.vllm.guards import TESTED, TESTED_VERSIONS
@@ -61,23 +62,6 @@ def plan_run(config: RunConfig, directory: Path) -> RunPlan:
         on_vllm=_uses_vllm(config, lacking),
         shape=equal_decoder(directory) if shape is None else shape,
     )
-
-
-def uses_transformers(directory: Path, own: LearnerSection) -> bool:
-    """Return whether transformers' code is trained: by choice, or because ours lacks the family."""
-    if own.model != "auto" or own.lora is not None:
-        return own.model != "own"
-    try:
-        load_config(directory)
-    except UnsupportedModelError:
-        return True
-    return False
-
-
-def holds_bfloat16(directory: Path, own: LearnerSection) -> bool:
-    """Return whether frozen matrices stay in bfloat16: as they are stored and multiplied."""
-    is_frozen = own.lora is not None and own.autocast is True
-    return is_frozen and stored_dtype(directory) == torch.bfloat16
 
 
 def _check_learner(config: RunConfig, directory: Path, gpus: float) -> None:

@@ -159,13 +159,6 @@ def group_settings(config: RunConfig) -> GroupSettings:
 
 def sampling_of(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     """Return how completions are sampled."""
-    own = config.rollout
-    return SamplingParams(
-        temperature=own.temperature,
-        top_k=own.top_k,
-        top_p=own.top_p,
-        min_p=own.min_p,
-        max_tokens=own.max_tokens,
-        stop=own.stop,
-        stop_token_ids=tokenizer.eos_ids,
-    )
+    names = {"temperature", "top_k", "top_p", "min_p", "max_tokens", "stop"}
+    own = config.rollout.model_dump(include=names)
+    return SamplingParams(**own, stop_token_ids=tokenizer.eos_ids)

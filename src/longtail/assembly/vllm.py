@@ -10,12 +10,9 @@ generate, in the learner's precision, and no second copy is held.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, open_trainable
 from longtail.assembly.memory import vllm_arguments
@@ -23,9 +20,7 @@ from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
-from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.ridge.layer import RidgeLayer
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.generator import Generator
@@ -38,11 +33,9 @@ from longtail.system.device import DTYPES, to_stderr
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
+from longtail.vllm.eagle import eagle_drafter
 from longtail.vllm.generator import VllmGenerator
 from longtail.vllm.guards import KEY
-
-_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
-"""vLLM's name of each recipe."""
 
 
 def open_vllm(
@@ -57,6 +50,7 @@ def open_vllm(
     `policy` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
     """
     config, directory = plan.config, plan.directory
+    dtype = DTYPES[config.rollout.dtype]
     model = policy if isinstance(policy, Transformer) else None
     name = _one_of(names, config, has_drafters=model is not None)
     if len(names) > 1 and config.speculation.drafter != AUTO:
@@ -75,14 +69,14 @@ def open_vllm(
             settings |= _learning(config, loaded, path)
             loaded = None
         elif loaded is not None and model is not None:
-            drafter = _drafter(loaded, model, config, path)
+            drafter = eagle_drafter(loaded, model, dtype, _tuner(config), path)
         elif name is not None:
             drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
         generator = VllmGenerator(
             directory,
             tokenizer.decode,
             limits,
-            dtype=DTYPES[config.rollout.dtype],
+            dtype=dtype,
             drafter=drafter,
             options={
                 "additional_config": {KEY: settings},
@@ -111,28 +105,6 @@ def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> d
         return {"drafter": "learned"}
     depth = min(loaded.layer.config.slots, VllmSettings().depth)
     return {"drafter": "learned", "begin": str(place), "depth": depth}
-
-
-def _drafter(
-    loaded: LoadedDrafter, target: Transformer, config: RunConfig, path: Path
-) -> VllmDrafter:
-    """Write a drafter's first weights into a new directory for vLLM."""
-    dtype = DTYPES[config.rollout.dtype]
-    made = rounded(loaded.copied().as_eagle(), dtype)
-    write_layout(path, made, target)
-
-    def by_vllms_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        new = loaded.copied()
-        load_parameters(new.layer, tensors)
-        new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
-        return to_tensors(rounded(new.as_eagle(), dtype), target, dtype)
-
-    return VllmDrafter(
-        method=_METHODS[made.eagle.config.recipe],
-        tuner=_tuner(config),
-        directory=path,
-        tensors=by_vllms_names,
-    )
 
 
 def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> str | None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from longtail.assembly.drafters import Target, open_speculation, open_trainable
-from longtail.assembly.plan import RunPlan, holds_bfloat16, uses_transformers
+from longtail.assembly.plan import RunPlan
 from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
 from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
-from longtail.config.rl import RunConfig, SpotSection
+from longtail.config.rl import SpotSection
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -25,13 +25,11 @@ from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf.adapters import AdaptedModel
-from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
+from longtail.rl.policy import open_policy
 from longtail.system.device import (
     DTYPES,
     is_multithreaded,
@@ -88,20 +86,6 @@ def build_components(
         rollout_threads=rollout_threads(hidden_size),
         borrows=own is not None and device.type == "cpu" and is_multithreaded(hidden_size),
     )
-
-
-def open_policy(directory: Path, config: RunConfig, device: torch.device | str) -> Policy:
-    """Read the model of a directory for the learner. Raises ConfigError."""
-    dtype = DTYPES[config.learner.dtype]
-    if not uses_transformers(directory, config.learner):
-        return load_model(directory, dtype, device)
-    lora = config.learner.lora
-    if lora is None:
-        return CausalModel(read_pretrained(directory, dtype, device))
-    adapted = AdaptedModel(read_pretrained(directory, dtype), lora, config.run.seed)
-    if holds_bfloat16(directory, config.learner):
-        adapted.hold_frozen(torch.bfloat16)  # before a GPU would have to hold the wider ones
-    return adapted.to(device)
 
 
 def open_own(

@@ -31,6 +31,7 @@ from longtail.loop import Trainer
 from longtail.rl.grading.pool import GraderPool
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
+from longtail.run.drafter_store import own_of_run
 from longtail.system.device import threads_each
 
 OFF, FROZEN, SPOT, COLD, ALL = ARMS
@@ -121,7 +122,7 @@ def _has_trained_drafter(own: RunConfig) -> bool:
     name = own.speculation.drafter
     drafters.check_names(name)
     if name == drafters.AUTO:
-        return drafters.own_of_run(own.model.path) is not None
+        return own_of_run(own.model.path) is not None
     return Path(name).is_dir() or not set(name.split("+")) <= _UNTRAINED
 
 

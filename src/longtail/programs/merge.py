@@ -4,12 +4,12 @@ import argparse
 from pathlib import Path
 
 from longtail.assembly.engine import model_directory
-from longtail.assembly.worker import open_policy
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.optim import load_parameters
+from longtail.rl.policy import open_policy
 from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
 
 

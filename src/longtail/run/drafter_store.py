@@ -26,6 +26,7 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import (
+    RunDirectory,
     load_tensors,
     put_step,
     read_state,
@@ -79,6 +80,28 @@ def run_drafters(path: Path) -> Path | None:
         if is_drafter(found / INITIAL):
             return found
     return None
+
+
+def own_of_run(model: str) -> str | None:
+    """Return the run that a model is from, if the run has a drafter."""
+    path = Path(model)
+    run = path.parent.parent if path.parent.name == "checkpoints" else path
+    return None if run_drafters(run) is None else str(run)
+
+
+def drafter_directory(path: Path) -> Path:
+    """Return the drafter directory at a path, in a checkpoint, or in a run's newest one."""
+    for found in (path, path / "policy"):
+        if is_drafter(found):
+            return found
+    latest = RunDirectory(path).load_latest() if path.is_dir() else None
+    if latest is not None and is_drafter(latest.policy):
+        return latest.policy
+    reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
+    raise ConfigError(
+        f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "
+        "directory of longtail drafter train"
+    )
 
 
 def load_run_drafter(

@@ -7,7 +7,6 @@ import torch
 
 from longtail.assembly.drafters import (
     Target,
-    drafter_directory,
     drafter_names,
     open_drafter,
     open_trainable,
@@ -15,6 +14,7 @@ from longtail.assembly.drafters import (
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.errors import ConfigError
+from longtail.run.drafter_store import drafter_directory
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES

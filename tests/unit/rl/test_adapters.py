@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from end_to_end.workshop import build, say
-from longtail.assembly.worker import open_policy
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.adapters import WEIGHTS_FILE, AdaptedModel
@@ -18,6 +17,7 @@ from longtail.model.hf.weights import read_tensors
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
+from longtail.rl.policy import open_policy
 from longtail.system import tensor_files
 from longtail.types import SamplingParams
 from support.causal import PROMPTS, TEXTS, batch, random_model
