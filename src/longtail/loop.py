@@ -38,11 +38,11 @@ from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.evaluation import Evaluator, some_graded
 from longtail.run.logger import RunLogger
-from longtail.run.metrics import Stopwatch
 from longtail.run.state import StateSaver
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
+from longtail.system.stopwatch import Stopwatch
 from longtail.types import Group
 from longtail.view.report import write_report
 

@@ -19,7 +19,6 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.engine.runner import StepClock
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import StepReport
 from longtail.sampling import noise_key
@@ -64,17 +63,14 @@ def made_up_drafts(*_: object) -> DraftCost:
 
 
 @final
-class MadeUpClock(StepClock):
+class MadeUpClock:
     """Seconds by a seed: steps of a millisecond, proposals of less, stalls of both."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._now = 0.0
 
-    def begin(self) -> None:
-        self._now = 0.0
-
-    def read(self) -> float:
+    def __call__(self) -> float:
         self._now += self._random.lognormvariate(-7.0, 1.5)
         return self._now
 
@@ -179,7 +175,7 @@ def written(completions: Sequence[Completion]) -> list[object]:
 
 
 def speculation(
-    tuner: Tuner, texts: dict[str, tuple[int, ...]], names: Sequence[str], clock: StepClock
+    tuner: Tuner, texts: dict[str, tuple[int, ...]], names: Sequence[str], clock: MadeUpClock
 ) -> Speculation:
     drafters = tuple(
         make_eagle() if name == EAGLE else SureDrafter(texts, SCRIPTS[name], informed=False)

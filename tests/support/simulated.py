@@ -102,10 +102,10 @@ def simulate(
     tuner.begin(costs, 1)
     pending: list[tuple[Outcome, list[tuple[DraftTree, Accepted]]]] = []
 
-    def learn() -> bool:
-        """Learn from the last planned step, one step late; return whether it drafted."""
+    def learn() -> None:
+        """Learn from the last step, one step late."""
         if not pending:
-            return False
+            return
         outcome, followed = pending.pop()
         for tree, found in followed:
             curve.learn(tree, found)
@@ -113,23 +113,11 @@ def simulate(
         tuner.learn(outcome)
         if guard is not None and (reason := guard.learn(outcome)):
             run.reasons.append(reason)
-        return bool(outcome.timings)
 
-    repeats, repeated = 0, -1
     for step in range(steps):
         num = running(step)
         batch = _batch(num)
-        if repeats and num == repeated:  # as the engine does: plan and feedback are skipped
-            repeats -= 1
-            if guard is not None:
-                guard.count_repeat()
-            run.tokens.append(num)
-            run.seconds.append(machine.verify_s(num))
-            run.plans.append(run.plans[-1])
-            repeats = 0 if learn() else repeats
-            continue
         plan = tuner.plan(batch) if guard is None or guard.allows(batch) else PLAIN
-        repeats, repeated = plan.repeat_steps, num
         timings: tuple[DraftTiming, ...] = ()
         accepted, draft_s = 0, 0.0
         selected: list[DraftTree] = []
@@ -147,7 +135,7 @@ def simulate(
                 followed.append((whole, follow(whole, written[: kept + 1])))  # a bonus token
         took = machine.verify_s(num + sum(tree.size for tree in selected))
         outcome = _outcome(batch, plan, timings, selected, accepted, took * _disturbed(rng))
-        repeats = 0 if learn() else repeats
+        learn()
         pending.append((outcome, followed))
         run.tokens.append(num + accepted)
         run.seconds.append(took + draft_s)
@@ -296,7 +284,6 @@ def rate_of(sources: Sequence[Source], num: int, *, machine: Machine = MACHINE) 
         tuner.learn(outcome)
         expected = sum(source.expected(tree) for source in sources for tree in selected)
         rates.append((num + expected, took + sum(timing.seconds for timing in timings)))
-        rates += [(num, machine.verify_s(num))] * plan.repeat_steps
     tokens, seconds = zip(*rates[750:], strict=True)
     return sum(tokens) / sum(seconds)
 

@@ -1,16 +1,19 @@
 """The rollout engine: requests in, completions out, one flat batch a step.
 
-    submit --> schedule --> draft --> flatten --> run --> apply the previous --> accept, commit
-                  ^                                       step's feedback           |
-                  |                                                                 append
-                  +--- finished: KV freed <-----------------------------------------+--> StepReport
+    submit --> schedule --> draft --> flatten --> run --> accept --> append --> apply the previous
+                  ^                                                    |        step's feedback
+                  +--- finished: KV freed <----------------------------+            |
+                                                                                StepReport
 
 The engine owns the weights that generate and the KV of the requests in progress. It does not know
 rewards, learning or files. It takes new weights only while no request is in progress.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import (
@@ -25,19 +28,29 @@ from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
 from longtail.engine.runner import ModelRunner
 from longtail.engine.scheduler import Scheduler
-from longtail.engine.speculation.speculator import (
-    NoSpeculation,
-    Speculation,
-    Speculator,
-)
+from longtail.engine.speculation.speculator import Speculation, SpeculationReport, Speculator
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
 from longtail.generator import Emitted, Failed, StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Drafter
+from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.tree import Accepted
 from longtail.types import Completion, FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """Result of a step."""
+
+    num_tokens: int
+    accepted: Mapping[str, Accepted]
+    features: Float[Tensor, "tokens features"] | None
+    emitted: tuple[Emitted, ...]
+    finished: tuple[Completion, ...]
+    failed: tuple[Failed, ...]
+    forward_s: float
+    sample_s: float
 
 
 class RolloutEngine(ActiveRequests):
@@ -71,7 +84,7 @@ class RolloutEngine(ActiveRequests):
         self._profiler = Profiler(model, limits)
         self._begun: tuple[Speculation, Sequence[Drafter]] | None = None
         """Speculation and drafters with which the tuner began."""
-        self._speculator: Speculator | NoSpeculation = NoSpeculation()
+        self._speculator: Speculator | None = None
         self.speculate(speculation)
 
     def speculate(self, speculation: Speculation | None) -> None:
@@ -81,11 +94,12 @@ class RolloutEngine(ActiveRequests):
         Step costs are measured when they are first needed, in about a second.
         """
         before, drafters = self._speculator, () if speculation is None else speculation.ready
-        before.detach(drafters, self._active)
+        if before is not None:
+            before.detach(drafters, self._active)
         for drafter in drafters:
-            if not any(drafter is each for each in before.drafters):
+            if before is None or not any(drafter is each for each in before.drafters):
                 drafter.refresh()
-        self._speculator = NoSpeculation()
+        self._speculator = None
         if speculation is None:
             return
         costs = self._profiler.measure(drafters) if speculation.needs_costs else None
@@ -97,7 +111,7 @@ class RolloutEngine(ActiveRequests):
     @property
     def speculation(self) -> Speculation | None:
         """The speculation in use, if any."""
-        return self._speculator.speculation
+        return None if self._speculator is None else self._speculator.speculation
 
     def kv_usage(self) -> KVUsage:
         """Return the free, owned and total tokens of KV memory."""
@@ -108,18 +122,19 @@ class RolloutEngine(ActiveRequests):
         self._refuse_unless_idle(version)
         write_hf(self.model, parameters, f"policy version {version}")
         self.model.pack()
-        self._speculator.refresh()
+        if self._speculator is not None:
+            self._speculator.observations.refresh()
         self._policy_version = version
 
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights; a fresh drafter begins to draft with its first ones."""
-        present = self.speculation
-        assert present is not None, "no drafter was given"
-        present.load_weights(tensors)
-        if present.ready == self._speculator.drafters:
+        assert self._speculator is not None, "no drafter was given"
+        speculation = self._speculator.speculation
+        speculation.load_weights(tensors)
+        if speculation.ready == self._speculator.drafters:
             self._speculator.reset_estimates()
         else:
-            self.speculate(present)
+            self.speculate(speculation)
 
     def sleep(self) -> None:
         """Keep the KV memory of an idle engine, which later requests use."""
@@ -136,7 +151,8 @@ class RolloutEngine(ActiveRequests):
             raise RequestError(f"request {request_id!r} is not in progress")
         active = self._active[request_id]
         self._remove(active)
-        self._on_idle()
+        if self._speculator is not None and not self._active:
+            self._speculator.end()
         return complete(active, FinishReason.ABORT, self._decode)
 
     def step(self) -> StepReport:
@@ -145,33 +161,32 @@ class RolloutEngine(ActiveRequests):
         An error of one request ends that request only, see `StepReport.failed`. After any other
         exception the engine must not be used again.
         """
-        speculator = self._speculator
-        timer = speculator.timer
-        timer.start()
-        scheduled = self._schedule()
-        with timer.draft:
+        started = time.perf_counter()
+        scheduled, speculator = self._schedule(), self._speculator
+        if speculator is None:
+            done, speculated = self._compute(scheduled, NO_TAPS), SpeculationReport()
+        else:
             spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-            sampler, try_grow = self._runner.sampler, self._kv.try_grow
-            scheduled = speculator.draft(scheduled, sampler, spare, try_grow)
-        batch = flatten(scheduled)
-        sampled = [each for each in scheduled if each.draws]
-        out = self._runner.run(batch, sampled, speculator.taps)
-        with timer.draft:
-            speculator.apply_feedback()
-            accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
-            self._commit(scheduled, accepted)
-        emitted, finished, failed = self._append(sampled, accepted, logprobs)
-        with timer.draft:
-            record = speculator.record(scheduled, accepted, out.features)
-            self._on_idle()
+            drafted = speculator.draft(scheduled, self._runner.sampler, spare, self._kv.try_grow)
+            done = self._compute(drafted, speculator.observations.taps)
+            speculated = speculator.record(
+                drafted, done.accepted, done.features, is_last=not self._active
+            )
         return StepReport(
-            num_tokens=len(batch.tokens),
+            num_tokens=done.num_tokens,
             num_running=len(scheduled),
-            emitted=tuple(emitted),
-            finished=tuple(finished),
-            failed=tuple(failed),
-            **record,
-            **timer.stop(forward_s=out.forward_s, sample_s=out.sample_s),
+            emitted=done.emitted,
+            finished=done.finished,
+            failed=done.failed,
+            step_s=time.perf_counter() - started,
+            forward_s=done.forward_s,
+            sample_s=done.sample_s,
+            draft_s=speculated.draft_s,
+            draft_forward_s=speculated.draft_forward_s,
+            tuner_s=speculated.tuner_s,
+            verified=speculated.verified,
+            switch=speculated.switch,
+            speculates=speculator is not None,
         )
 
     def _schedule(self) -> Sequence[Scheduled]:
@@ -179,6 +194,25 @@ class RolloutEngine(ActiveRequests):
         scheduled = sorted(self.scheduler.schedule(), key=lambda each: each.num_tokens)
         assert scheduled, "step() needs an unfinished request"
         return scheduled
+
+    def _compute(self, scheduled: Sequence[Scheduled], taps: Taps) -> _Computed:
+        """Run a step with its drafts, verify them, and append the tokens that it yields."""
+        batch = flatten(scheduled)
+        sampled = [each for each in scheduled if each.draws]
+        out = self._runner.run(batch, sampled, taps)
+        accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
+        self._commit(scheduled, accepted)
+        emitted, finished, failed = self._append(sampled, accepted, logprobs)
+        return _Computed(
+            num_tokens=len(batch.tokens),
+            accepted=accepted,
+            features=out.features,
+            emitted=tuple(emitted),
+            finished=tuple(finished),
+            failed=tuple(failed),
+            forward_s=out.forward_s,
+            sample_s=out.sample_s,
+        )
 
     def _commit(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
         """Count tokens computed for good, and move accepted nodes to their slots in the KV.
@@ -231,11 +265,8 @@ class RolloutEngine(ActiveRequests):
         del self._active[active.request_id]
         self.scheduler.withdraw(active)
         active.is_done = True
-        self._speculator.forget(active)
-
-    def _on_idle(self) -> None:
-        if not self._active:
-            self._speculator.on_idle()
+        if self._speculator is not None:
+            self._speculator.observations.forget(active)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this engine can never serve the request; thread-safe."""

@@ -6,7 +6,7 @@ Noise is keyed, and hashed where it is added.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypedDict, final
+from typing import final
 
 import torch
 from jaxtyping import Float
@@ -18,7 +18,7 @@ from longtail.engine.request import ActiveRequest
 from longtail.model.kernels.draws import select_draws
 from longtail.model.transformer import Transformer
 from longtail.sampling import Drawn, draw_rows, gumbel_noise
-from longtail.speculation.drafter import Drafter, Noise, Taps
+from longtail.speculation.drafter import Noise, Taps
 from longtail.speculation.tree import depths
 
 
@@ -99,81 +99,3 @@ class ModelRunner:
         )
         hidden = hidden if batch.drawing is None else hidden[batch.drawing]
         return self._model.logits(hidden) if len(hidden) else None, features
-
-
-class StepSeconds(TypedDict):
-    """Seconds of one step, under the names that `StepReport` gives them."""
-
-    step_s: float
-    forward_s: float
-    sample_s: float
-    draft_s: float
-    draft_forward_s: float
-    tuner_s: float
-
-
-class StepClock:
-    """The clock of the tuner's inputs; tests replace it."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-
-    def begin(self) -> None:
-        """Begin a step."""
-        self._began = time.perf_counter()
-
-    def read(self) -> float:
-        """Return the seconds since the step began."""
-        return time.perf_counter() - self._began
-
-
-@final
-class Stopwatch:
-    """Context manager that sums the seconds spent inside it."""
-
-    __slots__ = ("_entered", "seconds")
-
-    def __init__(self) -> None:
-        self.seconds = self._entered = 0.0
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._entered
-
-
-@final
-class StepTimer:
-    """Stopwatches of one step; `start` resets them for the next one.
-
-        schedule | draft | flatten | run | feedback, accept | append | record
-                   draft                   draft                       draft
-
-    Time of `tuner` is part of the time of `draft`, and reported separately.
-    """
-
-    def __init__(self, drafters: Sequence[Drafter]) -> None:
-        self.draft, self.tuner = Stopwatch(), Stopwatch()
-        self._drafters = drafters
-        self._started = self._forward_before = 0.0
-
-    def start(self) -> None:
-        """Begin a step."""
-        self.draft.seconds = self.tuner.seconds = 0.0
-        self._forward_before = sum(drafter.forward_s for drafter in self._drafters)
-        self._started = time.perf_counter()
-
-    def stop(self, *, forward_s: float, sample_s: float) -> StepSeconds:
-        """Return the seconds of the step, given those that the model runner measured."""
-        step_s = time.perf_counter() - self._started
-        forwards_s = sum((each.forward_s for each in self._drafters), 0.0) - self._forward_before
-        tuner_s = self.tuner.seconds
-        return {
-            "step_s": step_s,
-            "forward_s": forward_s,
-            "sample_s": sample_s,
-            "draft_s": self.draft.seconds - tuner_s if self._drafters else 0.0,
-            "draft_forward_s": forwards_s,
-            "tuner_s": tuner_s,
-        }

@@ -1,4 +1,4 @@
-"""The metrics of a step: a stopwatch for its sections, and the log file.
+"""The metrics of a step: their log file and trackers.
 
 Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 
@@ -12,9 +12,7 @@ import itertools
 import math
 import os
 import re
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -25,37 +23,6 @@ from longtail.system.machine import import_extra
 Number = int | float
 _BEGINS = re.compile(rb'\{"step": (\d+)[,}]')
 _ENDS = re.compile(rb'"step": (\d+)\}\},\n$')
-
-
-@final
-class Stopwatch:
-    """Seconds of each section since the last `lap`; repeated sections are summed.
-
-    Example: with watch.section("rollout"): ...
-             watch.lap() == {"rollout": 6.2, "step": 8.0}     step is all time since the last lap
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._start = clock()
-
-    @contextlib.contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """Add the time of the `with` block to a section, also after an exception."""
-        begin = self._clock()
-        try:
-            yield
-        finally:
-            self._seconds[name] += self._clock() - begin
-
-    def lap(self) -> dict[str, float]:
-        """Return the seconds of each section and of the whole step, and restart."""
-        now = self._clock()
-        seconds = {**self._seconds, "step": now - self._start}
-        self._seconds.clear()
-        self._start = now
-        return seconds
 
 
 @final

@@ -58,8 +58,6 @@ _SAMPLE_RATE = 0.1
 _PROBE_WAIT, _NEAR_PROBE_WAIT, _MAX_PROBE_WAIT = 32, 128, 1024
 """Steps from the end of drafting to the first probe, and the longest of the doubling waits: if
 drafts nearly pay, and else."""
-_REPEAT_STEPS = 7
-"""Repetitions of a planned plain step."""
 _PLAIN_INTERVAL = 128
 """Steps between plain steps while drafting, to correct the cost model."""
 _ALL_DRAFTERS_INTERVAL = 64
@@ -169,11 +167,11 @@ class BudgetTuner(Tuner):
         if self._is_outdated(batch):
             self._decide(batch)
         if not self._drafting:
-            self._waited += 1 + _REPEAT_STEPS
+            self._waited += 1
             # Drafts pay the more, the fewer requests run.
             if self._waited < self._wait and 2 * batch.num_sampled > self._probed_for:
                 return self._plan
-            self._waited = -(1 + _REPEAT_STEPS)  # its result is not known in the next step
+            self._waited = -1  # its result is not known in the next step
             self._probed_for = batch.num_sampled
             return Plan(
                 strategy=_PROBE_SHAPE,
@@ -275,7 +273,7 @@ class BudgetTuner(Tuner):
             self._plan = Plan(strategy=strategy, drafters=best.drafters, reason=reason)
             self._waited, self._wait = 0, _PROBE_WAIT
         else:
-            self._plan = Plan(strategy=None, reason=reason, repeat_steps=_REPEAT_STEPS)
+            self._plan = Plan(strategy=None, reason=reason)
 
     def _forecast(self, drafters: DrafterSet, batch: Batch) -> _Forecast:
         """Find the best budget for the sample of drafts, scaled to the batch."""

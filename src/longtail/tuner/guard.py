@@ -102,11 +102,6 @@ class Guard:
         account = self._accounts.get(_size(batch))
         return account is None or not (account.is_paused or account.needs_plain_step)
 
-    def count_repeat(self) -> None:
-        """Count a plain step that is not reported to `learn`, because it repeats the last one."""
-        if self._last is not None:
-            self._last.pay(LOSS_SHARE * self._last.plain_step_s)
-
     def learn(self, outcome: Outcome) -> str:
         """Judge a step; return the reason if a pause begins after it, else an empty string."""
         batch, took_s = outcome.batch, self._without_stall(outcome)

@@ -50,9 +50,6 @@ class Plan:
     """Number of requests to draft for, the first ones that can use a draft; None: all."""
     is_probe: bool = False
     """Whether the step only measures; a probe does not change the reported state."""
-    repeat_steps: int = 0
-    """Number of steps that repeat a plain step, while the number of scheduled requests stays the
-    same. They skip planning and feedback, and cost no more than without speculation."""
     reason: str = ""
     """Reason of a change between drafting and plain decoding."""
 

@@ -7,22 +7,11 @@ from unittest.mock import Mock
 import pytest
 
 from longtail.errors import CheckpointError, ConfigError
-from longtail.run.metrics import JsonLines, MetricLog, Stopwatch
+from longtail.run.metrics import JsonLines, MetricLog
 
 
 def _steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:
-    now = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0, 11.0])
-    watch = Stopwatch(lambda: next(now))
-    with watch.section("rollout"):
-        pass
-    with pytest.raises(KeyError), watch.section("rollout"):
-        raise KeyError
-    assert watch.lap() == {"rollout": 2.5, "step": 10.0}
-    assert watch.lap() == {"step": 1.0}
 
 
 def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(

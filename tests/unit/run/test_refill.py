@@ -18,8 +18,8 @@ from longtail.rl.advantage import refill_size
 from longtail.rl.data.prompts import PromptSet, PromptSource
 from longtail.rl.grading.pool import GraderPool
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
-from longtail.run.metrics import Stopwatch
 from longtail.run.step_metrics import StepRecord
+from longtail.system.stopwatch import Stopwatch
 from longtail.types import Prompt, SamplingParams
 from support.rollouts import completion, graders
 

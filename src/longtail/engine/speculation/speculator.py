@@ -1,36 +1,38 @@
-"""Speculative decoding as the engine uses it, and a null object for engines without drafters.
+"""Speculative decoding as the engine uses it: a plan and drafts before a step, feedback after it.
 
-    draft            plan a step and propose its drafts              (`planner`)
-    apply_feedback   learn from the previous step                    (`planner`)
-    record           keep feedback and observations of this step     (`planner`, `queue`)
+    draft     Batch --guard, tuner--> Plan --drafters--> proposals --tuner--> drafts to verify
+    record    apply the feedback of the step before, and keep that of this step
 
-Drafters observe computed tokens before the next `propose`. Switching between drafting and plain
-decoding changes no KV and recomputes nothing.
+        draft, run n | apply n - 1, record n | draft, run n + 1 | apply n, record n + 1
+
+A draft uses only spare resources: tokens that the step has left and KV that no request owns. It
+never preempts a request. All cuts of drafts after `Drafter.propose` are made here.
 """
 
-import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TypedDict, final
+from dataclasses import dataclass, replace
+from typing import final
 
 from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.runner import Sampler, StepClock, StepTimer
+from longtail.engine.runner import Sampler
 from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.planner import DraftPlanner, PlannedStep
-from longtail.engine.speculation.queue import Computed, ObservationQueue
+from longtail.engine.speculation.observations import Observations
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
-from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
+from longtail.speculation.drafter import Drafter, Statistics
 from longtail.speculation.grow import GrowingDrafter
 from longtail.speculation.strategy import Strategy
-from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted
+from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted, DraftTree, cut_depth, follow
+from longtail.system.stopwatch import Clock, Stopwatch
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
-from longtail.tuner.tuner import FixedTuner, Tuner
+from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +45,8 @@ class Speculation:
     """Whether drafters use the target's sampling noise; off only for comparisons."""
     guarded: bool = True
     """Whether drafting that loses against plain decoding is paused; off only for comparisons."""
-    clock: StepClock = field(default_factory=StepClock)
+    clock: Clock = time.perf_counter
+    """Clock of what guard, tuner and cost model learn from."""
     features: FeatureStore | None = None
     """Store of the target's features for drafter training."""
     texts: Statistics | None = None
@@ -78,53 +81,36 @@ class Speculation:
         return self.guarded or self.tuner.needs_costs
 
 
-class SpeculationRecord(TypedDict, total=False):
-    """Speculation's part of a step report."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationReport:
+    """Speculation's part of a step's report, with the names that it has there."""
 
-    verified: tuple[Verified, ...]
-    switch: Switch | None
-    speculates: bool
+    verified: tuple[Verified, ...] = ()
+    switch: Switch | None = None
+    draft_s: float = 0.0
+    draft_forward_s: float = 0.0
+    tuner_s: float = 0.0
 
 
-_STEPS_READ = 8
-"""Steps that a state observer reads at once, since each call has its cost."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """A step that is planned, with the drafts proposed for it."""
 
-
-@final
-class NoSpeculation:
-    """Plain decoding, with the interface of `Speculator`."""
-
-    speculation = None
-    drafters: tuple[Drafter, ...] = ()
-    taps = NO_TAPS
-
-    def __init__(self) -> None:
-        self.timer = StepTimer(())
-        self.queue = ObservationQueue()
-
-    def draft(self, scheduled: Sequence[Scheduled], *_: object) -> Sequence[Scheduled]:
-        """Return what was scheduled."""
-        return scheduled
-
-    def record(self, *_: object) -> SpeculationRecord:
-        """Return an empty record."""
-        return {}
-
-    def apply_feedback(self) -> None:
-        """Do nothing: no drafter learns, and none remembers a request."""
-
-    def forget(self, active: ActiveRequest) -> None:
-        """Do nothing."""
-
-    def detach(self, *_: object) -> None:
-        """Do nothing."""
-
-    refresh = reset_estimates = on_idle = apply_feedback
+    began_s: float
+    batch: Batch
+    plan: Plan
+    requests: Sequence[ActiveRequest] = ()
+    """Requests for which drafts are proposed, in order."""
+    proposals: Sequence[Sequence[DraftTree]] = ()
+    """Trees by drafter of the plan, then by request."""
+    timings: tuple[DraftTiming, ...] = ()
+    catch_up_s: float = 0.0
+    """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
 
 
 @final
 class Speculator:
-    """Speculation in progress: `draft`, `apply_feedback` and `record` in each step, in this order.
+    """Speculation in progress: `draft` before each step, and `record` after it.
 
     The other methods are called between two steps.
     """
@@ -134,38 +120,30 @@ class Speculator:
         speculation: Speculation,
         config: ModelConfig,
         costs: CostModel | None,
-        before: "Speculator | NoSpeculation",
+        before: "Speculator | None",
     ) -> None:
         self.speculation, self.drafters = speculation, speculation.ready
-        self.taps = NO_TAPS
-        readers = (*self.drafters, speculation.features, speculation.texts)
-        for reader in (each for each in readers if each is not None):
-            self.taps = self.taps.union(reader.taps)
-        known = before.speculation
-        if speculation.features and (known is None or known.features is not speculation.features):
-            speculation.features.clear()  # the weights may have changed meanwhile
-        lookbacks = [drafter.lookback for drafter in self.drafters]
-        self.queue = ObservationQueue(max(lookbacks, default=1) if all(lookbacks) else 0)
-        """Tokens that the drafters have not observed yet."""
-        self._written = ObservationQueue(max_bytes=sys.maxsize)
-        """Tokens that `speculation.texts` has not read yet."""
-        if before.taps == self.taps:
-            self.queue.inherit(before.queue)
-        self._finished: list[str] = []
-        """Finished requests that drafters without taps still remember."""
+        observed: Observations | None = None if before is None else before.observations
+        self.observations: Observations = Observations(
+            self.drafters, speculation.texts, speculation.features, observed
+        )
         assert costs is not None or not speculation.needs_costs, "costs are measured first"
-        costs = costs if speculation.needs_costs else None
-        guard = Guard(costs) if speculation.guarded and costs is not None else None
+        self._costs = costs if speculation.needs_costs else None
+        guarded = speculation.guarded and self._costs is not None
+        self._guard = Guard(self._costs) if guarded and self._costs is not None else None
+        self._tuner, self._clock = speculation.tuner, speculation.clock
         windows = [window for window in config.windows if window]
         # A window counts positions, and the nodes of a draft share positions but not slots.
-        deepest = min(windows) - 1 if windows else MAX_NODES
-        self._clock = speculation.clock
-        self._planner = DraftPlanner(
-            self.drafters, speculation.tuner, guard, costs, self._clock, deepest
-        )
-        self.timer = self._planner.timer
-        self._step: PlannedStep | None = None
-        """None while a plain step is repeated."""
+        self._max_depth = min(windows) - 1 if windows else MAX_NODES
+        self._watch, self._forward_before = Stopwatch(), 0.0
+        self._step: _Step | None = None
+        """The step in progress."""
+        self._feedback: tuple[_Step, Mapping[str, Accepted], Outcome] | None = None
+        """The previous step, its draws and its outcome."""
+        self._is_drafting = True
+        """Whether the last plan drafts; probes do not count."""
+        self._switch: Switch | None = None
+        """A change of it that is not yet reported."""
 
     def draft(
         self,
@@ -175,119 +153,217 @@ class Speculator:
         try_grow: Callable[[str, int], bool],
     ) -> Sequence[Scheduled]:
         """Return what was scheduled, with drafts of at most `spare_tokens` nodes in all."""
-        self._clock.begin()
-        if self._planner.take_repeat(len(scheduled)):
-            self._step = None
-            return scheduled
-        step = self._step = self._planner.plan(scheduled, spare_tokens)
-        if not step.requests or step.plan.strategy is None:
-            return scheduled
-        missed = len(self.queue) > 1
-        began_s = self._clock.read()
-        self._send_observations()
-        if missed:  # the cost of a pause, and not of the drafts
-            began_s, first_s = self._clock.read(), began_s
-            step = replace(step, catch_up_s=began_s - first_s)
-        heard = sampler.for_drafts(step.requests) if self.speculation.coupled else None
-        self._step = self._planner.propose(step, heard, began_s)
-        drafts = self._planner.select(self._step, try_grow)
-        return [
-            Scheduled(
-                active=each.active,
-                num_tokens=each.num_tokens,
-                draft=drafts.get(each.active, EMPTY),
-            )
-            for each in scheduled
-        ]
-
-    def apply_feedback(self) -> None:
-        """Learn from the previous step; the present one waits for it."""
-        self._planner.apply(hidden=False)
+        self._watch.lap()
+        self._forward_before = self._forward_s
+        with self._watch.section("draft"):
+            step = self._step = self._plan(scheduled, spare_tokens)
+            if not step.requests:
+                return scheduled
+            step = self._step = self._propose(step, sampler)
+            drafts = self._select(step, try_grow)
+            return [
+                Scheduled(
+                    active=each.active,
+                    num_tokens=each.num_tokens,
+                    draft=drafts.get(each.active, EMPTY),
+                )
+                for each in scheduled
+            ]
 
     def record(
         self,
         scheduled: Sequence[Scheduled],
         accepted: Mapping[str, Accepted],
         features: Float[Tensor, "tokens features"] | None,
-    ) -> SpeculationRecord:
-        """Keep the step's observations and feedback; return its part of the step's report.
+        *,
+        is_last: bool,
+    ) -> SpeculationReport:
+        """Apply the previous step's feedback, keep that of this step, and report it.
 
         `features` are of all flat tokens of the step; the requests hold the new tokens already.
+        `is_last`: no request is left, so that nothing stays pending.
         """
-        ends = [each.active.num_computed for each in scheduled]
-        self.queue.add(Computed(scheduled, ends, accepted, features))
-        store = self.speculation.features
-        if store is not None:
-            picked = self.taps.pick(store.taps, features)
-            store.add(Computed(scheduled, ends, accepted, picked))
-        if self.speculation.texts is not None:
-            picked = self.taps.pick(self.speculation.texts.taps, features)
-            self._written.add(Computed(scheduled, ends, accepted, picked))
-            if len(self._written) == _STEPS_READ:
-                self._read_written()
-        return {
-            "verified": self._planner.record(self._step, scheduled, accepted),
-            "switch": self._planner.take_switch(),
-            "speculates": True,
-        }
+        assert self._step is not None, "`draft` comes before"
+        with self._watch.section("draft"):
+            learned_s = self._apply_feedback()
+            self.observations.add(scheduled, accepted, features)
+            drafted = [each for each in scheduled if each.draft.size] if self._step.requests else []
+            verified = tuple(_verified(each, accepted[each.active.request_id]) for each in drafted)
+            step, self._step = self._step, None
+            apart_s = sum(each.seconds for each in step.timings) + step.catch_up_s + learned_s
+            outcome = Outcome(
+                batch=step.batch,
+                plan=step.plan,
+                timings=step.timings,
+                catch_up_s=step.catch_up_s,
+                num_drafts=len(drafted),
+                num_nodes=sum(each.num_drafted for each in verified),
+                num_accepted=sum(each.num_accepted for each in verified),
+                num_expected=sum((sum(each.draft.reach) for each in drafted), 0.0),
+                verify_s=self._clock() - step.began_s - apart_s,
+            )
+            self._feedback = step, accepted, outcome
+            switch, self._switch = self._switch, None
+            if is_last:
+                self.end()
+        seconds = self._watch.lap()
+        tuner_s = seconds.get("tuner", 0.0)
+        return SpeculationReport(
+            verified=verified,
+            switch=switch,
+            draft_s=seconds["draft"] - tuner_s if self.drafters else 0.0,
+            draft_forward_s=self._forward_s - self._forward_before,
+            tuner_s=tuner_s,
+        )
 
-    def _read_written(self) -> None:
-        for batch in self._written.take(with_done=True):
-            assert self.speculation.texts is not None, "see `record`"
-            assert batch.features is not None, "they are tapped"
-            self.speculation.texts.observe(batch.seen, batch.features)
-
-    def forget(self, active: ActiveRequest) -> None:
-        """Forget a finished request; drafters without taps observe its last tokens first."""
-        for drafter in self.drafters:
-            if drafter.taps.any:
-                drafter.forget(active.request_id)
-            else:
-                self._finished.append(active.request_id)
-
-    def refresh(self) -> None:
-        """Follow changed weights of the target; no request is in progress."""
-        for drafter in self.drafters:
-            drafter.refresh()
-        if self.speculation.features is not None:
-            self.speculation.features.clear()
+    def end(self) -> None:
+        """Leave nothing pending, since no request is in progress."""
+        self._apply_feedback()
+        self.observations.end(is_drafting=self._is_drafting)
 
     def reset_estimates(self) -> None:
         """Estimate the gain of drafting anew, since a drafter was changed."""
-        self._planner.reset_estimates()
-
-    def on_idle(self) -> None:
-        """Apply and forget everything pending; no request is in progress."""
-        self._planner.apply()
-        if self._planner.is_drafting:
-            self._send_observations()
-        self.queue.clear()
-        self._read_written()
-        self._forget_finished()
+        self._apply_feedback()
+        self._tuner.reset_estimates()
 
     def detach(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
         """Remove all requests from the drafters that are not among the successors."""
-        self._planner.apply()
-        self._read_written()
-        self._forget_finished()
-        for drafter in self.drafters:
-            if not any(drafter is each for each in successors):
-                for request_id in unfinished:
-                    drafter.forget(request_id)
+        self._apply_feedback()
+        self.observations.detach(successors, unfinished)
 
-    def _send_observations(self) -> None:
-        """Pass all waiting tokens to the drafters."""
-        text_only = not all(drafter.taps.any for drafter in self.drafters)
-        for batch in self.queue.take(with_done=text_only):
-            for drafter in self.drafters if batch.seen else ():
-                drafter.observe(batch.seen, self.taps.pick(drafter.taps, batch.features))
-                for request_id in batch.done:
-                    drafter.forget(request_id)
-        self._forget_finished()
+    @property
+    def _forward_s(self) -> float:
+        """Seconds of all forward passes of the drafters so far."""
+        return sum((each.forward_s for each in self.drafters), 0.0)
 
-    def _forget_finished(self) -> None:
-        for drafter in self.drafters:
-            if not drafter.taps.any:
-                for request_id in self._finished:
-                    drafter.forget(request_id)
-        self._finished.clear()
+    def _plan(self, scheduled: Sequence[Scheduled], spare_tokens: int) -> _Step:
+        """Decide whether to draft in a step, and for which requests."""
+        began_s = self._clock()
+        with self._watch.section("tuner"):
+            batch, plan = _batch(scheduled, spare_tokens), PLAIN
+            may_draft = self.drafters and batch.num_draftable and spare_tokens > 0
+            if may_draft and (self._guard is None or self._guard.allows(batch)):
+                plan = self._tuner.plan(batch)
+                drafts = plan.strategy is not None
+                if plan is not PLAIN and not plan.is_probe and drafts != self._is_drafting:
+                    self._is_drafting = drafts
+                    self._switch = Switch(drafts=drafts, reason=plan.reason)
+        if plan.strategy is None:
+            return _Step(began_s=began_s, batch=batch, plan=plan)
+        requests = [
+            each.active
+            for each in scheduled
+            if each.draws and each.num_tokens == 1 and self._depth_limit(each.active) > 0
+        ]
+        return _Step(
+            began_s=began_s, batch=batch, plan=plan, requests=requests[: plan.num_requests]
+        )
+
+    def _propose(self, step: _Step, sampler: Sampler) -> _Step:
+        """Return the step with each drafter's proposals, cut to the depth that can be used.
+
+        Drafters observe first. That is part of the first one's seconds, unless drafting paused.
+        """
+        assert step.plan.strategy is not None, "only a plan that drafts has requests"
+        started_s, paused = self._clock(), self.observations.num_waiting > 1
+        self.observations.send()
+        catch_up_s = self._clock() - started_s if paused else 0.0
+        started_s += catch_up_s
+        noise = sampler.for_drafts(step.requests) if self.speculation.coupled else None
+        draftable = [each.draftable(self._depth_limit(each)) for each in step.requests]
+        proposals: list[list[DraftTree]] = []
+        timings: list[DraftTiming] = []
+        for index in step.plan.drafters:
+            found = self.drafters[index].propose(draftable, step.plan.strategy, noise)
+            trees = [
+                cut_depth(tree, each.max_depth) for tree, each in zip(found, draftable, strict=True)
+            ]
+            depths = [tree.depth for tree in trees]
+            ended_s = self._clock()
+            timing = DraftTiming(
+                drafter=index,
+                num_requests=len(trees),
+                levels=max(depths),
+                rows=sum(depths),
+                seconds=ended_s - started_s,
+            )
+            started_s = ended_s
+            proposals.append(trees)
+            timings.append(timing)
+        return replace(step, proposals=proposals, timings=tuple(timings), catch_up_s=catch_up_s)
+
+    def _select(
+        self, step: _Step, try_grow: Callable[[str, int], bool]
+    ) -> dict[ActiveRequest, DraftTree]:
+        """Return the drafts to verify: nodes that the tuner selects, where the KV has room."""
+        with self._watch.section("tuner"):
+            trees = self._tuner.select_nodes(step.batch, step.plan, step.proposals)
+        assert sum(tree.size for tree in trees) <= step.batch.room, "drafts beyond the step's room"
+        return {
+            active: tree
+            for active, tree in zip(step.requests, trees, strict=True)
+            if tree.size and try_grow(active.request_id, len(active.tokens) + tree.size)
+        }
+
+    def _apply_feedback(self) -> float:
+        """Pass the previous step to drafters, cost model, tuner and guard; return the seconds.
+
+        A drafter learns how far its proposals match, nodes not verified included. The drafters'
+        seconds are a cost of the drafts that they learn from, and count towards that step.
+        """
+        if self._feedback is None:
+            return 0.0
+        started_s = self._clock()
+        (step, accepted, outcome), self._feedback = self._feedback, None
+        for timing, trees in zip(step.timings, step.proposals, strict=True):
+            kept = [
+                (tree, accepted[active.request_id].tokens)
+                for tree, active in zip(trees, step.requests, strict=True)
+                if tree.size
+            ]
+            self.drafters[timing.drafter].learn(
+                [tree for tree, _ in kept], [follow(tree, tokens) for tree, tokens in kept]
+            )
+        if step.timings:
+            outcome = replace(outcome, verify_s=outcome.verify_s + self._clock() - started_s)
+        with self._watch.section("tuner"):
+            if self._costs is not None:
+                self._costs.learn(outcome)
+            self._tuner.learn(outcome)
+            if self._guard is not None and (reason := self._guard.learn(outcome)):
+                self._is_drafting, self._switch = False, Switch(drafts=False, reason=reason)
+        return self._clock() - started_s
+
+    def _depth_limit(self, active: ActiveRequest) -> int:
+        """Return the depth of the deepest useful node: the root yields a token as well."""
+        left = active.request.sampling.max_tokens - active.num_generated
+        return min(left - 1, self._max_depth)
+
+
+def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
+    draftable = sampled = tokens = pairs = 0
+    for each in scheduled:
+        count = each.num_tokens
+        tokens += count
+        pairs += count * (each.active.num_computed + count)
+        if each.draws:
+            sampled += 1
+            draftable += count == 1
+    return Batch(
+        num_draftable=draftable,
+        num_sampled=sampled,
+        num_tokens=tokens,
+        num_pairs=pairs,
+        room=spare_tokens,
+    )
+
+
+def _verified(each: Scheduled, accepted: Accepted) -> Verified:
+    num_accepted = len(accepted.path)
+    return Verified(
+        request_id=each.active.request_id,
+        position=each.active.num_computed - num_accepted - each.active.prompt_len,
+        num_drafted=each.draft.size,
+        depth=each.draft.depth,
+        num_accepted=num_accepted,
+    )
