@@ -72,8 +72,7 @@ class StepReport:
     finished: tuple[Completion, ...]
     failed: tuple[Failed, ...] = ()
     draft_s: float = 0.0
-    """Seconds of proposing, accepting and committing drafts and of the drafters' learning, with
-    the drafters' forward passes."""
+    """Seconds of the drafters: observing, proposing, with their forward passes, and learning."""
     draft_forward_s: float = 0.0
     """Seconds of the drafters' forward passes."""
     verified: tuple[Verified, ...] = ()

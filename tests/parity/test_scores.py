@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longtail.model.kernels import native
-from longtail.model.kernels.scores import Head, NativeRows, Plan, TorchRows, token_scores
+from longtail.model.kernels.scores import Chunking, Head, NativeRows, TorchRows, token_scores
 
 DTYPES = [torch.float64]
 if native.functions(torch.float32) is not None:
@@ -21,10 +21,10 @@ def tensors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     return hidden.to(dtype), weight.to(dtype), torch.randint(VOCAB, (ROWS,), generator=generator)
 
 
-def plan(dtype: torch.dtype, chunk: int, held: int) -> Plan:
+def plan(dtype: torch.dtype, chunk: int, held: int) -> Chunking:
     functions = native.functions(dtype) if dtype != torch.float64 else None
     passes = TorchRows() if functions is None else NativeRows(functions, dtype)
-    return Plan(passes=passes, chunk=chunk, held=held)
+    return Chunking(passes=passes, chunk=chunk, held=held)
 
 
 def coefficients() -> torch.Tensor:

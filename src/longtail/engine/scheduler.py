@@ -116,16 +116,16 @@ class Scheduler:
         return [each for each in chosen if each.active.request_id in self.running]
 
     def finish(self, active: ActiveRequest) -> None:
-        """Remove a running request; a waiting sibling inherits its prompt's KV."""
+        """Remove a running request; a waiting sibling takes over the KV of its prompt."""
         self._stop(active)
-        heir = next((each for each in self.waiting if _are_siblings(each, active)), None)
-        shared = 0 if heir is None else min(heir.prompt_len, len(heir.tokens) - 1)
-        if heir is None or not 0 < shared <= active.num_computed:
+        sibling = next((each for each in self.waiting if _are_siblings(each, active)), None)
+        shared = 0 if sibling is None else min(sibling.prompt_len, len(sibling.tokens) - 1)
+        if sibling is None or not 0 < shared <= active.num_computed:
             self._kv.release(active.request_id)
             return
-        self.waiting.remove(heir)
-        self._kv.hand_over(active.request_id, heir.request_id, shared)
-        self._start(heir, shared)
+        self.waiting.remove(sibling)
+        self._kv.hand_over(active.request_id, sibling.request_id, shared)
+        self._start(sibling, shared)
 
     def withdraw(self, active: ActiveRequest) -> None:
         """Remove a waiting or running request."""

@@ -32,7 +32,7 @@ _EDGES = torch.tensor(EDGES, dtype=torch.float64)
 
 
 class GrowingDrafter(Drafter):
-    """A drafter that scores a vocabulary: its seconds, and whom it drafts for."""
+    """A drafter that scores a vocabulary. It drafts for requests whose tokens were observed."""
 
     def __init__(self, draft_ids: Int[Tensor, "draft_vocab"] | None = None) -> None:
         super().__init__()

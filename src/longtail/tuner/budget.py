@@ -119,8 +119,8 @@ class _DraftSample:
 
 
 @dataclass(frozen=True, slots=True)
-class _Forecast:
-    """Predicted result of drafting with a set of drafters."""
+class _Budget:
+    """Predicted best number of nodes with a set of drafters."""
 
     drafters: DrafterSet
     tokens_per_s: float
@@ -259,8 +259,8 @@ class BudgetTuner(Tuner):
         """
         batch = batch.decoding
         self._decided_for, self._age = batch.num_sampled, 0
-        forecasts = [self._forecast(drafters, batch) for drafters in self._sets]
-        best = max(forecasts, key=lambda forecast: forecast.tokens_per_s)
+        budgets = [self._best_budget(drafters, batch) for drafters in self._sets]
+        best = max(budgets, key=lambda budget: budget.tokens_per_s)
         # The curves are corrected apart, but without nodes both kinds of step compute the same.
         plain_s = min(self._costs.plain_s(batch), self._costs.verify_s(batch, 0))
         plain = batch.num_sampled / plain_s
@@ -275,7 +275,7 @@ class BudgetTuner(Tuner):
         else:
             self._plan = Plan(strategy=None, reason=reason)
 
-    def _forecast(self, drafters: DrafterSet, batch: Batch) -> _Forecast:
+    def _best_budget(self, drafters: DrafterSet, batch: Batch) -> _Budget:
         """Find the best budget for the sample of drafts, scaled to the batch."""
         sample = self._samples[drafters]
         scale = batch.num_draftable / max(len(sample.reach), 1)
@@ -284,7 +284,7 @@ class BudgetTuner(Tuner):
         seconds = self._seconds(drafters, batch)
         num, tokens_per_s = optimal_budget(reach, scale, batch.num_sampled, seconds)
         cutoff = float(reach[num - 1]) if num else 1.0
-        return _Forecast(drafters, tokens_per_s, int(num * scale), cutoff)
+        return _Budget(drafters, tokens_per_s, int(num * scale), cutoff)
 
     def _seconds(self, drafters: DrafterSet, batch: Batch) -> Seconds:
         """Return a prediction of the step's seconds by its number of verified nodes."""
@@ -295,7 +295,7 @@ class BudgetTuner(Tuner):
             draft_s += costs.drafts[each].seconds(num, own.levels, rows)
         return lambda nodes: draft_s + costs.verify_each(batch, nodes)
 
-    def _thresholds(self, best: _Forecast, batch: Batch) -> DraftThresholds:
+    def _thresholds(self, best: _Budget, batch: Batch) -> DraftThresholds:
         """Convert the costs of nodes, rows and passes to probabilities at the predicted rate."""
         price = best.tokens_per_s * self._costs.node_s(batch, best.num_nodes)
         price = max(price, _SPARE_SHARE * best.cutoff)  # unlikelier nodes are not verified

@@ -70,7 +70,7 @@ class DepthTuner(Tuner):
             return PLAIN
         depth, gain = self._best(size, batch.room // max(batch.num_draftable, 1))
         if not self._means or (gain < _LEAST_GAIN and self._is_time()):
-            self._means.clear()  # of another time
+            self._means.clear()  # the drafter or the texts may have changed since
             return self._chain(_PROBE, batch)
         if gain < _LEAST_GAIN:
             return PLAIN
@@ -108,7 +108,7 @@ class DepthTuner(Tuner):
         return 0.0 if nearest is None else max(self._slopes[nearest].value, 0.0)
 
     def learn(self, outcome: Outcome) -> None:
-        """Learn from a step that reads no prompt; seconds of one that does are another's."""
+        """Learn from a step that computes no prompt tokens, which would take longer."""
         batch, depth = outcome.batch, outcome.plan.strategy.depth if outcome.plan.strategy else 0
         if outcome.num_drafts:
             mean = self._means.setdefault(depth, _Mean())

@@ -14,9 +14,9 @@ An account begins with the seconds of `_INITIAL` plain steps and never holds mor
 Drafting is paused when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting
 that loses half of each step is paused after 6 steps for 200, and past gains pay for `_MOST` steps.
 
-After a pause the drafters read what was written in it, which takes longer than a step. These
-seconds are no fault of the drafts that follow: they are a debt, which is paid before the next
-trial, and which ends this one only if it exceeds `_MOST` plain steps.
+After a pause the drafters observe the tokens generated in it, which takes longer than a step. These
+catch-up seconds are kept apart from the losses: they lengthen the next pause, and begin one only
+where they exceed `_MOST` plain steps.
 """
 
 from dataclasses import dataclass
@@ -55,8 +55,8 @@ class _Account:
     since_measured: int = 0
     """Number of steps with drafted nodes since the last one without."""
     is_paused: bool = False
-    debt_s: float = 0.0
-    """Seconds of reading what was written in pauses, not yet paid."""
+    catch_up_s: float = 0.0
+    """Catch-up seconds that are not yet paid."""
     draft_s: float = 0.0
     """Seconds of the steps with drafts since the last pause."""
     plain_s: float = 0.0
@@ -77,12 +77,12 @@ class _Account:
         self.bias += (ratio - self.bias) * max(1 / self.num_measured, _BIAS_RATE)
 
     def pay(self, seconds: float) -> None:
-        """Add seconds; end a pause when the account holds enough beside its debt."""
+        """Add seconds; end a pause when the account also pays for catching up."""
         sum_s = self.seconds + seconds
         self.seconds = min(sum_s, _MOST * self.plain_step_s)
-        self.debt_s = max(self.debt_s - (sum_s - self.seconds), 0.0)
-        if self.is_paused and self.seconds >= _RESUME * self.plain_step_s + self.debt_s:
-            self.seconds, self.debt_s = self.seconds - self.debt_s, 0.0
+        self.catch_up_s = max(self.catch_up_s - (sum_s - self.seconds), 0.0)
+        if self.is_paused and self.seconds >= _RESUME * self.plain_step_s + self.catch_up_s:
+            self.seconds, self.catch_up_s = self.seconds - self.catch_up_s, 0.0
             self.is_paused = False
             self.draft_s = self.plain_s = 0.0
             self.num_drafted = 0
@@ -113,7 +113,7 @@ class Guard:
         else:
             account.since_measured += 1
         self._last, account.plain_step_s = account, account.bias * predicted_s
-        account.debt_s += outcome.catch_up_s
+        account.catch_up_s += outcome.catch_up_s
         account.pay(LOSS_SHARE * took_s)
         if not outcome.timings:
             return ""
@@ -122,7 +122,7 @@ class Guard:
         account.draft_s += took_s
         account.plain_s += plain_s
         account.num_drafted += 1
-        overdue_s = max(account.debt_s - _MOST * account.plain_step_s, 0.0)
+        overdue_s = max(account.catch_up_s - _MOST * account.plain_step_s, 0.0)
         if account.is_paused or account.seconds > overdue_s:
             return ""
         account.is_paused = True

@@ -82,8 +82,8 @@ class Outcome:
     verify_s: float
     """Seconds of the step without `timings` and `catch_up_s`."""
     catch_up_s: float = 0.0
-    """Seconds in which drafters observed the tokens since they last drafted. They are a debt to the
-    guard, and no cost of drafts: drafting step by step has none."""
+    """Seconds in which drafters observed the tokens since they last drafted, after a pause. The
+    guard counts them apart from the cost of drafts: drafting in each step has none."""
     num_expected: float = 0.0
     """Expected number of accepted nodes: the sum of the verified nodes' probabilities."""
 

@@ -12,7 +12,7 @@ FADE = 0.8
 """Weight of a measurement relative to one of the next rollout: its policy is older."""
 _HORIZON = 3.0
 """Rollouts that a rise shortens, the present one included, before the policy has moved on."""
-_HOPE = 0.01
+_PRIOR_RISE = 0.01
 """Rise of the accept length that is possible beyond what was measured: less would be lost among
 the differences of texts. It outweighs few measured seconds: a fresh drafter is tried, and one that
 rose no more is tried again once its measurements have faded."""
@@ -52,7 +52,7 @@ class DrafterGain:
         """
         if seconds <= 0.0:
             return 0.0
-        rise = seconds * (self._rise + _HOPE)  # in units of 1 / self._seconds
+        rise = seconds * (self._rise + _PRIOR_RISE)  # in units of 1 / self._seconds
         return _HORIZON * rollout_s * (rise / (self._seconds + rise))
 
     def share_s(self, rollout_s: float) -> float:

@@ -29,7 +29,7 @@ _STEPS_READ = 8
 
 @final
 class Observations:
-    """What the readers have not read yet. Some readers may be missing.
+    """Tokens that the readers have not read yet. Some readers may be missing.
 
     `before` are those of an earlier speculation, whose tokens its successor still observes.
     """

@@ -112,7 +112,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Chunking:
     """Division of rows into chunks."""
 
     passes: TorchRows
@@ -127,17 +127,17 @@ class Plan:
         return isinstance(self.passes, NativeRows) and self.passes.dtype == torch.bfloat16
 
 
-def plan_scores(head: Head, max_logits: int) -> Plan:
+def plan_scores(head: Head, max_logits: int) -> Chunking:
     """Return a plan whose memory is at most that of `max_logits` logits in PyTorch's operations."""
     vocab, logit = len(head.weight), head.computed
     functions = native.functions(logit.dtype) if logit.device.type == "cpu" else None
     if functions is None:
         chunk = max(1, max_logits // vocab)
-        return Plan(passes=TorchRows(), chunk=chunk, held=chunk)
+        return Chunking(passes=TorchRows(), chunk=chunk, held=chunk)
     held = _HELD_BYTES * max_logits // (logit.element_size() * vocab)
     chunk = max(1, max_logits // vocab // ROWS) * ROWS
     passes = NativeRows(functions, logit.dtype)
-    return Plan(passes=passes, chunk=chunk, held=max(1, held // chunk) * chunk)
+    return Chunking(passes=passes, chunk=chunk, held=max(1, held // chunk) * chunk)
 
 
 def token_scores(
@@ -145,7 +145,7 @@ def token_scores(
     head: Head,
     tokens: Int[Tensor, "rows"],
     temperature: float,
-    plan: Plan,
+    plan: Chunking,
 ) -> tuple[Numbers, Numbers]:
     """Return each token's log-probability, and the entropy of its distribution, detached."""
     hidden = hidden.to(head.computed.dtype)
@@ -165,7 +165,7 @@ class _TokenScores(torch.autograd.Function):
         head: Head,
         tokens: Tensor,
         temperature: float,
-        plan: Plan,
+        plan: Chunking,
         keeps: bool,
     ) -> tuple[Tensor, Tensor]:
         padded, size = padded_rows(hidden), plan.chunk
