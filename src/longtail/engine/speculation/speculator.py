@@ -128,9 +128,8 @@ class Speculator:
             self.drafters, speculation.texts, speculation.features, observed
         )
         assert costs is not None or not speculation.needs_costs, "costs are measured first"
-        self._costs = costs if speculation.needs_costs else None
-        guarded = speculation.guarded and self._costs is not None
-        self._guard = Guard(self._costs) if guarded and self._costs is not None else None
+        self._costs = costs
+        self._guard = Guard(costs) if speculation.guarded and costs is not None else None
         self._tuner, self._clock = speculation.tuner, speculation.clock
         windows = [window for window in config.windows if window]
         # A window counts positions, and the nodes of a draft share positions but not slots.
