@@ -25,6 +25,7 @@ from longtail.cluster.workers.states import State, Timeline
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.rl.streaming import GroupStream
@@ -194,8 +195,11 @@ class WorkerGroup:
     def restore_drafter(self, state: DrafterState) -> None:
         """Serve a published drafter again. Raises CheckpointError if its tensors do not fit."""
         assert self.drafter is not None, "there is a drafter to restore"
+        try:
+            self._forecaster.lengths.restore(state.numbers["lengths"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"lengths of prompts are malformed ({error})") from error
         self.drafter.restore(state)
-        self._forecaster.lengths.restore(state.numbers["lengths"])
 
     def _on_replaced(self, worker: int) -> None:
         self._team.is_stale = True

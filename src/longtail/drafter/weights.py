@@ -5,18 +5,18 @@ draft vocabulary its token ids are one more tensor, so that a vocabulary renewed
 travels like trained weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from longtail.errors import CheckpointError
+from longtail.errors import CheckpointError, ConfigError
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
-from longtail.system.tensor_files import Kind
+from longtail.system.tensor_files import Kind, kinds_of, require
 
 _T = TypeVar("_T")
 DRAFT_IDS = "draft_ids"
@@ -39,9 +39,10 @@ class DrafterWeights:
     num_tokens: int = 0
     """Tokens that all versions were trained on in this run."""
 
-    def is_shaped_as(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether all tensors but those of the draft vocabulary have the same shapes."""
-        return _shapes(self.tensors) == _shapes(tensors)
+    def kinds(self, others: Iterable[str]) -> dict[str, Kind]:
+        """Return what the tensors of another version must be, which has these names."""
+        ids = Kind(shape=(None,), dtypes=("int64",))
+        return kinds_of(without_ids(self.tensors)) | dict.fromkeys({DRAFT_IDS} & set(others), ids)
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
@@ -53,10 +54,6 @@ class DrafterWeights:
 def without_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a drafter's parameters alone."""
     return {name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS}
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in without_ids(tensors).items()}
 
 
 def copy_parameters(
@@ -72,10 +69,16 @@ def check_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
     The ids of a draft vocabulary may be among them.
     """
-    expected, shapes = _shapes(dict(layer.named_parameters())), _shapes(tensors)
-    if shapes != expected:
-        odd = min(n for n in expected | shapes if expected.get(n) != shapes.get(n))
-        raise CheckpointError(f"state of another drafter: {odd} is missing, misshapen or unknown")
+    config: Any = layer.config
+    ids = wanted_ids(config.target.vocab_size)
+    wanted = {name: Kind(shape=tuple(each.shape)) for name, each in layer.named_parameters()}
+    try:
+        wanted |= dict.fromkeys({DRAFT_IDS} & tensors.keys(), ids)
+        require("state of another drafter", kinds_of(tensors), wanted)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    if DRAFT_IDS in tensors and (fault := ids.fault(tensors[DRAFT_IDS])):
+        raise CheckpointError(f"state of another drafter: {DRAFT_IDS} {fault}")
 
 
 def load_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -1,15 +1,19 @@
 """State of a run between two steps: saved to checkpoints and restored from them."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.group import WorkerGroup
+from longtail.errors import CheckpointError
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.learner import LearnerState
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.drafter_store import INITIAL, DrafterStore
+
+_log = logging.getLogger("longtail")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,14 @@ class StateSaver:
         self._workers.restore(checkpoint.policy, learner)
         self._source.restore(state["cursor"])
         if self._workers.drafter is not None and (kept := self._drafters.load(checkpoint.step)):
-            self._workers.restore_drafter(kept)
+            try:
+                self._workers.restore_drafter(kept)
+            except CheckpointError as error:
+                _log.warning(
+                    "%s: %s; the run goes on with its first drafter, which changes only the speed",
+                    self._run.path / "drafter",
+                    error,
+                )
         self._saved_step = checkpoint.step
         return TrainerState(step=checkpoint.step, **({"threads": threads} | state))
 

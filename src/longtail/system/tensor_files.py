@@ -78,6 +78,11 @@ class Kind:
         return f"{' or '.join(self.dtypes)} of shape [{sizes}]"
 
 
+def kinds_of(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
+    """Return what each of some tensors is."""
+    return {name: Kind.of(tensor) for name, tensor in tensors.items()}
+
+
 Wanted = Mapping[str, Kind]
 """Wanted tensors of a file, by name."""
 

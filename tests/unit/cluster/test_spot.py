@@ -2,16 +2,24 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import Forecast
+from longtail.cluster.work.drafter_publisher import DrafterPublisher
+from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.workers.states import State
+from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import SpotEnd
+from longtail.drafter.weights import DrafterWeights
 from support.fake_worker import QUALITY, FakeWorker, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
+from support.tiny_models import tiny_model
 
 TAIL = requests(100, 10, 50)
 
@@ -175,3 +183,25 @@ def test_training_is_stopped_when_it_steals_more_than_it_brings():
         assert all(idle.on_ended(each) for each in ends)
     assert workers.workers(State.SPOT) == []
     assert work.reports[0].reason is SpotEnd.STOPPED
+
+
+def test_sums_without_a_solution_keep_the_weights_and_are_reported_once():
+    said, sums = [], TextSums(tiny_model(), 2).take()
+    sums.products[0].fill_diagonal_(-1e12)
+    sums.counts.add_(9.0)
+    weights = DrafterWeights(version=3, tensors={"w": torch.ones(1)})
+    versions = DrafterVersions(weights, DrafterBuffer(1000, seed=0), sums)
+    worker = SimpleNamespace(_components=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=())))
+    pool = SimpleNamespace(
+        present=(0, 1),
+        now=lambda: 0.0,
+        size=2,
+        wait_ready=lambda: None,
+        run_each=lambda task, args: [task(worker, *each) for each in args.values()],
+    )
+    publisher = DrafterPublisher(pool, versions, said.append)
+    for _ in range(2):
+        publisher._new_sums = [sums]
+        publisher.offer()
+    assert versions.published is weights
+    assert [line[:34] for line in said] == ["the drafter keeps its weights: no "]

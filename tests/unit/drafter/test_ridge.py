@@ -23,7 +23,7 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import RIDGE, TextSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.weights import copy_parameters
-from longtail.errors import CheckpointError, ConfigError, DataError
+from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
@@ -295,6 +295,40 @@ def test_a_saved_drafter_is_read_again(tmp_path: Path, made) -> None:
     description.write_text(description.read_text().replace('"slots": 4', '"slots": 99'))
     with pytest.raises(ConfigError, match="slots = 99"):
         load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("products", lambda t: t * torch.nan, "sums/products holds .* NaN"),
+        ("products", lambda t: t + torch.inf, "sums/products holds"),
+        ("products", lambda t: t + torch.eye(64)[None].roll(1, -1) * 1e15, "larger than those of"),
+        ("products", lambda t: t - 1e6 * torch.eye(64), "larger than those of any text"),
+        ("products", lambda t: t[1:], r"sums/products is float64 of shape \[4, 64, 64\], wanted"),
+        ("products", lambda t: t.long(), "sums/products is int64"),
+        ("products", lambda t: t + _NOT_DEFINITE, "no weights follow from the sums"),
+        ("steps", lambda t: t * 0, "a step or a count is not positive"),
+        ("counts", lambda t: t - 2000, "a step or a count is not positive"),
+        ("counts", lambda t: t[:, None], r"sums/counts is float64 of shape \[128, 1\]"),
+    ],
+)
+def test_sums_that_no_text_has_are_refused(tmp_path: Path, made, name, change, message) -> None:
+    model, tokenizer, saved = made
+    sums = {**saved.sums, "counts": saved.sums["counts"] + 1000}
+    replace(saved, sums=sums | {name: change(sums[name])}).save(tmp_path / "d")
+    with pytest.raises(ConfigError, match=rf"drafter\.safetensors: .*{message}"):
+        load_drafter(tmp_path / "d", model, tokenizer, strict_weights=False)
+
+
+_NOT_DEFINITE = 1e12 * (2 * torch.eye(64, dtype=torch.float64) - 1)
+"""Each product is at most that of the sizes, and some mixture of inputs has a negative square."""
+
+
+def test_sums_without_a_solution_give_no_weights() -> None:
+    sums = TextSums(tiny_model(), SLOTS).take()
+    sums.products[0].fill_diagonal_(-1e12)
+    with pytest.raises(NonFiniteError, match="no weights follow from the sums"):
+        sums.weights(())
 
 
 def test_an_export_drafts_like_the_first_slot(tmp_path: Path, made) -> None:

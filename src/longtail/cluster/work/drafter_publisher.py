@@ -13,8 +13,6 @@ rollout.
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from torch import Tensor
-
 from longtail.cluster.records import Forecast, RolloutResult, TaskResult
 from longtail.cluster.work.drafter_versions import DrafterState, DrafterVersions
 from longtail.cluster.work.idle import IdleWork
@@ -47,7 +45,7 @@ class DrafterPublisher(IdleWork):
         """Tokens that the newest drafter has learned more than the one before."""
         self._new_sums: list[Sums] = []
         """Sums over the completions of this step, if the drafter learns from sums."""
-        self._rollout_s = 0.0
+        self._rollout_s, self._has_failed = 0.0, False
         self.begin_rollout(0, (), learns=False)
 
     def begin_rollout(self, step: int, requests: Sequence[Request], *, learns: bool) -> None:
@@ -204,8 +202,11 @@ class DrafterPublisher(IdleWork):
         self._num_trained = sum(report.num_tokens for report in self.reports)
         return self.versions.offer(list(self._replicas.values()), is_last=True)
 
-    def _solved(self) -> DrafterWeights:
-        """Return the drafter that follows from the sums, solved by some workers together."""
+    def _solved(self) -> DrafterWeights | None:
+        """Return the drafter that follows from the sums, solved by some workers together.
+
+        None, with one line in a run, if none follows: no text depends on its weights.
+        """
         while True:
             self._pool.wait_ready()
             solvers = self._pool.present[:_MOST_SOLVERS]
@@ -213,8 +214,13 @@ class DrafterPublisher(IdleWork):
                 each: (self.versions.sums, part, len(solvers)) for part, each in enumerate(solvers)
             }
             parts = self._pool.run_each(Worker.solve_drafter, args)
+            if failed := [part for part in parts if isinstance(part, str)]:
+                if not self._has_failed:
+                    self._log(f"the drafter keeps its weights: {failed[0]}")
+                self._has_failed = True
+                return None
             if len(parts) == len(solvers):  # else one is absent now
-                tensors: dict[str, Tensor] = {n: part[n] for part in parts for n in part}
+                tensors = {n: part[n] for part in parts if not isinstance(part, str) for n in part}
                 return self.versions.offer_solved(dict(sorted(tensors.items())), self._num_trained)
 
     def offer_missed(self, workers: Sequence[int]) -> None:

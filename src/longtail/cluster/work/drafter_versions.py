@@ -36,6 +36,7 @@ from longtail.drafter.weights import (
 )
 from longtail.errors import CheckpointError
 from longtail.speculation.drafter import Sums
+from longtail.system.tensor_files import kinds_of, require
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
@@ -277,16 +278,22 @@ class DrafterVersions:
     def restore(self, state: DrafterState) -> DrafterWeights:
         """Continue from a saved state and return its drafter.
 
-        Raises CheckpointError if its tensors have other shapes.
+        Raises CheckpointError, with nothing changed, if it is another drafter's, or damaged.
         """
-        tensors, numbers = state.drafter(), state.numbers
-        if not self.published.is_shaped_as(tensors):
-            raise CheckpointError("the drafter of the checkpoint is of another shape")
-        if self.sums is not None:
-            self.sums = self.sums.restored(without_prefix(_SUMS, state.tensors))
-        self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
-        known = numbers.get("num_tokens", 0)
-        weights = DrafterWeights(version=numbers["version"], tensors=tensors, num_tokens=known)
+        tensors, numbers, sums = state.drafter(), state.numbers, self.sums
+        try:
+            require("its weights", kinds_of(tensors), self.published.kinds(tensors))
+            weights = DrafterWeights(
+                version=int(numbers["version"]),
+                tensors=tensors,
+                num_tokens=int(numbers.get("num_tokens", 0)),
+            )
+            if sums is not None:
+                sums = sums.restored(without_prefix(_SUMS, state.tensors))
+            self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
+        except (LookupError, TypeError, ValueError) as error:  # ConfigError is one
+            raise CheckpointError(f"the drafter's state is another one's ({error})") from error
+        self.sums = sums
         self.published, self.accept_len = weights, numbers.get("accept_len")
         self._last = max(self._last, weights.version)
         self._forget_offers()

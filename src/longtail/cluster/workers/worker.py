@@ -27,6 +27,7 @@ from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
 from longtail.engine.text import AcceptedSpans
+from longtail.errors import NonFiniteError
 from longtail.generator import StepReport
 from longtail.rl.collectives import SINGLE_PROCESS, TorchProcessGroup
 from longtail.rl.learner import LearnerState
@@ -206,10 +207,16 @@ class Worker:
             return None
         return self._served, drafting.sums
 
-    def solve_drafter(self, sums: Sums, part: int, num_parts: int) -> Mapping[str, Tensor]:
-        """Return a part of the drafter that follows from sums, on one thread: bits are equal."""
+    def solve_drafter(self, sums: Sums, part: int, num_parts: int) -> Mapping[str, Tensor] | str:
+        """Return a part of the drafter that follows from sums, or why none does.
+
+        It is solved on one thread: bits are equal.
+        """
         with compute_threads(1):
-            return sums.weights(self._components.tokenizer.eos_ids, part, num_parts)
+            try:
+                return sums.weights(self._components.tokenizer.eos_ids, part, num_parts)
+            except NonFiniteError as error:
+                return str(error)
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, or one that the generator learns by itself."""

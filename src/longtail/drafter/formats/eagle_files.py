@@ -47,7 +47,7 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
-from longtail.system.tensor_files import INTEGERS, Kind, require
+from longtail.system.tensor_files import INTEGERS, Kind, kinds_of, require
 
 LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
@@ -256,7 +256,7 @@ def _stacked(
     if _HEAD in tensors:
         rows = config.draft_vocab_size or config.target.vocab_size
         wanted[_HEAD] = Kind(shape=(rows, config.target.hidden_size))
-    found = {name: Kind.of(tensor) for name, tensor in tensors.items()}
+    found = kinds_of(tensors)
     for name, tensor in tensors.items():
         is_zero_bias = name.endswith(".bias") and not tensor.any()
         is_derived = name.endswith("rotary_emb.inv_freq")

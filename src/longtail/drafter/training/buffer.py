@@ -232,18 +232,26 @@ class DrafterBuffer:
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Restore a saved state; CheckpointError if `tensors` and `state` do not fit."""
-        lengths = [text["num_tokens"] for text in state["texts"]]
+        lengths = [int(text["num_tokens"]) for text in state["texts"]]
         tokens = tensors["tokens"].to(torch.int32)
         if sum(lengths) != len(tokens):
             raise CheckpointError(
                 f"the drafter's texts have {sum(lengths)} tokens, {len(tokens)} are there"
             )
+        parts = [
+            (
+                (int(text["step"]), str(text["request_id"])),
+                tokens[end - length : end].clone(),
+                int(text["prompt_len"]),
+                bool(text["is_finished"]),
+                int(text["drawn"]),
+            )
+            for text, length, end in zip(state["texts"], lengths, accumulate(lengths), strict=True)
+        ]
+        self._step, self._pass = int(state["step"]), int(state["pass"])
         self._texts, self.num_bytes = {}, 0
-        self._step, self._pass = state["step"], state["pass"]
-        for text, end in zip(state["texts"], accumulate(lengths), strict=True):
-            key = (text["step"], text["request_id"])
-            part = tokens[end - text["num_tokens"] : end].clone()
-            self._put(key, part, text["prompt_len"], text["is_finished"], text["drawn"])
+        for part in parts:
+            self._put(*part)
         self._evict()
 
     def _is_new(self, key: Key, text: TextSnapshot) -> bool:

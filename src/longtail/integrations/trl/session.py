@@ -18,7 +18,7 @@ from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.report import RolloutMeter, RolloutReport
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.turns import Batch, Tokens, Turns
@@ -136,8 +136,12 @@ class Session:
             for rank in range(self.ranks.size)
         )
         if num_new and versions.sums is not None:
-            with compute_threads(1):
-                tensors = versions.sums.weights(self.target.tokenizer.eos_ids)
+            try:
+                with compute_threads(1):
+                    tensors = versions.sums.weights(self.target.tokenizer.eos_ids)
+            except NonFiniteError as error:  # in all processes, whose sums are equal
+                self._log(f"the drafter keeps its weights: {error}")
+                return
             versions.record(versions.offer_solved(tensors, num_new).version)
             self.policy.load_drafter(versions.published.tensors)
 

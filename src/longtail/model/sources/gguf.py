@@ -20,7 +20,7 @@ from longtail.model.hf.model import write_json
 from longtail.model.hf.weights import layout, require_layout, write_weights
 from longtail.system.cache import build_once
 from longtail.system.files import fingerprint
-from longtail.system.tensor_files import Kind
+from longtail.system.tensor_files import kinds_of
 
 KIND = "models"
 """Folder of converted models in the cache."""
@@ -94,8 +94,7 @@ def convert(
     tensors = model.state_dict()
     if config.tied_embeddings:
         del tensors["lm_head.weight"]
-    kinds = {name: Kind.of(tensor) for name, tensor in tensors.items()}
-    require_layout(layout(config), kinds, config, where)
+    require_layout(layout(config), kinds_of(tensors), config, where)
     if len(reader.tensors) != len(tensors):
         raise ConfigError(
             f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "

@@ -1,0 +1,36 @@
+"""What a resumed run does with a drafter's state that is another one's."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from longtail.cluster.work.drafter_versions import DrafterState
+from longtail.errors import CheckpointError
+from longtail.run.checkpoint import RunDirectory
+from longtail.run.drafter_store import DrafterStore
+from longtail.run.state import StateSaver
+
+
+def test_the_run_goes_on_without_it_and_says_so(tmp_path: Path, caplog: Any) -> None:
+    def refuse(_: DrafterState) -> None:
+        raise CheckpointError("the drafter's state is another one's")
+
+    def ignore(*_: object) -> None:
+        return None
+
+    workers: Any = SimpleNamespace(
+        drafter=object(), save_drafter=ignore, restore=ignore, restore_drafter=refuse
+    )
+    source: Any = SimpleNamespace(restore=ignore)
+    run = RunDirectory(tmp_path)
+    DrafterStore(tmp_path / "drafter").save(
+        2, DrafterState(tensors={"w": torch.ones(1)}, numbers={})
+    )
+    run.save(2, ignore, {}, {"cursor": {}, "seconds": 1.0, "threads": 1, "learner": {}})
+    with caplog.at_level("WARNING", logger="longtail"):
+        restored = StateSaver(run, workers, source, keep=2).begin(run.load_latest(), 1)
+    assert restored.step == 2
+    (said,) = caplog.messages
+    assert "another one's; the run goes on with its first drafter" in said
