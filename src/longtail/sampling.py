@@ -36,6 +36,15 @@ def noise_key(seed: int, *parts: str | int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def completion_key(seed: int, index: int) -> int:
+    """Return the noise key of the index-th completion of a prompt.
+
+    One rule for everyone who writes: `longtail serve` answers a seed with the text that
+    `longtail generate` writes for it.
+    """
+    return noise_key(seed, "generate", index)
+
+
 def _shifted(x: Tensor, bits: int, width: int) -> Tensor:
     """Shift right logically; torch shifts signed integers arithmetically."""
     return (x >> bits).bitwise_and_((1 << (width - bits)) - 1)

@@ -14,11 +14,11 @@ import httpx
 import pytest
 import torch
 
-from longtail.assembly.engine import completion_key
 from longtail.cli import main as cli
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import save_model
+from longtail.sampling import completion_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from support.drafters import ModelChains

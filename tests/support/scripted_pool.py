@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, final
 
-from longtail.assembly.trainer import group_settings
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.records import Progress, TaskResult
+from longtail.cluster.records import GroupSettings, Progress, TaskResult
 from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
@@ -84,7 +83,7 @@ def begun(
     )
     group = WorkerGroup(
         pool,
-        group_settings(config),
+        GroupSettings.of(config),
         **{"on_progress": lambda progress: None, "log": pool.log_lines.append, **more},
     )
     group.begin()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from longtail.assembly.drafters import Target, drafter_names, open_speculation
-from longtail.assembly.precision import emulated, is_fast, own_engine_device
+from longtail.assembly.precision import emulated, is_fast
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -15,8 +15,7 @@ from longtail.model.hf.model import load_model, stored_dtype
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
 from longtail.model.sources.hub import resolve
 from longtail.run.checkpoint import policy_directory
-from longtail.sampling import noise_key
-from longtail.system.device import DTYPES, to_stderr
+from longtail.system.device import DTYPES, own_engine_device, to_stderr
 
 _log = logging.getLogger("longtail")
 
@@ -58,12 +57,3 @@ def open_engine(target: Target, limits: EngineLimits, drafter: str) -> RolloutEn
 def named_speculation(drafter: str, target: Target) -> Speculation | None:
     """Return speculation with the named drafters, which do not learn; None for the name "none"."""
     return open_speculation(drafter_names(drafter, target.name, learns=False), target)
-
-
-def completion_key(seed: int, index: int) -> int:
-    """Return the noise key of the index-th completion of a prompt.
-
-    One rule for everyone who writes: `longtail serve` answers a seed with the text that
-    `longtail generate` writes for it.
-    """
-    return noise_key(seed, "generate", index)

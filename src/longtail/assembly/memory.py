@@ -17,7 +17,7 @@ from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.model.kernels.fixed_point import sum_bytes
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.size import activation_bytes, count_parameters, kv_bytes
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.rl.policy import holds_bfloat16
 from longtail.system import machine
@@ -59,9 +59,8 @@ def estimate(plan: RunPlan) -> dict[str, int]:
             weights -= master * (whole - outside - shape.hidden_size)
     elif config.is_sharded:  # and gathered: by a GPU two layers at a time, and all of their casts
         trained = -(-whole // workers.workers)
-        layers = 2 * whole // shape.num_layers
-        weights = master * trained + cast * (trained if on_cpu else whole)
-        weights += master * (2 * whole if on_cpu else min(whole, outside + layers))
+        gathered = 2 * whole if on_cpu else min(whole, outside + 2 * whole // shape.num_layers)
+        weights = master * (trained + gathered) + cast * (trained if on_cpu else whole)
     if learner.kl_coef > 0 and learner.lora is None:
         weights += master * trained  # of the reference model
     is_exact = learner.sums != "float" and not config.is_sharded
@@ -88,31 +87,6 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     return found
 
 
-def count_parameters(shape: ModelConfig) -> int:
-    """Count the weights of a decoder of this shape; a tied head is counted once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(shape).parameters())
-
-
-def activation_bytes(shape: ModelConfig, tokens: int, element: int, *, recompute: bool) -> int:
-    """Bound the bytes that the decoder keeps for the backward pass of one micro-batch.
-
-    A layer keeps four residuals, queries, keys and values before and after norm and rotation, two
-    outputs of attention, and five widths of the feed-forward. Checkpointed layers keep their input
-    alone, except for the one being recomputed.
-    """
-    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    rotated = (2 if shape.qk_norm else 1) * (heads + kv_heads)
-    layer = 4 * shape.hidden_size + rotated + 3 * heads + 2 * kv_heads + 5 * shape.intermediate_size
-    kept = shape.num_layers * shape.hidden_size + layer if recompute else shape.num_layers * layer
-    return tokens * element * (kept + 2 * shape.hidden_size)
-
-
-def kv_bytes(shape: ModelConfig, element: int) -> int:
-    """Return the bytes of keys and values of one token."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * element
-
-
 def fitted(plan: RunPlan, log: Callable[[str], None] = lambda line: None) -> RunPlan:
     """Return the plan with `learner.sums` for `auto`: exact, unless that exceeds the whole device.
 
@@ -129,8 +103,12 @@ def fitted(plan: RunPlan, log: Callable[[str], None] = lambda line: None) -> Run
 
 def check(plan: RunPlan) -> None:
     """Raise ConfigError if a run may need more memory than is free."""
-    available, found = available_bytes(plan.device), estimate(plan)
-    share, needed, least = found.get(_VLLM, 0), _needed(plan, found), _least_share(plan)
+    available, found, config = available_bytes(plan.device), estimate(plan), plan.config
+    share, needed = found.get(_VLLM, 0), _needed(plan, found)
+    element, longest = _BYTES[config.rollout.dtype], config.rollout.max_tokens
+    longest += config.data.max_prompt_len
+    least = element * count_parameters(plan.shape) + longest * kv_bytes(plan.shape, element)
+    least = int(least / _argument(plan, "tensor_parallel_size", 1.0))  # of each GPU
     if 0 < share < least:
         raise ConfigError(
             f"rollout.vllm.gpu_memory_utilization = {_vllm_share(plan):g}: vLLM's "
@@ -170,14 +148,6 @@ def _vllm_share(plan: RunPlan) -> float:
     return _argument(plan, "gpu_memory_utilization", GPU_SHARE * min(1.0, plan.gpus))
 
 
-def _least_share(plan: RunPlan) -> int:
-    """Return the bytes of each GPU that vLLM needs for the weights and one text."""
-    config, element = plan.config, _BYTES[plan.config.rollout.dtype]
-    longest = config.data.max_prompt_len + config.rollout.max_tokens
-    whole = element * count_parameters(plan.shape) + longest * kv_bytes(plan.shape, element)
-    return int(whole / _argument(plan, "tensor_parallel_size", 1.0))
-
-
 def _argument(plan: RunPlan, name: str, default: float) -> float:
     """Return a number among vLLM's arguments; what is none is refused by vLLM itself."""
     given = (plan.config.rollout.vllm or {}).get(name)
@@ -191,10 +161,8 @@ def vllm_arguments(plan: RunPlan) -> dict[str, Any]:
     share = _vllm_share(plan)
     weights = _BYTES[plan.config.rollout.dtype] * count_parameters(plan.shape)
     rest = round(share * torch.cuda.mem_get_info(plan.device)[1]) - weights
-    return {
-        "gpu_memory_utilization": share,
-        "kv_cache_memory_bytes": max(1, int(_KEYS_SHARE * rest)),
-    }
+    keys = max(1, int(_KEYS_SHARE * rest))
+    return {"gpu_memory_utilization": share, "kv_cache_memory_bytes": keys}
 
 
 def report(config: RunConfig) -> str:
@@ -213,6 +181,5 @@ def report(config: RunConfig) -> str:
 
 def available_bytes(device: torch.device) -> int | None:
     """Return the free bytes of a device; None if they are unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return machine.memory().available
+    on_gpu = device.type == "cuda"
+    return torch.cuda.mem_get_info(device)[0] if on_gpu else machine.memory().available

@@ -17,10 +17,9 @@ from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
-from longtail.errors import ConfigError
 from longtail.model.kernels import native
 from longtail.run.checkpoint import CONFIG_FILE, steps_in
-from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16
+from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16, own_engine_device
 
 AnyConfig = RunConfig | SftConfig | DrafterTrainConfig
 Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
@@ -28,19 +27,6 @@ Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
 _EMULATED = "bfloat16 is emulated on this processor"
 _FIELDS = ("rollout.dtype", "target.dtype", "learner.autocast", "train.autocast")
 """Fields that may be `auto`; autocast depends on a dtype."""
-
-
-def own_engine_device(device: str, field: str) -> torch.device:
-    """Return the CPU, where longtail's own engine generates; `auto` is the CPU, too.
-
-    Raises ConfigError, which names the setting `field`, for a GPU.
-    """
-    if device not in ("auto", "cpu"):
-        raise ConfigError(
-            f"{field} = {device!r}: longtail's own engine generates on CPUs; on GPUs vLLM does "
-            f"(docs/vllm.md): set rollout.engine = 'vllm' in longtail train, or {field} = 'cpu'"
-        )
-    return torch.device("cpu")
 
 
 def run_device(config: AnyConfig) -> torch.device:

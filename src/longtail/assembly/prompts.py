@@ -1,19 +1,15 @@
 """Prompts of a training run: from the data section of its configuration to tokenized prompts."""
 
 from collections.abc import Callable
-from functools import partial
 
-from longtail.config.rl import DataSection, RunConfig
-from longtail.errors import ConfigError
+from longtail.config.rl import RunConfig
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.rl.data.prompts import (
     Encoder,
     HeldOut,
-    Messages,
     PromptSet,
     hold_out,
     make_prompts,
-    system_first,
 )
 from longtail.rl.data.sources import EMBEDDED, HELDOUT, load_rows
 from longtail.rl.grading.pool import Check, gradable
@@ -30,7 +26,8 @@ def load_prompts(
     `check` finds the rows that the reward cannot grade; None: nothing is graded. What is left out
     is logged. Raises ConfigError or DataError, naming the field, for anything that does not fit.
     """
-    data, encoder = config.data, _encoder(config.data, tokenizer)
+    data = config.data
+    encoder = Encoder.of(tokenizer, data.system_prompt, data.chat_template_kwargs)
 
     def load(source: str, size: int, field: str) -> PromptSet:
         prompts = make_prompts(
@@ -64,28 +61,3 @@ def load_prompts(
         heldout = load(other, size, "data.heldout")
         heldout = heldout.part(range(min(size, len(heldout.prompts))))
     return HeldOut(train=train, heldout=heldout)
-
-
-def _encoder(data: DataSection, tokenizer: Tokenizer) -> Encoder:
-    """Return the tokenizer's functions, with the configured system message and arguments."""
-    if not tokenizer.has_chat_template:
-        for name in ("system_prompt", "chat_template_kwargs"):
-            if value := getattr(data, name):
-                raise ConfigError(
-                    f"data.{name} = {value!r:.80}: the tokenizer has no chat template, so prompts "
-                    "are plain text; leave it out, or add the model's chat_template.jinja"
-                )
-        return Encoder(encode=tokenizer.encode, render=None)
-    known = tokenizer.template_arguments
-    arguments = data.chat_template_kwargs or {}
-    for name in arguments:
-        if name not in known:
-            names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: the tokenizer's chat template reads no such "
-                f"argument; {names}"
-            )
-    render: Callable[[Messages], str] = partial(tokenizer.render, arguments=arguments)
-    if data.system_prompt is not None:
-        render = system_first(render, data.system_prompt)
-    return Encoder(encode=tokenizer.encode, render=render)

@@ -21,7 +21,6 @@ from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
-from longtail.rl.streaming import streams
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
@@ -97,7 +96,7 @@ def _started(
     else:
         folders = [plan.directory, *(home for _, home in found if home is not None)]
         processes = _ray_processes(plan, folders, make, log)
-    workers = WorkerGroup(processes, group_settings(config), on_progress=on_progress, log=log)
+    workers = WorkerGroup(processes, GroupSettings.of(config), on_progress=on_progress, log=log)
     try:
         workers.begin()
     except BaseException:
@@ -141,19 +140,6 @@ def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:
         max_step_tokens=own.max_step_tokens,
         kv_tokens=own.kv_tokens,
         max_len=longest,
-    )
-
-
-def group_settings(config: RunConfig) -> GroupSettings:
-    """Return the settings of the workers as a group."""
-    return GroupSettings(
-        cluster=config.cluster,
-        max_running=config.rollout.max_running,
-        shares=config.rollout.sharing,
-        learns_ahead=streams(config.learner),
-        is_sharded=config.is_sharded,
-        buffer_bytes=config.spot.buffer_mb * 2**20,
-        seed=config.run.seed,
     )
 
 

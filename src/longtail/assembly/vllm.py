@@ -49,8 +49,7 @@ def open_vllm(
 
     `policy` is the learner's model. Raises ConfigError for a drafter that vLLM cannot run.
     """
-    config, directory = plan.config, plan.directory
-    dtype = DTYPES[config.rollout.dtype]
+    config, directory, dtype = plan.config, plan.directory, DTYPES[plan.config.rollout.dtype]
     model = policy if isinstance(policy, Transformer) else None
     name = _one_of(names, config, has_drafters=model is not None)
     if len(names) > 1 and config.speculation.drafter != AUTO:
@@ -112,8 +111,7 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
 
     `has_drafters`: the model is one of those that longtail's drafters can read.
     """
-    given = config.speculation.drafter
-    name = names[0] if names else None
+    given, name = config.speculation.drafter, names[0] if names else None
     if given == AUTO and name is not None and not has_drafters:
         return FRESH
     if name is None or name in (*WEIGHTLESS, FRESH) or has_drafters:

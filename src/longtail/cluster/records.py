@@ -6,11 +6,12 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from longtail.config.rl import ClusterSection
+from longtail.config.rl import ClusterSection, RunConfig
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState
+from longtail.rl.streaming import streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Completion
 
@@ -33,6 +34,19 @@ class GroupSettings:
     buffer_bytes: int
     """Bytes of the texts that a drafter is trained on."""
     seed: int
+
+    @staticmethod
+    def of(config: RunConfig) -> "GroupSettings":
+        """Return the settings of a run."""
+        return GroupSettings(
+            cluster=config.cluster,
+            max_running=config.rollout.max_running,
+            shares=config.rollout.sharing,
+            learns_ahead=streams(config.learner),
+            is_sharded=config.is_sharded,
+            buffer_bytes=config.spot.buffer_mb * 2**20,
+            seed=config.run.seed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

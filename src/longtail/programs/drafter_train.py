@@ -14,7 +14,7 @@ import torch
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import model_directory
-from longtail.assembly.precision import decided, own_engine_device, run_device
+from longtail.assembly.precision import decided, run_device
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.architecture import DraftConfig, DraftLayer
 from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
@@ -40,7 +40,7 @@ from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.system.device import DTYPES
+from longtail.system.device import DTYPES, own_engine_device
 from longtail.system.interrupt import Interruption
 
 _MEASURED_DEPTHS = 6

@@ -23,11 +23,11 @@ from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from longtail.assembly.engine import completion_key
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import OverloadedError, UnavailableError
 from longtail.generator import Emitted, Failed, StepReport, Verified
+from longtail.sampling import completion_key
 from longtail.serve.options import ServeOptions
 from longtail.types import Completion, Request, SamplingParams
 

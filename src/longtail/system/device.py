@@ -100,6 +100,19 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
+def own_engine_device(device: str, field: str) -> torch.device:
+    """Return the CPU, where longtail's own engine generates; `auto` is the CPU, too.
+
+    Raises ConfigError, which names the setting `field`, for a GPU.
+    """
+    if device not in ("auto", "cpu"):
+        raise ConfigError(
+            f"{field} = {device!r}: longtail's own engine generates on CPUs; on GPUs vLLM does "
+            f"(docs/vllm.md): set rollout.engine = 'vllm' in longtail train, or {field} = 'cpu'"
+        )
+    return torch.device("cpu")
+
+
 def now(device: torch.device) -> float:
     """Wait for a device, and return the time in seconds."""
     if device.type == "cuda":

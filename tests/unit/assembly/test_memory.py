@@ -8,6 +8,7 @@ from longtail.assembly.plan import RunPlan
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
+from longtail.model.size import activation_bytes, count_parameters
 from longtail.model.transformer import Family, ModelConfig, Transformer
 from longtail.system import machine
 from support.tiny_models import tiny_config
@@ -59,10 +60,10 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family)
     model = Transformer(shape)
     model.initialize(torch.Generator().manual_seed(0))
     measured = _saved_bytes(model, 512)
-    estimated = memory.activation_bytes(shape, 512, 4, recompute=False)
+    estimated = activation_bytes(shape, 512, 4, recompute=False)
     # an upper bound that is not far off: what the estimate adds is the layer in flight
     assert measured <= estimated <= 1.15 * measured
-    assert memory.activation_bytes(shape, 512, 4, recompute=True) < estimated / 2
+    assert activation_bytes(shape, 512, 4, recompute=True) < estimated / 2
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_workers_that_share_a_gpu_divide_vllms_part_of_it(
         assert not given
     else:
         assert given["gpu_memory_utilization"] == pytest.approx(share)
-        weights = 4 * memory.count_parameters(own.shape)
+        weights = 4 * count_parameters(own.shape)
         assert 0 < given["kv_cache_memory_bytes"] < share * card - weights
     with_card(monkeypatch, held * sum(found.values()) - 1, card)
     with pytest.raises(ConfigError, match="GB of memory"):

@@ -10,7 +10,7 @@ import torch
 from longtail import Engine
 from longtail.assembly import plan
 from longtail.assembly.plan import RunPlan, plan_run
-from longtail.assembly.precision import own_engine_device, run_device
+from longtail.assembly.precision import run_device
 from longtail.config.files import resolve
 from longtail.config.rl import load
 from longtail.config.sft import SftConfig
@@ -20,6 +20,7 @@ from longtail.model.hf.causal import CausalModel
 from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.rl.policy import open_policy
 from longtail.system import machine
+from longtail.system.device import own_engine_device
 from support.causal import random_model
 from support.tiny_models import tiny_config, tiny_model
 

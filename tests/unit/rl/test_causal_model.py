@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from longtail.assembly.memory import count_parameters
 from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.causal import CausalModel, buckets, equal_decoder, read_pretrained
 from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.model.hf.weights import tensor_names
+from longtail.model.size import count_parameters
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out, share_prompts

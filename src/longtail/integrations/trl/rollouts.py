@@ -15,7 +15,7 @@ from typing import Any, Literal, final
 import torch
 
 from longtail.assembly.drafters import Target, check_names
-from longtail.assembly.precision import is_fast, own_engine_device
+from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.eagle_files import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
@@ -27,7 +27,7 @@ from longtail.integrations.trl.turns import Batch, Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
-from longtail.system.device import DTYPES, to_stderr
+from longtail.system.device import DTYPES, own_engine_device, to_stderr
 from longtail.types import Completion, SamplingParams
 
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError, did_you_mean
@@ -48,9 +49,36 @@ class Encoder:
         return self.encode(text, add_special_tokens=self.render is None)
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> "Encoder":
-        """Return the functions of a tokenizer."""
-        render = tokenizer.render if tokenizer.has_chat_template else None
+    def of(
+        tokenizer: Tokenizer,
+        system_prompt: str | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ) -> "Encoder":
+        """Return the functions of a tokenizer, with a system message and template arguments.
+
+        Raises ConfigError, which names `data.system_prompt` or `data.chat_template_kwargs`, for
+        what the chat template does not take.
+        """
+        given = {"system_prompt": system_prompt, "chat_template_kwargs": arguments}
+        if not tokenizer.has_chat_template:
+            for name, value in given.items():
+                if value:
+                    raise ConfigError(
+                        f"data.{name} = {value!r:.80}: the tokenizer has no chat template, so "
+                        "prompts are plain text; leave it out, or add the model's "
+                        "chat_template.jinja"
+                    )
+            return Encoder(encode=tokenizer.encode, render=None)
+        known = tokenizer.template_arguments
+        if unknown := [name for name in arguments or {} if name not in known]:
+            names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
+            raise ConfigError(
+                f"data.chat_template_kwargs.{unknown[0]}: the tokenizer's chat template reads no "
+                f"such argument; {names}"
+            )
+        render: Callable[[Messages], str] = partial(tokenizer.render, arguments=arguments or {})
+        if system_prompt is not None:
+            render = system_first(render, system_prompt)
         return Encoder(encode=tokenizer.encode, render=render)
 
 
