@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from longtail.assembly.base import find_base
 from longtail.assembly.drafters import check_names
-from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress, RolloutResult
@@ -38,7 +38,7 @@ from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.evaluation import Evaluator, some_graded
 from longtail.run.logger import RunLogger
-from longtail.run.state import StateSaver
+from longtail.run.state import StateSaver, TrainerState
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each
 from longtail.system.interrupt import Interrupted, Interruption
@@ -181,7 +181,8 @@ class Trainer:
         """States of the workers in the last step."""
         threads = set_threads(threads_each(config.run.threads, config.cluster.workers))
         with console.phase("fetching the model"):
-            directory = model_directory(config.model.path, console.log)
+            saved = None if checkpoint is None else checkpoint.state["base"]
+            directory, base = find_base(config, saved, console.log)
         with console.phase("loading the model and the data"):
             parts = assemble(config, directory, grader.check, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
@@ -209,7 +210,9 @@ class Trainer:
             self._saver = StateSaver(
                 run, parts.workers, parts.source, keep=config.run.keep_checkpoints
             )
-            self._state = self._saver.begin(checkpoint, threads)
+            cursor = parts.source.state()
+            fresh = TrainerState(step=0, cursor=cursor, seconds=0.0, threads=threads, base=base)
+            self._state = self._saver.begin(checkpoint, fresh)
             if self._state.threads != threads:
                 console.log(
                     f"a worker had {self._state.threads} threads before and has {threads} now: "
@@ -221,6 +224,7 @@ class Trainer:
             self._logger = RunLogger(
                 config.run, run.path, last_step=last_step, shown=config.model_dump()
             )
+            self._saver.begin_writing()
         except BaseException:
             self.workers.close()
             raise
@@ -330,8 +334,9 @@ class Trainer:
         summary.write_summary(path, finished)
         try:
             write_report(path)
-        except CheckpointError as error:  # the run is complete without it
-            self._console.log(f"no report: {error}")
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            # of a log that was edited; the run is complete without it
+            self._console.log(f"no report: {error!r}")
         self._console.summary(finished, path)
 
 

@@ -1,11 +1,13 @@
 """A run directory that was damaged or edited: a sentence, and nothing is lost without one."""
 
+import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from end_to_end.workshop import Workshop, build
+from end_to_end.workshop import Workshop, build, say
 
 WORDS = (
     *("--run.steps=2", "--run.checkpoint_every=1", "--rollout.max_tokens=8"),
@@ -51,20 +53,232 @@ def test_logs_without_a_checkpoint_are_kept_aside(
     assert (run / "earlier-2" / "summary.json").exists()
 
 
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
+def _zero(file: Path) -> None:
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-4096].ljust(size, b"\0"))
+
+
+def _of_another_step(file: Path) -> None:
+    shutil.copy(str(file).replace("step_000002", "step_000001"), file)
+
+
+def _move_cursor(file: Path) -> None:
+    document = json.loads(file.read_text())
+    assert document["state"]["cursor"]["position"] != 0
+    document["state"]["cursor"]["position"] = 0
+    file.write_text(json.dumps(document))
+
+
+def _forget_cursor(file: Path) -> None:
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | {"state": {}}))
+
+
+DAMAGES = {
+    "a bit of the moments": ("trainer.safetensors", _flip),
+    "the end of the moments": ("trainer.safetensors", _zero),
+    "moments of another step": ("trainer.safetensors", _of_another_step),
+    "a bit of the policy": ("policy/model.safetensors", _flip),
+    "the end of the policy": ("policy/model.safetensors", _zero),
+    "policy of another step": ("policy/model.safetensors", _of_another_step),
+    "another cursor": ("state.json", _move_cursor),
+    "a state without cursor": ("state.json", _forget_cursor),
+    "no state": ("state.json", lambda file: file.write_text("[]") and None),
+    "half a state": ("state.json", lambda file: file.write_text("{") and None),
+}
+
+
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_used_without_it(
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_and_the_run_ends_as_if_it_was_not_there(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture, damage: str
+) -> None:
+    name, change = DAMAGES[damage]
+    newest = run / "checkpoints" / "step_000002"
+    change(newest / name)
+    said = _train(workshop, run, caplog)
+    assert f"{newest} is damaged (" in said
+    assert f"{name}" in said
+    assert said.count("the checkpoint of step 1 is taken") == 1
+    assert "resumed after step 1" in said
+    assert workshop.outcome(str(run), 2) == workshop.outcome("whole", 2)
+
+
+@pytest.mark.slow
+def test_without_a_whole_checkpoint_a_run_ends_with_a_sentence_and_nothing_is_changed(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):
+        _flip(run / "checkpoints" / f"step_00000{step}" / "trainer.safetensors")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = _train(workshop, run, caplog, "--run.steps=3")
+    assert said.startswith("1: ")
+    assert "no other checkpoint is whole: put one back from a copy" in said
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.slow
+def test_verbs_that_read_a_checkpoint_do_not_use_a_damaged_policy(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = run / "checkpoints" / "step_000002"
-    (newest / "state.json").write_text("{")
-    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    _zero(newest / "policy" / "model.safetensors")
+    prompt = ("--prompt=1", "--max-tokens=4", "--drafter=none")
+    for place in (newest, newest / "policy"):
+        said = say("generate", str(place), *prompt)
+        assert (said.code, said.out) == (1, "")
+        assert f"{newest} is damaged (policy/model.safetensors is not as it was" in said.err
+    said = say("generate", str(run), *prompt)
+    assert said.code == 0
+    first = run / "checkpoints" / "step_000001"
+    assert "the checkpoint of step 1 is taken" in caplog.text
+    assert said.out == say("generate", str(first), *prompt).out
+
+
+@pytest.mark.slow
+def test_a_damaged_drafter_is_dropped_with_one_line_and_the_texts_are_the_same(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ("--speculation.drafter=fresh",)
+    assert workshop.train("drafted", *WORDS, *words).code == 0
+    for text in ("[]", "{}", None):
+        copy = run.parent / f"drafted {text}"
+        shutil.copytree(workshop.path / "drafted", copy)
+        for step in copy.glob("drafter/step_*"):
+            if text is None:
+                _flip(step / "tensors.safetensors")
+            else:
+                (step / "state.json").write_text(text)
+        said = _train(workshop, copy, caplog, *words, "--run.steps=3")
+        assert said.startswith("0: ")
+        assert f"{copy / 'drafter' / 'step_000002'} is damaged" in said
+    assert workshop.train("drafted", *WORDS, *words, "--run.steps=3").code == 0
+    assert workshop.texts(str(copy)) == workshop.texts("drafted")
+
+
+KEPT_BASE = {"adapters": ("--learner.lora.rank=2",), "KL": ("--learner.kl_coef=0.1",)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*KEPT_BASE, "neither"])
+def test_the_base_of_a_run_is_the_model_that_it_began_with(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    words = (*KEPT_BASE.get(kind, ()), f"--model.path={run}", "--speculation.drafter=none")
+    begun, merged = run.parent / "begun", [run.parent / name for name in ("first", "second")]
+    assert workshop.train(str(begun), *WORDS, *words).code == 0
+    if kind == "adapters":
+        assert say("merge", str(begun), "--out", str(merged[0])).code == 0
+    # The base's run goes on; its checkpoint of then is still there.
+    assert workshop.train(str(run), *WORDS, "--run.steps=3").code == 0
+    said = _train(workshop, begun, caplog, *words, "--run.steps=3")
+    assert said.startswith("0: ")
+    if kind == "adapters":
+        shutil.rmtree(begun / "checkpoints" / "step_000003")
+        assert say("merge", str(begun), "--out", str(merged[1])).code == 0
+        assert _weights(merged[0]) == _weights(merged[1])
+    # Now it is gone.
+    assert workshop.train(str(run), *WORDS, "--run.steps=5").code == 0
+    before = (begun / "config.toml").read_bytes()
+    said = _train(workshop, begun, caplog, *words, "--run.steps=4")
+    if kind == "neither":
+        assert said.startswith("0: ")
+        return
+    assert said.startswith("2: ")
+    gone, now = (run / "checkpoints" / f"step_00000{step}" / "policy" for step in (2, 5))
+    assert f"to the model that was in {gone} (SHA-256 " in said
+    assert f"and {now} holds another one (" in said
+    assert (begun / "config.toml").read_bytes() == before
+    if kind == "adapters":
+        refused = say("merge", str(begun), "--out", str(run.parent / "third"))
+        assert refused.code == 2
+        assert f"and {now} holds another one" in refused.err
+        assert not (run.parent / "third").exists()
+
+
+def _weights(path: Path) -> bytes:
+    return (path / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_files_of_a_base_may_not_be_replaced(
+    workshop: Workshop, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(workshop.model, tmp_path / "model")
+    words = (f"--model.path={tmp_path / 'model'}", "--learner.kl_coef=0.1", "--run.steps=1")
+    assert workshop.train(str(tmp_path / "run"), *WORDS, *words).code == 0
+    _flip(tmp_path / "model" / "model.safetensors")
+    said = _train(workshop, tmp_path / "run", caplog, *words, "--run.steps=2")
+    assert said.startswith("2: ")
+    assert "learner.kl_coef refers to the model that was in" in said
+    assert "put that model back" in said
+
+
+@pytest.mark.slow
+def test_lines_of_another_kind_in_logs_are_left_out_and_counted(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {
+        "rollouts.jsonl": ['{"step": 2, "text": "edited"}', '{"step": 2, "text":'],
+        "metrics.jsonl": ['{"step": 1, "reward/mean": "high"}', '{"step": 2, "timing_s/step": []}'],
+        "trace.json": ['{"name": "spot", "args": {"step": 1}},', '{"ph": {"args": {"step": 1}},'],
+    }
+    for name, lines in odd.items():
+        with (run / name).open("a") as file:
+            file.writelines(f"{line}\n" for line in lines)
     said = _train(workshop, run, caplog, "--run.steps=3")
-    assert f"{newest}: it cannot be read" in said
-    assert "move it away to use the one before" in said
+    assert said.startswith("0: ")
+    assert "metrics.jsonl: 2 lines are of another kind, and left out" in said
+    assert "1 lines of rollouts.jsonl are no completions, and left out" in said
+    assert "no report" not in said
+    assert (run / "report.html").stat().st_size > 10_000
+    assert workshop.summary(str(run))["steps"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", ["--model.path=nowhere", "--data.source=nowhere.jsonl"])
+def test_a_resume_that_fails_changes_no_file(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture, word: str
+) -> None:
+    config = (run / "config.toml").read_text()
+    field, _, value = word.removeprefix("--").partition("=")
+    name = field.partition(".")[2]
+    config = re.sub(rf'{name} = ".*"', f'{name} = "{value}"', config, count=1)
+    (run / "config.toml").write_text(config)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    said = _train(workshop, run, caplog, word, "--run.steps=3")
+    assert said.startswith("2: ")
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
-    newest.rename(run / "away")
-    assert "resumed after step 1" in _train(workshop, run, caplog, "--run.steps=3")
-    assert [row["step"] for row in workshop.metrics(str(run))] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_lost_host_leaves_a_run_that_goes_on_with_fewer_workers(
+    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = ("--rollout.sharing=false", "--learner.streaming=true", "--cluster.min_workers=1")
+    said = _train(workshop, run, caplog, *more, "--run.steps=3")
+    assert said.startswith("0: ")
+    assert "resumed after step 2" in said
+
+
+@pytest.mark.slow
+def test_a_place_that_cannot_be_written_is_refused_in_one_sentence(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    run, file = tmp_path / "run", tmp_path / "file"
+    file.write_text("in the way")
+    lora = ("--learner.lora.rank=2", "--speculation.drafter=none", "--run.steps=1")
+    assert workshop.train(str(run), *WORDS, *lora).code == 0
+    said = say("merge", str(run), "--out", str(file / "x"))
+    assert said.code == 1
+    assert said.err.count("\n") == 1
+    assert f"--out = '{file / 'x'}': the model cannot be written" in said.err
 
 
 @pytest.mark.parametrize("text", ["[run", "[run]\nsteps = 4", None])

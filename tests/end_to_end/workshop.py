@@ -129,6 +129,8 @@ class Workshop:
         """Everything of a run that must not depend on when it was interrupted, to the last bit."""
         checkpoint = self.path / run / "checkpoints" / f"step_{step:06d}"
         state = json.loads((checkpoint / "state.json").read_text())["state"]
+        if state["base"] is not None:
+            del state["base"]["directory"]  # of this workshop
         return {
             "metrics": [unclocked(row) for row in self.metrics(run)],
             "rollouts": (self.path / run / "rollouts.jsonl").read_bytes(),

@@ -112,6 +112,7 @@ def _train(
         last_step=saved or None,
         config=config.model_dump(mode="json"),
     )
+    directory.write_config()
     interruption = Interruption()
     try:
         with interruption, console.phase("training", total=steps - first):

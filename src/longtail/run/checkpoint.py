@@ -7,23 +7,23 @@
         step_000010/
           policy/                     a Hugging Face directory, written by `save_policy`
           trainer.safetensors         optimizer moments, master weights, generator states
-          state.json                  counters and cursors
+          state.json                  counters and cursors; digests of all files, and its own
         .new-step_000020/             being written; removed at the next start
       earlier-1/                      logs of an earlier run without a checkpoint
 
 A checkpoint is written under a temporary name, synced, and renamed; it gets a temporary name again
-before it is removed. So one with its own name is complete. Nothing is unpickled.
+before it is removed. So one with its own name is complete. What reads it compares the digests;
+of a damaged checkpoint nothing is used, and the one before is taken. Nothing is unpickled.
 """
 
 import fcntl
 import itertools
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -32,13 +32,12 @@ from torch import Tensor
 
 from longtail.config import files as configfile
 from longtail.errors import CheckpointError, ConfigError
+from longtail.run.state_file import RUN_FORMAT, damaged, read_state, write_state
 from longtail.system import tensor_files
-from longtail.system.files import read_object, remove_folder, replace_folder, write_atomically
+from longtail.system.files import remove_folder, replace_folder, write_atomically
 
 _log = logging.getLogger("longtail")
-_STATE = "state.json"
-RUN_FORMAT = 4
-"""Version of state, metric names and configuration fields; runs of other versions do not resume."""
+_POLICY = "policy"
 _NAME = re.compile(r"step_(\d{6,18})")
 _MAY_DIFFER = frozenset(
     {
@@ -48,8 +47,8 @@ _MAY_DIFFER = frozenset(
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
-        "spot.features_mb", "cluster.workers", "cluster.address", "cluster.worker_timeout_s",
-        "learner.sharding",
+        "spot.features_mb", "cluster.workers", "cluster.min_workers", "cluster.address",
+        "cluster.worker_timeout_s", "rollout.sharing", "learner.sharding", "learner.streaming",
     }
 )  # fmt: skip
 """Fields that a resumed run may change; none affects a weight, unless a schedule uses it."""
@@ -69,31 +68,17 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise damaged(path.parent, error) from error
 
 
-def read_state(path: Path, name: str) -> dict[str, Any]:
-    """Return state.json of a checkpoint, with the object `name`; CheckpointError if damaged."""
-    try:
-        return read_object(path / _STATE, {name: dict})
-    except ConfigError as error:
-        raise damaged(path, error) from error
-
-
-def damaged(path: Path, error: Exception) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be read."""
-    return CheckpointError(
-        f"{path}: it cannot be read ({error}); move it away to use the one before"
-    )
-
-
-def write_state(path: Path, document: Mapping[str, Any]) -> None:
-    """Write state.json of a checkpoint; floats are kept to the last bit."""
-    (path / _STATE).write_text(json.dumps(document, indent=1, allow_nan=False), encoding="utf-8")
-
-
 def put_step(folder: Path, step: int, write: Callable[[Path], None], *, keep: int) -> None:
-    """Write a checkpoint, whole or not at all; keep only the newest ones."""
+    """Write a checkpoint, whole or not at all; keep only the newest ones up to it.
+
+    Later ones are those that a resume has passed over, because they are damaged.
+    """
     replace_folder(folder / f"step_{step:06d}", write)
-    for _, old in steps_in(folder)[:-keep]:
-        remove_folder(old)
+    found = steps_in(folder)
+    kept = [path for number, path in found if number <= step][-keep:]
+    for _, path in found:
+        if path not in kept:
+            remove_folder(path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +95,7 @@ class Checkpoint:
     @property
     def policy(self) -> Path:
         """The Hugging Face directory of the policy."""
-        return self.path / "policy"
+        return self.path / _POLICY
 
     def tensors(self) -> dict[str, Tensor]:
         """Read the trainer's tensors."""
@@ -129,27 +114,44 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._keep = keep
+        self._config_text = ""
         self._lock: int | None = None
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def start(self, config_text: str, *, resume: bool) -> Checkpoint | None:
-        """Lock the directory, write config.toml, and return the checkpoint to resume, if any.
+        """Lock the directory and return the checkpoint to resume, if any.
 
-        Without a checkpoint, earlier logs are moved to `earlier-N` with a warning. Raises
+        Nothing of a run that is resumed is changed before `write_config`. Without a checkpoint,
+        config.toml is written, and earlier logs are moved to `earlier-N` with a warning. Raises
         ConfigError if the directory is used and `resume` is off, if it is locked, if its run is of
-        another version of longtail, or if the configuration changes the run.
+        another version of longtail, or if the configuration changes the run; CheckpointError if no
+        checkpoint is whole.
         """
-        try:
+        with self._named_errors():
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._claim()
             latest = self._resume_point(config_text, resume)
-            for partial in self.path.glob("*/.*-step_*"):  # of a killed process
-                shutil.rmtree(partial, ignore_errors=True)
             if latest is None:
                 self._set_aside()
-            write_atomically(self.path / CONFIG_FILE, config_text)
+        self._config_text = config_text
+        if latest is None:
+            self.write_config()
+        return latest
+
+    def write_config(self) -> None:
+        """Write config.toml, now that the run goes on, and remove what a killed process left."""
+        with self._named_errors():
+            for partial in self.path.glob("*/.*-step_*"):
+                shutil.rmtree(partial, ignore_errors=True)
+            write_atomically(self.path / CONFIG_FILE, self._config_text)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raise ConfigError with the path for an OSError."""
+        try:
+            yield
         except CheckpointError:
             raise
         except OSError as error:
@@ -157,18 +159,29 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 f"run.dir = {str(self.path)!r}: {error.filename or 'it'} cannot be written "
                 f"({error.strerror}); give a directory that can"
             ) from error
-        return latest
 
-    def load_latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint. Raises CheckpointError if it is damaged."""
-        found = steps_in(self.checkpoints)
-        if not found:
-            return None
-        step, path = found[-1]
-        document = read_state(path, "state")
-        return Checkpoint(
-            step=step, path=path, state=document["state"], run_format=document.get("run_format")
-        )
+    def load_latest(self, part: str = "") -> Checkpoint | None:
+        """Return the newest checkpoint whose files in the folder `part` are as they were written.
+
+        It is said which newer ones are damaged. Raises CheckpointError if all are.
+        """
+        passed: list[CheckpointError] = []
+        for step, path in reversed(steps_in(self.checkpoints)):
+            try:
+                document = read_state(path, section="state", part=part)
+            except CheckpointError as error:
+                passed.append(error)
+                continue
+            for each in passed:
+                _log.warning("%s; the checkpoint of step %d is taken", each, step)
+            form = document.get("run_format")
+            return Checkpoint(step=step, path=path, state=document["state"], run_format=form)
+        if passed:
+            raise CheckpointError(
+                f"{passed[0]}, and no other checkpoint is whole: put one back from a copy, or give "
+                "another directory"
+            )
+        return None
 
     def save(
         self,
@@ -184,10 +197,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """
 
         def write(folder: Path) -> None:
-            (folder / "policy").mkdir()
-            save_policy(folder / "policy")
+            (folder / _POLICY).mkdir()
+            save_policy(folder / _POLICY)
             tensor_files.save(tensors, folder / "trainer.safetensors")
-            write_state(folder, {"run_format": RUN_FORMAT, "step": step, "state": dict(state)})
+            write_state(folder, {"step": step, "state": dict(state)})
 
         try:
             put_step(self.checkpoints, step, write, keep=self._keep)
@@ -219,12 +232,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             ) from None
 
     def _resume_point(self, config_text: str, resume: bool) -> Checkpoint | None:
-        latest = self.load_latest()
-        if (latest or self._holds_steps()) and not resume:
+        if (steps_in(self.checkpoints) or self._holds_steps()) and not resume:
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: it holds an earlier run; give another directory, "
                 "or run.resume = true to go on with it"
             )
+        latest = self.load_latest()
         if latest and latest.run_format != RUN_FORMAT:
             raise ConfigError(
                 f"run.dir = {str(self.path)!r}: another version of longtail wrote this run, and it "
@@ -301,14 +314,24 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
+def checked(policy: Path) -> Path:
+    """Return the directory of a policy or a drafter.
+
+    Raises CheckpointError if it is in a checkpoint, and a file is not as it was written.
+    """
+    checkpoint = policy.absolute().parent
+    if policy.name == _POLICY and step_of(checkpoint) is not None:
+        read_state(checkpoint, section="state", part=_POLICY)
+    return policy
+
+
 def policy_directory(path: Path) -> Path:
     """Return the Hugging Face directory at a path, in a checkpoint, or in a run's newest one."""
-    if (path / "config.json").is_file():
-        return path
-    if (path / "policy" / "config.json").is_file():
-        return path / "policy"
-    latest = RunDirectory(path).load_latest()
-    for each in (path, path / "policy", *([latest.policy] if latest else [])):
+    for found in (path, path / _POLICY):
+        if (found / "config.json").is_file():
+            return checked(found)
+    latest = RunDirectory(path).load_latest(_POLICY)
+    for each in (path, path / _POLICY, *([latest.policy] if latest else [])):
         if (each / "adapter_config.json").is_file():
             raise ConfigError(
                 f"{path}: it holds adapters alone (learner.lora); give the directory of the whole "

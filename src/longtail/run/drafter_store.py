@@ -4,15 +4,16 @@
       initial/                  drafter directory of the drafter at the start of the run
       step_000010/
         tensors.safetensors     the drafter's own weights, and its training texts or their sums
-        state.json              version and cursors
+        state.json              version and cursors, and digests of both files
       .new-step_000020/         being written
 
 A step's drafter is written before its checkpoint: its own weights, without optimizer moments, as
-in TLT (arXiv 2511.16665). A resumed run loads the newest drafter that is not newer than its
-checkpoint, else it starts with its configured drafter, which changes only the speed.
+in TLT (arXiv 2511.16665). A resumed run loads the newest drafter that is whole and not newer than
+its checkpoint, else it starts with its configured drafter, which changes only the speed.
 `load_run_drafter` combines the newest weights with the description of the initial drafter.
 """
 
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +28,16 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import (
     RunDirectory,
+    checked,
     load_tensors,
     put_step,
-    read_state,
     step_of,
     steps_in,
-    write_state,
 )
+from longtail.run.state_file import read_state, write_state
 from longtail.system import tensor_files
+
+_log = logging.getLogger("longtail")
 
 _TENSORS = "tensors.safetensors"
 INITIAL = "initial"
@@ -63,15 +66,23 @@ class DrafterStore:
             ) from error
 
     def load(self, step: int) -> DrafterState | None:
-        """Return the newest drafter of this step or an earlier one, None without one.
+        """Return the newest whole drafter of this step or an earlier one, None without one.
 
-        Raises CheckpointError if it is damaged.
+        A line says which are damaged.
         """
         found = [path for number, path in steps_in(self._directory) if number <= step]
-        if not found:
-            return None
-        numbers = read_state(found[-1], "numbers")["numbers"]
-        return DrafterState(tensors=load_tensors(found[-1] / _TENSORS), numbers=numbers)
+        for path in reversed(found):
+            try:
+                return read_drafter_state(path)
+            except CheckpointError as error:
+                _log.warning("%s; an earlier drafter is taken, which changes only the speed", error)
+        return None
+
+
+def read_drafter_state(path: Path) -> DrafterState:
+    """Read the drafter of one step. Raises CheckpointError if it is damaged."""
+    numbers = read_state(path, section="numbers")["numbers"]
+    return DrafterState(tensors=load_tensors(path / _TENSORS), numbers=numbers)
 
 
 def run_drafters(path: Path) -> Path | None:
@@ -93,8 +104,8 @@ def drafter_directory(path: Path) -> Path:
     """Return the drafter directory at a path, in a checkpoint, or in a run's newest one."""
     for found in (path, path / "policy"):
         if is_drafter(found):
-            return found
-    latest = RunDirectory(path).load_latest() if path.is_dir() else None
+            return checked(found)
+    latest = RunDirectory(path).load_latest("policy") if path.is_dir() else None
     if latest is not None and is_drafter(latest.policy):
         return latest.policy
     reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
@@ -110,13 +121,16 @@ def load_run_drafter(
     """Read the newest drafter of a run, or that of the step at `path`.
 
     What the run taught it is recorded in place of earlier measurements. Raises ConfigError if the
-    target differs, or if the weights do not fit the initial drafter.
+    target differs, or if the weights do not fit the initial drafter; CheckpointError if the step
+    that was named is damaged.
     """
     place = run_drafters(path)
     assert place is not None, "a run with a drafter"
     loaded = load_drafter(place / INITIAL, target, tokenizer, strict_weights=False, dtype=dtype)
-    newest = step_of(path) or sys.maxsize
-    kept = None if path.name == INITIAL else DrafterStore(place).load(newest)
+    kept = None
+    if path.name != INITIAL:
+        is_step = step_of(path) is not None
+        kept = read_drafter_state(path) if is_step else DrafterStore(place).load(sys.maxsize)
     if kept is None or not kept.numbers["version"]:
         return loaded
     try:

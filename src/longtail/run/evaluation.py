@@ -58,7 +58,7 @@ def some_graded(graded: Graded, reward: str) -> Graded:
     if not graded.rollouts:
         raise GradingError(
             f"all {len(graded.failures)} completions failed to grade, the first with: "
-            f"{graded.failures[0].error}; fix reward.name = {reward!r}, then start again: the run "
-            "resumes from its newest checkpoint"
+            f"{graded.failures[0].error}; correct what reward.name = {reward!r} computes, or the "
+            "data, then start again: a run with a checkpoint goes on from it, and keeps the name"
         )
     return graded

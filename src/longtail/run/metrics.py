@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from longtail.errors import CheckpointError
-from longtail.system.files import json_line
+from longtail.errors import CheckpointError, JsonError
+from longtail.system.files import json_line, parse_json
 from longtail.system.machine import import_extra
 
 Number = int | float
@@ -181,6 +181,21 @@ def step_of_line(line: bytes) -> int | None:
     """Return the step of a row, which begins with it, or of a trace event, which ends with it."""
     found = _BEGINS.match(line) or _ENDS.search(line, max(len(line) - 40, 0))
     return None if found is None else int(found[1])
+
+
+def row_of(line: bytes) -> dict[str, Number | None] | None:
+    """Return a row of metrics.jsonl; None for a line of another kind."""
+    try:
+        row = parse_json(line)
+    except JsonError:
+        return None
+    return row if isinstance(row, dict) and is_row(row) else None
+
+
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Return whether an object has a step and numbers, as each line of metrics.jsonl."""
+    are_numbers = all(isinstance(value, int | float | None) for value in row.values())
+    return are_numbers and isinstance(row.get("step"), int)
 
 
 def _finite(value: Any) -> Any:

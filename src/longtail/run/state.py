@@ -28,6 +28,8 @@ class TrainerState:
     """Wall time of the run up to its last start."""
     threads: int
     """Threads of a worker; the bits of an update depend on them."""
+    base: Mapping[str, str] | None = None
+    """Model that adapters or the KL divergence refer to, as `assembly.base` records it."""
 
 
 @final
@@ -35,33 +37,47 @@ class StateSaver:
     """Saves and restores the policy, the learner, the prompt source and the drafter of a run."""
 
     def __init__(
-        self, run: RunDirectory, workers: WorkerGroup, source: PromptSource, *, keep: int
+        self,
+        run: RunDirectory,
+        workers: WorkerGroup,
+        source: PromptSource,
+        *,
+        keep: int,
     ) -> None:
         self._run, self._workers, self._source = run, workers, source
         self._drafters = DrafterStore(run.path / "drafter", keep=keep + 1)
         self._saved_step = 0
 
-    def begin(self, checkpoint: Checkpoint | None, threads: int) -> TrainerState:
-        """Restore a checkpoint, or begin at step 0; return the trainer's state, as it was saved."""
-        if self._workers.drafter is not None:
-            self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
+    def begin(self, checkpoint: Checkpoint | None, fresh: TrainerState) -> TrainerState:
+        """Restore a checkpoint, or begin with a fresh state; return the state, as it was saved."""
         if checkpoint is None:
-            return TrainerState(step=0, cursor=self._source.state(), seconds=0.0, threads=threads)
-        state = dict(checkpoint.state)
-        learner = LearnerState(tensors=checkpoint.tensors(), numbers=state.pop("learner"))
+            return fresh
+        saved = dict(checkpoint.state)
+        learner = LearnerState(tensors=checkpoint.tensors(), numbers=saved.pop("learner"))
         self._workers.restore(checkpoint.policy, learner)
-        self._source.restore(state["cursor"])
-        if self._workers.drafter is not None and (kept := self._drafters.load(checkpoint.step)):
-            try:
-                self._workers.restore_drafter(kept)
-            except CheckpointError as error:
-                _log.warning(
-                    "%s: %s; the run goes on with its first drafter, which changes only the speed",
-                    self._run.path / "drafter",
-                    error,
-                )
+        self._source.restore(saved["cursor"])
         self._saved_step = checkpoint.step
-        return TrainerState(step=checkpoint.step, **({"threads": threads} | state))
+        return TrainerState(step=checkpoint.step, **saved)
+
+    def begin_writing(self) -> None:
+        """Write configuration and configured drafter, as nothing prevents the run any more.
+
+        Then restore the checkpoint's drafter, if it is whole and of this configuration.
+        """
+        self._run.write_config()
+        if self._workers.drafter is None:
+            return
+        self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
+        if not self._saved_step or (kept := self._drafters.load(self._saved_step)) is None:
+            return
+        try:
+            self._workers.restore_drafter(kept)
+        except CheckpointError as error:
+            _log.warning(
+                "%s: %s; the run goes on with its first drafter, which changes only the speed",
+                self._run.path / "drafter",
+                error,
+            )
 
     def save(self, state: TrainerState) -> None:
         """Write a checkpoint unless the newest one is of this step."""
@@ -76,6 +92,7 @@ class StateSaver:
             "cursor": dict(state.cursor),
             "seconds": state.seconds,
             "threads": state.threads,
+            "base": state.base,
             "learner": dict(learner.numbers),
         }
         self._run.save(state.step, self._workers.save_policy, learner.tensors, document)

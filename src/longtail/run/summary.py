@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 from longtail.errors import CheckpointError
 from longtail.run.checkpoint import Checkpoint
-from longtail.run.metrics import Number
-from longtail.system.files import write_atomically
+from longtail.run.metrics import Number, row_of
+from longtail.system.files import parse_json, write_atomically
+
+_log = logging.getLogger("longtail")
 
 FILE = "summary.json"
 PARTS = ("rollout", "reward", "learn")
@@ -109,8 +112,12 @@ def summarize_run(
 
 
 def read_metrics(path: Path) -> list[Row]:
-    """Return the rows of metrics.jsonl."""
-    return [json.loads(line) for line in path.read_bytes().splitlines()]
+    """Return the rows of metrics.jsonl; it is said how many lines are of another kind."""
+    found = [row_of(line) for line in path.read_bytes().splitlines()]
+    rows: list[Row] = [row for row in found if row is not None]
+    if num_others := len(found) - len(rows):
+        _log.warning("%s: %d lines are of another kind, and left out", path, num_others)
+    return rows
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
@@ -130,10 +137,10 @@ def finished_summary(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -
     if checkpoint is None or checkpoint.step < steps or not path.exists():
         return None
     try:
-        summary: Summary = json.loads(path.read_bytes())
-    except ValueError:  # it is made again
+        summary: Summary = parse_json(path.read_bytes())
+        return summary if summary["steps"] == checkpoint.step else None
+    except (LookupError, TypeError, ValueError):  # it is made again
         return None
-    return summary if summary["steps"] == checkpoint.step else None
 
 
 def summary_lines(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.workers.states import Timeline
+from longtail.errors import JsonError
 from longtail.run.metrics import JsonLines
+from longtail.system.files import parse_json
 
 TRACE_FILE = "trace.json"
 
@@ -30,7 +32,7 @@ class TraceFile:
 
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         self._file = JsonLines(path, last_step=last_step, head=b"[\n")
-        kept = [json.loads(line[:-1]) for line in path.read_bytes().splitlines()[1:]]
+        kept = list(filter(is_event, map(_parsed, path.read_bytes().splitlines())))
         self._named = {each["tid"] for each in kept if each["ph"] == "M"}
         ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
         self._end_s = max(ends, default=0.0) / 1e6
@@ -62,6 +64,23 @@ class TraceFile:
         for mark in timeline.marks:
             at = _microseconds(mark.at_s + offset_s)
             yield _event(mark.name, mark.worker, args, ph="i", s="t", ts=at)
+
+
+def _parsed(line: bytes) -> Any:
+    """Return the value of a line; None for one that is not JSON, as the first one."""
+    try:
+        return parse_json(line.rstrip(b","))
+    except JsonError:
+        return None
+
+
+def is_event(value: Any) -> bool:
+    """Return whether a value is an event as `TraceFile` writes it."""
+    if not isinstance(value, dict) or type(value.get("tid")) is not int:
+        return False
+    phase, places = value.get("ph"), (value.get("ts"), value.get("dur", 0.0))
+    is_placed = all(isinstance(place, int | float) for place in places)
+    return phase == "M" or (is_placed and phase in ("X", "i") and "name" in value)
 
 
 def _event(name: str, worker: int, args: Mapping[str, Any], **kind: Any) -> dict[str, Any]:

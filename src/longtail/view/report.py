@@ -6,6 +6,7 @@ newest steps in detail, as many as fit into `MOST_BYTES`. It loads nothing.
 
 import argparse
 import json
+import logging
 import re
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ from longtail.errors import CheckpointError
 from longtail.system.files import write_atomically
 from longtail.view.run_files import RunFiles, open_runs
 
+_log = logging.getLogger("longtail")
 FILE = "report.html"
 STATIC = Path(__file__).parent / "static"
 MOST_BYTES = 16 * 2**20
@@ -41,6 +43,9 @@ def write_report(directory: Path) -> Path:
         raise CheckpointError(
             f"{path}: {error.strerror}; free some space, or make it writable"
         ) from error
+    if num_others := sum(files.left_out.values()):
+        text = "%s: %d lines of rollouts.jsonl are no completions, and left out"
+        _log.warning(text, directory, num_others)
     return path
 
 

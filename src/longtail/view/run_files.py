@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.errors import ConfigError
+from longtail.run.metrics import is_row
 from longtail.system.files import process_of
 from longtail.view import steps
 from longtail.view.series import FILE as METRICS
@@ -31,6 +32,8 @@ class RunFiles:
         self.directory, self.name = directory, name
         self._series = MetricSeries(directory)
         self._lock = threading.Lock()
+        self.left_out: dict[int, int] = {}
+        """Lines of rollouts.jsonl that are no completions, by step, as far as it was read."""
 
     def stamp(self) -> str:
         """Return a text that changes whenever a file of the run does."""
@@ -88,13 +91,14 @@ class RunFiles:
 
         `rollouts` lists those of the method `rollouts`; the slowest worker's is the last.
         """
-        (metrics,) = read_step(self.directory / METRICS, step)[-1:] or [{}]
+        rows = filter(is_row, read_step(self.directory / METRICS, step))
+        (metrics,) = list(rows)[-1:] or [{}]
         speculation = read_step(self.directory / SPECULATION, step)
         return {
             "step": step,
             "step_s": short(metrics.get("timing_s/step")),
             "timeline": steps.timeline(self.directory, step),
-            "lengths": steps.lengths(read_step(self.directory / ROLLOUTS, step)),
+            "lengths": steps.lengths(self._completions(step)),
             "rollouts": [{"kind": row["kind"], "worker": row["worker"]} for row in speculation],
             "decisions": read_step(self.directory / "drafter.jsonl", step),
             "metrics": {name: short(value) for name, value in metrics.items()},
@@ -106,13 +110,20 @@ class RunFiles:
 
     def completions(self, step: int) -> Row:
         """Return the completions of a step without their texts."""
-        return steps.listed(read_step(self.directory / ROLLOUTS, step))
+        return steps.listed(self._completions(step))
 
     def texts(self, step: int) -> list[Row]:
         """Return the same completions with their texts."""
-        rows = read_step(self.directory / ROLLOUTS, step)[: steps.MOST_ROWS]
+        rows = self._completions(step)[: steps.MOST_ROWS]
         drafts = read_step(self.directory / "drafts.jsonl", step)
         return [steps.completion(row, drafts) for row in rows]
+
+    def _completions(self, step: int) -> list[Row]:
+        """Return the lines of a step that are completions."""
+        rows = read_step(self.directory / ROLLOUTS, step)
+        found = [row for row in rows if steps.is_completion(row)]
+        self.left_out[step] = len(rows) - len(found)
+        return found
 
     def _summary(self) -> Row:
         """Return summary.json; {} without one."""

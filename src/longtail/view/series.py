@@ -10,11 +10,11 @@ import math
 import os
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from longtail.run.metrics import step_of_line
+from longtail.run.metrics import row_of, step_of_line
 
 MOST_BYTES = 32 * 2**20
 """Longest line, and most bytes of the lines of one step."""
@@ -42,7 +42,16 @@ def read_step(path: Path, step: int) -> list[dict[str, Any]]:
                     found.append(line)
     except OSError:
         return []
-    return [json.loads(line.rstrip(b",\n")) for line in found]
+    return [row for line in found if (row := _object(line.rstrip(b",\n"))) is not None]
+
+
+def _object(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object; None for a line that was edited into another kind."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _first_offset(file: BinaryIO, step: int) -> int:
@@ -122,11 +131,12 @@ class MetricSeries:
                 file.seek(self._offset)
                 for line in whole_lines(file):
                     self._offset += len(line)
-                    self._add(json.loads(line))
+                    if (row := row_of(line)) is not None:
+                        self._add(row)
         except OSError:  # removed, or replaced at this moment
             self._clear()
 
-    def _add(self, row: dict[str, Any]) -> None:
+    def _add(self, row: Mapping[str, Any]) -> None:
         """Add the row of a later step."""
         self.steps.append(row["step"])
         for name, column in self._columns.items():

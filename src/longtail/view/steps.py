@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from longtail.run.trace import TRACE_FILE, is_event
 from longtail.view.series import read_step, short
 
 Row = dict[str, Any]
@@ -23,7 +24,7 @@ def timeline(directory: Path, step: int) -> Row | None:
     Of more than `MOST_SPANS` spans the shortest are left out. Seconds count from the first span,
     which in a step with an evaluation or a start is before the step.
     """
-    events = read_step(directory / "trace.json", step)
+    events = list(filter(is_event, read_step(directory / TRACE_FILE, step)))
     spans = [each for each in events if each["ph"] == "X"]
     if not spans:
         return None
@@ -48,6 +49,18 @@ def timeline(directory: Path, step: int) -> Row | None:
 
 
 # ---- completions
+
+
+_COMPLETION: dict[str, Any] = {
+    **dict.fromkeys(("prompt_id", "request_id", "finish_reason", "prompt", "text"), str),
+    **dict.fromkeys(("num_tokens", "policy_version"), int),
+    "reward": Number,
+}
+
+
+def is_completion(row: Row) -> bool:
+    """Return whether a line of rollouts.jsonl is as longtail writes it."""
+    return all(isinstance(row.get(name), kind) for name, kind in _COMPLETION.items())
 
 
 def lengths(rows: Sequence[Row]) -> Row | None:

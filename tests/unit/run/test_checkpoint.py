@@ -14,6 +14,7 @@ from longtail.config import files as configfile
 from longtail.config.rl import RunConfig, load
 from longtail.config.sft import SftConfig
 from longtail.errors import CheckpointError, ConfigError
+from longtail.run import state_file
 from longtail.run.checkpoint import Checkpoint, RunDirectory, policy_directory
 from longtail.system import files, tensor_files
 
@@ -91,24 +92,119 @@ def test_the_newest_of_several_checkpoints_is_loaded_and_the_oldest_is_removed(
     assert json.loads((latest.policy / "config.json").read_text()) == {"step": 1_000_000}
 
 
-@pytest.mark.parametrize("name", ["state.json", "trainer.safetensors"])
-def test_a_damaged_checkpoint_is_named_with_the_remedy(run: RunDirectory, name: str) -> None:
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _zero(file: Path) -> None:
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[: max(size - 4096, size // 2)].ljust(size, b"\0"))
+
+
+def _shorten(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _exchange(file: Path) -> None:
+    shutil.copy(str(file).replace("step_000002", "step_000001"), file)
+
+
+DAMAGES = [_flip, _zero, _shorten, _exchange, Path.unlink]
+FILES = ["state.json", "trainer.safetensors", "policy/config.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_in_one_sentence(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
+) -> None:
     _save(run, 1)
     _save(run, 2)
     newest = run.checkpoints / "step_000002"
-    (newest / name).write_bytes((newest / name).read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"step_000002: it cannot be read .*move it away"):
-        _latest(run).tensors()
-    newest.rename(run.path / "away")
-    assert _latest(run).step == 1
+    damage(newest / name)
+    (newest / name).with_suffix(".left-by-someone").write_text("whatever")
+    run.close()
+    with RunDirectory(run.path, keep=1) as again:
+        latest = again.start(CONFIG, resume=True)
+        assert latest is not None
+        assert (latest.step, latest.state, len(caplog.records)) == (1, {"n": 1}, 1)
+        assert f"{newest} is damaged (" in caplog.text
+        assert name in caplog.text or name == "state.json"
+        assert "; the checkpoint of step 1 is taken" in caplog.text
+        _save(again, 2)  # the damaged one goes
+        assert _latest(again).state == {"n": 2}
+    (newest / "policy" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"is damaged \(policy/config.json .* put one back"):
+        again.load_latest()
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"state": []}', "NaN", "[" * 100_000])
-def test_a_state_of_another_shape_is_refused_in_one_sentence(run: RunDirectory, text: str) -> None:
+def test_a_damaged_later_checkpoint_does_not_outlive_the_next_one(run: RunDirectory) -> None:
+    for step in (2, 4):
+        _save(run, step)
+    _flip(run.checkpoints / "step_000004" / "trainer.safetensors")
+    assert _latest(run).step == 2
+    _save(run, 3)
+    assert _names(run) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("change", ["cursor", "digest", "files"])
+def test_an_edited_state_is_damaged(run: RunDirectory, change: str) -> None:
+    run.save(1, _policy(), {}, {"cursor": {"position": 16}})
+    file = run.checkpoints / "step_000001" / "state.json"
+    document = json.loads(file.read_text())
+    if change == "cursor":
+        document["state"]["cursor"]["position"] = 0
+    elif change == "digest":
+        document["sha256"] = "0" * 64
+    else:
+        document["files"] = {}
+    file.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"is damaged \(state.json is not as it was"):
+        run.load_latest()
+
+
+SHAPES = ["[]", "{}", "NaN", '{"state": []}', '{"run_format": 5}', "\xff", "[" * 100_000]
+
+
+@pytest.mark.parametrize("text", SHAPES)
+def test_a_state_of_another_shape_is_damaged(run: RunDirectory, text: str) -> None:
     _save(run, 1)
-    (run.checkpoints / "step_000001" / "state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"state\.json.*move it away"):
-        _latest(run)
+    (run.checkpoints / "step_000001" / "state.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"step_000001 is damaged \(.*state.json"):
+        run.load_latest()
+
+
+def test_a_reader_of_the_policy_needs_the_policy_alone(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    _save(run, 1)
+    _save(run, 2)
+    first, newest = (run.checkpoints / f"step_00000{step}" / "policy" for step in (1, 2))
+    (newest.parent / "trainer.safetensors").unlink()
+    assert policy_directory(run.path) == newest
+    _exchange(newest / "config.json")
+    assert policy_directory(run.path) == first
+    assert f"{newest.parent} is damaged (policy/config.json" in caplog.text
+    for named in (newest, newest.parent):
+        with pytest.raises(CheckpointError, match=r"is damaged \(policy/config.json"):
+            policy_directory(named)
+
+
+def test_nothing_of_a_resumed_run_is_written_before_it_goes_on(run: RunDirectory) -> None:
+    _save(run, 4)
+    left = run.checkpoints / ".new-step_000005"
+    left.mkdir()
+    before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
+    run.close()
+    longer = configfile.render(load(None, ["--run.steps=7"]))
+    with RunDirectory(run.path) as again:
+        assert again.start(longer, resume=True) is not None
+        assert {path: path.is_file() and path.read_bytes() for path in before} == before
+        again.write_config()
+    assert (run.path / "config.toml").read_text() == longer
+    assert not left.exists()
 
 
 class _Killed(BaseException):
@@ -131,7 +227,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
 ) -> None:
     places = [
         (files, "sync"), (files, "sync_folder"), (tensor_files, "save"),
-        (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"),
+        (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (state_file, "digest"),
     ]  # fmt: skip
     for kill_at in itertools.count():
         run, left = RunDirectory(tmp_path / str(kill_at), keep=2), itertools.count(-kill_at)
@@ -153,6 +249,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
             assert latest.step in (2, 3)
             assert latest.state == {"n": latest.step}
             assert latest.tensors()["w"].tolist() == [latest.step] * 3
+            again.write_config()
             for step in range(latest.step + 1, 6):
                 _save(again, step)
             assert _names(again) == ["step_000004", "step_000005"]
@@ -214,9 +311,10 @@ def test_fields_without_effect_on_weights_may_change(run: RunDirectory) -> None:
     _save(run, 4)
     run.close()
     words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
-    changed = configfile.render(load(None, [*words, "--run.writers=tensorboard"]))
+    words += ["--cluster.workers=3", "--cluster.min_workers=1", "--rollout.sharing=false"]
+    words += ["--learner.streaming=true", "--run.writers=tensorboard"]
+    changed = configfile.render(load(None, words))
     assert RunDirectory(run.path).start(changed, resume=True) is not None
-    assert (run.path / "config.toml").read_text() == changed
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,50 @@
+"""The base of a run: the model that its adapters, or its KL divergence, refer to until its end.
+
+A checkpoint has the directory and a digest of the base, so that another one is refused when the run
+is resumed or merged. `model.path` may mean another model by then: a run that went on, a repository
+that changed, files that were replaced. Without adapters and KL divergence no base is needed.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from longtail.assembly.engine import model_directory
+from longtail.config.rl import RunConfig
+from longtail.errors import ConfigError
+from longtail.system.device import to_stderr
+from longtail.system.files import digest
+
+Base = Mapping[str, str]
+"""Directory of a base, and the digest of its configuration and weights."""
+
+
+def find_base(
+    config: RunConfig, saved: Base | None, log: Callable[[str], None] = to_stderr
+) -> tuple[Path, Base | None]:
+    """Return the directory of the model of a run, and its base; None for one that needs none.
+
+    `saved` is the base in the checkpoint. Its directory is taken as long as it exists, else what
+    `model.path` means now. Raises ConfigError if that is another model.
+    """
+    name, own = config.model.path, config.learner
+    there = None if saved is None else Path(saved["directory"])
+    directory = there if there and there.is_dir() else model_directory(name, log)
+    if own.lora is None and not own.kl_coef:
+        return directory, None
+    base = {"directory": str(directory.absolute()), "sha256": _digest(directory)}
+    if saved is not None and saved["sha256"] != base["sha256"]:
+        reason = "the adapters belong" if own.lora is not None else "learner.kl_coef refers"
+        raise ConfigError(
+            f"model.path = {name!r}: {reason} to the model that was in {saved['directory']} "
+            f"(SHA-256 {saved['sha256']:.16}), and {directory} holds another one "
+            f"({base['sha256']:.16}); put that model back, or give another run.dir"
+        )
+    return directory, saved or base
+
+
+def _digest(directory: Path) -> str:
+    """Return the SHA-256 of the configuration and the weights of a model."""
+    files = (directory / "config.json", *sorted(directory.glob("*.safetensors")))
+    lines = [f"{file.name} {digest(file)}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
