@@ -181,6 +181,8 @@ def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
         "frozen": (own, "never", False, False),
         "spot": (own, "spot", False, False),
         "cold": ("fresh+history+phrases", "spot", False, False),
+        "stream": (own, "spot", True, False),
+        "share": (own, "spot", False, True),
         "all": (own, "spot", True, True),
     }
     (common,) = {
