@@ -32,7 +32,7 @@ class GroupSettings:
     is_sharded: bool
     """Whether each worker holds a shard of the learner."""
     buffer_bytes: int
-    """Bytes of the texts that a drafter is trained on."""
+    """Bytes of the sequences that a drafter is trained on."""
     seed: int
 
     @staticmethod
@@ -76,7 +76,7 @@ class ShardResult:
     drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
     sums: Sums | None = None
-    """Sums over its texts, if the drafter learns from sums."""
+    """Sums over its completions, if the drafter learns from sums."""
     drafter_version: int | None = None
     """Version of the drafter at its end; None without one that can be trained."""
 
@@ -113,9 +113,9 @@ class RolloutResult:
     num_moved: int = 0
     """Number of requests that moved to another worker."""
     stolen_s: float = 0.0
-    """Seconds that the rollout lost to work beside it, as measured by the workers' speed."""
+    """Seconds that the rollout lost to other work, as measured by the workers' speed."""
     slowest: float = 1.0
-    """Speed of the slowest worker, as a share of the fastest one's."""
+    """Speed of the slowest worker, as a fraction of the fastest one's."""
 
     @property
     def report(self) -> RolloutReport:
@@ -156,10 +156,10 @@ class Forecast:
 
     num_workers: int
     rest_s: float
-    """Seconds until the last text is written; 0 after that."""
+    """Seconds until the last completion is finished; 0 after that."""
     slowdown: float
-    """Seconds that the rollout loses for each second in which a worker does other work beside it;
-    workers of one machine share its memory."""
+    """Seconds that the rollout loses for each second in which a worker does other work; workers of
+    one machine share its memory."""
     loans: Mapping[int, "Loan"] = field(default_factory=dict)
     """The best loan of each worker, or its present one."""
 
@@ -170,4 +170,4 @@ class Loan:
 
     borrower: int
     rate: float
-    """Share of the rest of the rollout by which its last text is written sooner."""
+    """Fraction of the rest of the rollout by which it ends sooner."""

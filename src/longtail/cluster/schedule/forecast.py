@@ -1,11 +1,11 @@
 """Forecasts of a rollout from what is measured in it: speeds, lengths, slowdown by other work.
 
-tokens left of a text    from texts of its prompt, else from all texts that were longer
+tokens left              from completions of its prompt, else from all that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
-speed of a worker        by its seconds per token beside these: a host may be slow, or share its
-                         processors
+speed of a worker        by its seconds per token relative to these: a host may be slow, or share
+                         its processors
 cores that are lent      make a worker 1 + g k times as fast, where k others lend theirs
-seconds of a worker      its texts end one after another, and those left become faster
+seconds of a worker      its requests end one after another, and those left become faster
 """
 
 import bisect
@@ -21,10 +21,10 @@ from longtail.types import Request
 _FADE = 0.98
 """Weight of an observation relative to the next one of the same worker."""
 _RECENT = 2048
-"""Number of texts whose lengths are remembered."""
+"""Number of completions whose lengths are remembered."""
 _LEAST_REST_S = 1.0
-"""Least rest of a rollout that is not at its end: a text may be longer than expected, and a worker
-may not answer."""
+"""Least rest of a rollout that is not at its end: a completion may be longer than expected, and a
+worker may not answer."""
 _CORE_GAIN, _CORE_GAIN_S = 0.6, 5.0
 """Gain of the cores of another worker until it is measured (two threads of a Xeon and of an EPYC:
 1.5 to 1.8 times one), and the seconds of lending that this guess counts as."""
@@ -45,7 +45,7 @@ class TokenTimes:
     """Seconds in which each of n running requests grows by one token: a + b n, both at least 0.
 
     Fitted by least squares, weighted by the tokens of each request: the sum over what was observed
-    is the seconds that it took. What is observed beside other work of this machine does not count;
+    is the seconds that it took. What is observed during other work of this machine does not count;
     compared with the same number of requests without that, it gives `slowdown`.
     """
 
@@ -55,7 +55,7 @@ class TokenTimes:
         self._usual: dict[int, tuple[float, float]] = {}
         """Sums of w and w t by the number of bits of n: drafts pay more where few run."""
         self._beside = [0.0, 0.0]
-        """Seconds beside other work, weighted by its workers, and what was lost of them."""
+        """Seconds during other work, weighted by its workers, and what was lost of them."""
 
     @property
     def is_known(self) -> bool:
@@ -108,7 +108,7 @@ class TokenTimes:
 
 @final
 class WorkerSpeeds:
-    """Speed of each worker, from its seconds per token beside those that are common to all.
+    """Speed of each worker, from its seconds per token relative to those of all.
 
         worker      0      1      2      3
         measured    1.04   0.98   0.51   0.47   seconds by the common line, for each one it took
@@ -246,10 +246,10 @@ class Forecaster:
         self.times, self.lengths = TokenTimes(), Lengths()
         self.speeds = WorkerSpeeds()
         self._seen: dict[int, tuple[float, Progress, tuple[int, int]]] = {}
-        """Time and progress of each worker when it was last observed, who worked beside it, and
-        who lent it cores."""
+        """Time and progress of each worker when it was last observed, and the numbers of workers
+        that did other work or lent it cores."""
         self.ends: dict[int, float] = {}
-        """Time at which each worker is expected to have written its texts."""
+        """Time at which each worker is expected to have finished its requests."""
         self.lends: dict[int, int] = {}
         """The borrower of each worker that lends its cores."""
         self._hosts: Mapping[int, str] = {}
@@ -257,7 +257,7 @@ class Forecaster:
         self._lent = [_CORE_GAIN * _CORE_GAIN_S, _CORE_GAIN_S]
         """Seconds gained by borrowed cores and seconds with them, per lender."""
         self.stolen_s = 0.0
-        """Seconds that the present rollout lost to work beside it; the mean of the workers."""
+        """Seconds that the present rollout lost to other work; the mean of the workers."""
 
     def begin(self, num_workers: int, requests: Iterable[Request]) -> None:
         """Begin a rollout."""
@@ -271,11 +271,11 @@ class Forecaster:
         """Learn from the progress of the generating workers."""
         for worker, each in progress.items():
             lenders = self._num_lenders(worker)
-            company = beside, lenders
-            at_s, before, then = self._seen.get(worker, (now, each, company))
+            others = beside, lenders
+            at_s, before, then = self._seen.get(worker, (now, each, others))
             written = each.num_generated - before.num_generated
-            if then != company or written < 0 or worker not in self._seen:
-                self._seen[worker] = now, each, company
+            if then != others or written < 0 or worker not in self._seen:
+                self._seen[worker] = now, each, others
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
                 seconds, speed = now - at_s, self.speeds.of(worker)
@@ -287,7 +287,7 @@ class Forecaster:
                     usual_s = seconds * speed
                     lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
                     self.stolen_s += lost_s / speed / len(progress)
-                self._seen[worker] = now, each, company
+                self._seen[worker] = now, each, others
         self.speeds.compare(self.times.seconds)
 
     def _observe_lent(self, running: float, written: int, seconds: float, lenders: int) -> None:
@@ -324,7 +324,7 @@ class Forecaster:
         self.ends = {each: now + self.worker_s(each, texts) for each, texts in loads.items()}
 
     def worker_s(self, worker: int, texts: Iterable[Unfinished], *, without: int = -1) -> float:
-        """Return the seconds until a worker has written its texts; `without` as in `boost`."""
+        """Return the seconds until a worker has finished its requests; `without` as in `boost`."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
         for index, left in enumerate(lefts):
@@ -345,7 +345,7 @@ class Forecaster:
         return self.times.seconds(float(sum(begun))) / self.speeds.of(worker) if begun else 0.0
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:
-        """Return the forecast; `is_over`: the last text is written."""
+        """Return the forecast; `is_over`: the last completion is finished."""
         rest_s = max(self.ends.values(), default=0.0) - now
         return Forecast(
             num_workers=self._num_workers,

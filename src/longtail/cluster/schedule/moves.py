@@ -21,7 +21,7 @@ from longtail.cluster.schedule.forecast import Forecaster, Unfinished
 _LEAST_GAIN_S = 0.2
 """Least predicted gain of a move: messages and the last step of the old worker take as long."""
 _LEAST_SHARE = 0.05
-"""Least predicted gain, as a share of the rest of the step: forecasts are no better."""
+"""Least predicted gain, as a fraction of the rest of the step: the error of forecasts."""
 
 _SOON = 0.5
 """Fraction of the longest rest: groups finished by then are learned from before its end."""

@@ -105,7 +105,7 @@ def place(groups: Sequence[PromptGroup], speeds: Sequence[float]) -> list[list[i
 
 
 def _shares(count: int, speeds: Sequence[float]) -> list[int]:
-    """Divide `count` by speed, to within one: the larger remainders first, and who has nothing."""
+    """Divide `count` by speed, to within one: more for those with none, then by remainder."""
     total = sum(speeds)
     exact = [count * speed / total for speed in speeds]
     shares = [math.floor(each) for each in exact]

@@ -1,10 +1,10 @@
-"""Work for workers that have no text to write, and who gives it to them.
+"""Work for workers that have nothing to generate, and what assigns it to them.
 
     idle worker ---> the work that gains most for each second of it, or rest
 
-A rollout waits for no such work. `learning` learns from finished groups, `drafter` trains the
-drafter, and `LendingWork` lends cores to a worker that writes. Each kind predicts its gain from the
-same `Forecast`, whose numbers are measured.
+A rollout waits for no such work. `learning` learns from finished groups, `drafter_publisher` trains
+the drafter, and `LendingWork` lends cores to a worker that generates. Each kind predicts its gain
+from the same `Forecast`, whose numbers are measured.
 """
 
 from collections.abc import Collection, Iterable, Sequence
