@@ -53,6 +53,45 @@ def test_no_function_is_too_long_and_no_call_trusts_remote_code_or_pickles() -> 
     assert not found
 
 
+_READERS = frozenset(
+    {"loads", "load", "load_file", "safe_open", "save_file", "load_model", "raw_decode"}
+)
+_HAVE_A_READER = {
+    "system/files.py": "json",
+    "system/tensor_files.py": "safetensors",
+    "config/files.py": "tomllib",
+    "config/options.py": "tomllib",
+    "programs/drafter_eval.py": "tomllib",
+    "view/run_files.py": "logs of a run, read while it writes them",
+    "view/series.py": "logs of a run, read while it writes them",
+    "run/summary.py": "logs of the own run",
+    "run/trace.py": "logs of the own run",
+    "bench/arms.py": "logs of runs that it has made",
+    "bench/common/vllm_process.py": "a process of its own",
+    "bench/common/vllm_worker.py": "a process of its own",
+}
+"""Files that may parse JSON, TOML or tensors by themselves, and what or why."""
+
+
+def test_json_and_tensors_are_read_by_the_one_reader_that_checks_them() -> None:
+    libraries, found = ("json", "tomllib", "safetensors"), set()
+    for place, node in _nodes():
+        match node:
+            case ast.Attribute(value=ast.Name(id="json" | "tomllib"), attr=name):
+                is_reader = name in _READERS
+            case ast.ImportFrom(module=str(module)):
+                names = {each.name for each in node.names}
+                known = module.partition(".")[0]
+                is_reader = known == "safetensors" or (known in libraries and names & _READERS)
+            case ast.Import():
+                is_reader = any(each.name.startswith("safetensors") for each in node.names)
+            case _:
+                continue
+        if is_reader:
+            found.add(place.rpartition(":")[0].removeprefix("src/longtail/"))
+    assert not found - set(_HAVE_A_READER)
+
+
 @pytest.mark.parametrize("name", sorted(docs.PAGES))
 def test_a_generated_page_is_what_the_program_has(name: str) -> None:
     # `make docs` writes it anew

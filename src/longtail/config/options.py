@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource
 
 from longtail.errors import ConfigError, did_you_mean
+from longtail.system.files import parse_json
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -158,7 +159,7 @@ def _structure(text: str) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             return tomllib.loads(f"value = {text}")["value"]
         with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(text)
+            return parse_json(text, allow_nan=True)
     return [item.strip() for item in text.split(",")] if text else []
 
 

@@ -162,6 +162,14 @@ def process_of(run_dir: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
+def printable(text: str) -> str:
+    """Return a text from elsewhere for a terminal: control characters are escaped.
+
+    Example: printable("\x1b[2J") == "\\x1b[2J"
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+
+
 _LINE_ENDS = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 

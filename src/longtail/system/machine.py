@@ -5,7 +5,6 @@ Cores and memory are those that this process may use, so a container's limits ar
 
 import functools
 import importlib
-import json
 import os
 import platform
 import sys
@@ -18,6 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from longtail.errors import ConfigError
+from longtail.system.files import parse_json
 
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
 _CAPPED: Mapping[str, tuple[str, ...]] = {
@@ -122,7 +122,7 @@ def pip_install(extra: str) -> str:
 
     Example: pip_install("math") == "/home/me/.venv/bin/python -m pip install 'longtail[math]'"
     """
-    origin = json.loads(metadata.distribution("longtail").read_text("direct_url.json") or "{}")
+    origin = parse_json(metadata.distribution("longtail").read_text("direct_url.json") or "{}")
     place = unquote(str(origin.get("url", "")).removeprefix("file://"))
     editable = origin.get("dir_info", {}).get("editable", False)
     what = f"-e '{place}[{extra}]'" if editable and place else f"'longtail[{extra}]'"

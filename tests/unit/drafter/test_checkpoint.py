@@ -16,6 +16,7 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     is_drafter,
     load_drafter,
+    target_name,
     weights_digest,
 )
 from longtail.errors import CheckpointError, ConfigError
@@ -210,3 +211,16 @@ def test_a_tensor_that_no_kernel_may_see_is_refused(
     tensor_files.save(tensors, path / "drafter.safetensors")
     with pytest.raises(ConfigError, match=rf"drafter\.safetensors.*{message}.*drafter train"):
         load_drafter(path, target, tokenizer, strict_weights=False)
+
+
+def test_what_a_file_says_is_printed_without_what_a_terminal_obeys(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    target, _ = _save(tmp_path / "d", tokenizer)
+    evil = {"name": "\x1b]0;x\x07\u202e", "tokenizer": "\x1b[2J"}
+    _describe(tmp_path / "d", lambda it: it["target"].update(evil))
+    with pytest.raises(ConfigError) as error:
+        load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
+    assert str(error.value).isprintable()
+    assert r"\x1b[2J" in str(error.value)
+    assert target_name(tmp_path / "d") == r"\x1b]0;x\x07\u202e"

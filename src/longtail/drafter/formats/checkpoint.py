@@ -34,7 +34,7 @@ from longtail.errors import CheckpointError, ConfigError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.system import tensor_files
-from longtail.system.files import read_object, replace_folder
+from longtail.system.files import printable, read_object, replace_folder
 from longtail.system.machine import MAX_INT32
 from longtail.system.tensor_files import Kind
 
@@ -59,6 +59,10 @@ class TargetIdentity:
     """Digest of the tokenizer."""
     weights: str
     """Digest of the weights."""
+
+    def shown(self) -> "TargetIdentity":
+        """Return it with no character that a terminal would obey: messages have its texts."""
+        return TargetIdentity(**{name: printable(text) for name, text in asdict(self).items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +226,7 @@ def _describe(path: Path) -> _Described:
             if not is_good:
                 raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
         record = parse_as(TrainingRecord, described["training"])
-        return config, parse_as(TargetIdentity, target), record
+        return config, parse_as(TargetIdentity, target).shown(), record
     except _MALFORMED as error:
         raise _malformed(path, error) from error
 
@@ -276,7 +280,7 @@ def _beside(config: DraftConfig, found: Mapping[str, Kind]) -> dict[str, Kind]:
 
 
 def _malformed(path: Path, error: Exception) -> ConfigError:
-    said = " ".join(str(error).split()) or type(error).__name__
+    said = printable(" ".join(str(error).split())) or type(error).__name__
     return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
 
 
@@ -288,7 +292,7 @@ def is_drafter(path: Path) -> bool:
 def target_name(path: Path) -> str:
     """Return the name of the target that a drafter was trained on."""
     try:
-        return str(_read(path)["target"]["name"])
+        return printable(str(_read(path)["target"]["name"]))
     except _MALFORMED as error:
         raise _malformed(path, error) from error
 

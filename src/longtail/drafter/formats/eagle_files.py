@@ -311,7 +311,7 @@ def _trained_on(
     if kept is None:
         return identity(name, target, tokenizer)
     try:
-        found = parse_as(TargetIdentity, kept)
+        found = parse_as(TargetIdentity, kept).shown()
     except ValueError as error:
         raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({error})") from error
     if found.tokenizer != (digest := tokenizer_digest(tokenizer)):

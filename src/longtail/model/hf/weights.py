@@ -231,7 +231,7 @@ def _weight_files(path: Path) -> list[Path]:
         ) from error
     for name in names:
         if not os.path.isfile(path / name):  # Path.is_file raises for a name that is too long
-            raise ConfigError(f"{path} lacks {name}, which {INDEX_FILE} names: copy it there")
+            raise ConfigError(f"{path} lacks {name!a}, which {INDEX_FILE} names: copy it there")
     return [path / name for name in names]
 
 

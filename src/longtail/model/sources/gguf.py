@@ -6,7 +6,6 @@ what it does not know, so a file is refused if not every tensor of it is a tenso
 
 import contextlib
 import io
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.model import write_json
 from longtail.model.hf.weights import layout, require_layout, write_weights
 from longtail.system.cache import build_once
-from longtail.system.files import fingerprint
+from longtail.system.files import fingerprint, parse_json
 from longtail.system.tensor_files import kinds_of
 
 KIND = "models"
@@ -140,7 +139,7 @@ def _tokenizer(source: Path, reader: Any) -> TokenizerFiles:
             f"transformers {transformers.__version__} takes token {tokenizer.eos_token_id} for its "
             f"end, not {end}; a newer version may read it"
         )
-    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content = parse_json(tokenizer.backend_tokenizer.to_str())
     return content, dict(tokenizer.special_tokens_map), tokenizer.chat_template
 
 
