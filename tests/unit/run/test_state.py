@@ -10,7 +10,7 @@ from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.errors import CheckpointError
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import DrafterStore
-from longtail.run.state import StateSaver
+from longtail.run.state import StateSaver, TrainerState
 
 
 def test_the_run_goes_on_without_it_and_says_so(tmp_path: Path, caplog: Any) -> None:
@@ -24,13 +24,15 @@ def test_the_run_goes_on_without_it_and_says_so(tmp_path: Path, caplog: Any) -> 
         drafter=object(), save_drafter=ignore, restore=ignore, restore_drafter=refuse
     )
     source: Any = SimpleNamespace(restore=ignore)
-    run = RunDirectory(tmp_path)
+    run, fresh = RunDirectory(tmp_path), TrainerState(step=0, cursor={}, seconds=0.0, threads=1)
     DrafterStore(tmp_path / "drafter").save(
         2, DrafterState(tensors={"w": torch.ones(1)}, numbers={})
     )
     run.save(2, ignore, {}, {"cursor": {}, "seconds": 1.0, "threads": 1, "learner": {}})
     with caplog.at_level("WARNING", logger="longtail"):
-        restored = StateSaver(run, workers, source, keep=2).begin(run.load_latest(), 1)
+        saver = StateSaver(run, workers, source, keep=2)
+        restored = saver.begin(run.load_latest(), fresh)
+        saver.begin_writing()
     assert restored.step == 2
     (said,) = caplog.messages
     assert "another one's; the run goes on with its first drafter" in said
