@@ -22,9 +22,11 @@ PATIENCE_S = 60.0
 """Seconds that a test waits for a process before it fails."""
 
 
-def start(words: Sequence[str], log: Path) -> BaseProcess:
-    """Start `longtail WORDS`; its output goes to `log`."""
-    process = _CONTEXT.Process(target=_run, args=(list(words), str(log)))
+def start(
+    words: Sequence[str], log: Path, prepare: Callable[[], object] = bool
+) -> BaseProcess:
+    """Start `longtail WORDS`; its output goes to `log`. The process calls `prepare` first."""
+    process = _CONTEXT.Process(target=_run, args=(list(words), str(log), prepare))
     process.start()
     return process
 
@@ -72,10 +74,11 @@ def signalled(number: signal.Signals, condition: Callable[[], bool]) -> Iterator
         thread.join()
 
 
-def _run(words: list[str], log: str) -> None:
+def _run(words: list[str], log: str, prepare: Callable[[], object]) -> None:
     from longtail.cli import main as cli
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    prepare()
     sys.exit(cli.main(words))

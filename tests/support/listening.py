@@ -35,6 +35,14 @@ def family(pid: int) -> list[int]:
     return [pid, *(each.pid for each in psutil.Process(pid).children(recursive=True))]
 
 
+def command(pid: int) -> str:
+    """Return the command line of a process; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
 def listening(pids: Collection[int]) -> list[Listening]:
     """Return the listening TCP sockets of processes of this user."""
     found = set()
