@@ -133,7 +133,9 @@ def arm(trial: Trial, journal: Path) -> None:
         calls.clear()
         pids = [os.getpid()]
         if kill.what in OF_RAY:
-            pids = [pid for pid in family(os.getpid()) if re.search(OF_RAY[kill.what], command(pid))]
+            pids = [
+                pid for pid in family(os.getpid()) if re.search(OF_RAY[kill.what], command(pid))
+            ]
         with journal.open("a") as file:
             file.write(f"{kill.what if pids else 'none'}\n")
         for pid in pids[-1:]:
@@ -142,7 +144,11 @@ def arm(trial: Trial, journal: Path) -> None:
 
     def called(task: str) -> None:
         calls[task] += 1
-        if left and task == left[0].task and calls[task] == (1 if task == "start" else left[0].call):
+        if (
+            left
+            and task == left[0].task
+            and calls[task] == (1 if task == "start" else left[0].call)
+        ):
             timer = threading.Timer(left[0].delay_s, fire)
             timer.daemon = True
             timer.start()
@@ -216,7 +222,9 @@ class Chaos:
         ), f"exit code {code} after {killed}:\n{said}"
         return code
 
-    def _watch(self, process: BaseProcess, trial: Trial, run: Path, journal: Path, before: int) -> str:
+    def _watch(
+        self, process: BaseProcess, trial: Trial, run: Path, journal: Path, before: int
+    ) -> str:
         """Wait for the end of a run, which must go on or end in time; return its Ray's folder."""
         began, folder = time.time(), ""
         while process.is_alive():

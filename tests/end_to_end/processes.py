@@ -22,9 +22,7 @@ PATIENCE_S = 60.0
 """Seconds that a test waits for a process before it fails."""
 
 
-def start(
-    words: Sequence[str], log: Path, prepare: Callable[[], object] = bool
-) -> BaseProcess:
+def start(words: Sequence[str], log: Path, prepare: Callable[[], object] = bool) -> BaseProcess:
     """Start `longtail WORDS`; its output goes to `log`. The process calls `prepare` first."""
     process = _CONTEXT.Process(target=_run, args=(list(words), str(log), prepare))
     process.start()

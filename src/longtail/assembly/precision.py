@@ -20,6 +20,7 @@ from longtail.config.sft import SftConfig
 from longtail.model.kernels import native
 from longtail.run.checkpoint import CONFIG_FILE, steps_in
 from longtail.system.device import DTYPES, choose_device, multiplies_bfloat16, own_engine_device
+from longtail.system.files import read_file
 
 AnyConfig = RunConfig | SftConfig | DrafterTrainConfig
 Config = TypeVar("Config", RunConfig, SftConfig, DrafterTrainConfig)
@@ -80,7 +81,7 @@ def _begun(run_dir: Path) -> str:
     """Return the configuration of the run that a start would resume; empty if there is none."""
     file = run_dir / CONFIG_FILE
     try:
-        text = file.read_text(encoding="utf-8") if steps_in(run_dir / "checkpoints") else ""
+        text = read_file(file).decode() if steps_in(run_dir / "checkpoints") else ""
         files.lookup(text, "")
     except (OSError, ValueError, RecursionError):
         return ""  # `RunDirectory.start` gives the reason

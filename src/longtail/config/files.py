@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 
 from longtail.config.options import Arguments, Model, Parser, describe, place_of, section_of
 from longtail.errors import ConfigError, did_you_mean
+from longtail.system.files import read_file
 
 
 def recipes(command: str = "train") -> tuple[str, ...]:
@@ -99,7 +100,7 @@ def render(config: BaseModel) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(read_file(path).decode())
     except FileNotFoundError:
         known = "; ".join(f"{each}: {', '.join(recipes(each))}" for each in ("train", "sft"))
         raise ConfigError(
@@ -110,7 +111,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # tomllib and its integers
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDetails) -> str:

@@ -252,7 +252,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Raise ConfigError if a configuration changes the run that the written one began."""
         path = self.path / CONFIG_FILE
         try:
-            changed = configfile.differences(path.read_text(encoding="utf-8"), config_text)
+            changed = configfile.differences(read_file(path).decode(), config_text)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{path}: it says how the run was begun, and cannot be read ({error}); put it back "

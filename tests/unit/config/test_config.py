@@ -1,3 +1,4 @@
+import os
 import typing
 from pathlib import Path
 
@@ -205,10 +206,13 @@ def test_values_at_the_limits_are_accepted() -> None:
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
+    os.mkfifo(tmp_path / "pipe")
     for path, message in (
         (Path("no/such.toml"), r"no/such\.toml: no such file.*quickstart"),
         (tmp_path / "run.toml", r"run\.toml: not a UTF-8 text file"),
         (tmp_path, "cannot be read"),
+        (tmp_path / "pipe", "cannot be read: it is not a file"),
+        (Path("/dev/zero"), "cannot be read: it is not a file"),
         (configfile.locate("x" * 5000), "cannot be read: File name too long"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -138,7 +138,8 @@ def _reasoning_gym(name: str, size: int, seed: int, *, where: str) -> list[Row]:
     with _explained(f"{where}: reasoning_gym refuses it", hint):
         if is_mixture := Path(name).suffix in (".yaml", ".yml"):
             composite = importlib.import_module("reasoning_gym.composite")
-            specs = composite.CompositeConfig.from_yaml(str(Path(name).expanduser())).datasets
+            file = str(_existing_file(name, where=where))
+            specs = composite.CompositeConfig.from_yaml(file).datasets
             problems = gym.create_dataset("composite", size=size, seed=seed, datasets=specs)
         else:
             problems = gym.create_dataset(name, size=size, seed=seed)
