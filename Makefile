@@ -9,7 +9,7 @@ DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz lint format bench bench-gpu docs site figures dist smoke clean
+	test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -23,6 +23,7 @@ help:
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
 	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
 	@echo "make fuzz         random input to every reader, other cases each time"
+	@echo "make chaos        an hour of runs with random kills, each resumed until it ends; CHAOS_S=600 is less"
 	@echo "make install      environment in $(VENV) with what the quickstart needs"
 	@echo "make develop      the same with the development tools"
 	@echo "make lint         ruff, import-linter and mypy"
@@ -183,6 +184,11 @@ test-hosts-fast: develop
 
 fuzz: develop
 	$(PYTEST) tests/fuzz --hypothesis-profile=fuzz
+
+# A failure names its seed and trial: make chaos CHAOS="--seed 7 --trial 12".
+chaos: develop
+	PYTHONPATH=tests OMP_NUM_THREADS=1 \
+		$(BIN)/python -m end_to_end.chaos --seconds $(or $(CHAOS_S),3600) $(CHAOS)
 
 lint: develop
 	$(BIN)/ruff check .

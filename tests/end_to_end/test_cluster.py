@@ -146,20 +146,6 @@ def test_shards_listen_on_loopback_leave_nothing_when_killed_and_one_worker_resu
     assert workshop.texts("run") == workshop.texts("one")
 
 
-def test_a_run_that_is_told_to_stop_while_it_starts_says_a_word_and_leaves_nothing(workshop, start):
-    log = workshop.path / "log"
-    process = start(workshop.words("run", "--speculation.drafter=history", *TWO), log)
-    pid = process.pid
-    assert pid is not None
-    assert processes.wait_until(lambda: folder_of(pid) is not None, process, poll_s=0.05)
-    folder, pids = folder_of(pid), family(pid)
-    assert folder is not None
-    os.kill(pid, signal.SIGTERM)
-    assert processes.finish(process) == 130, log.read_text()
-    assert log.read_text().splitlines()[-1] == "longtail: interrupted"
-    wait_until_gone(pids, folder)
-
-
 def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
     workshop, monkeypatch, capfd
 ):

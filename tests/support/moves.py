@@ -28,8 +28,13 @@ def half_of_the_most(
     )
 
 
+def move_often() -> None:
+    """Move requests so in this process from now on."""
+    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
+
+
 if __name__ == "__main__":
     from longtail.cli.main import main
 
-    rollout._SHARE_S, rollout.best_move = SHARE_S, half_of_the_most
+    move_often()
     sys.exit(main(sys.argv[1:]))

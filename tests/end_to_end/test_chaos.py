@@ -1,0 +1,43 @@
+"""Runs with kills that are chosen, not drawn; `make chaos` draws them for an hour."""
+
+from pathlib import Path
+
+import pytest
+
+from end_to_end.chaos import Chaos, Kill, Trial, workshop_with_drafter
+
+PATIENCE = 4.0
+"""Tests share their cores."""
+
+
+def _kills(*plan: tuple[str, str]) -> tuple[Kill, ...]:
+    return tuple(Kill(what=what, task=task, call=1, delay_s=0.02) for what, task in plan)
+
+
+@pytest.fixture
+def chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chaos:
+    monkeypatch.chdir(tmp_path)
+    return Chaos(workshop=workshop_with_drafter(tmp_path), patience=PATIENCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("learner", "drafter"), [("adapters", "fresh+history"), ("dynamic sampling", "eagle")]
+)
+def test_kills_and_signals_change_no_bit(chaos: Chaos, learner: str, drafter: str) -> None:
+    task = "solve_drafter" if drafter == "fresh+history" else "generate"
+    plan = _kills(("driver", task), ("SIGTERM", "learn"), ("driver", "save_policy"))
+    trial = Trial(learner=learner, drafter=drafter, workers=1, moves=False, plan=plan)
+    chaos.disturb(trial, "run")
+    assert sum(chaos.kills.values()) == len(plan)
+
+
+@pytest.mark.slow
+def test_a_run_on_ray_goes_on_without_a_worker_and_ends_with_a_sentence_without_ray(
+    chaos: Chaos,
+) -> None:
+    pytest.importorskip("ray")
+    plan = _kills(("worker", "generate"), ("dashboard agent", "learn"), ("SIGTERM", "start"))
+    trial = Trial(learner="adapters", drafter="fresh+history", workers=2, moves=True, plan=plan)
+    chaos.disturb(trial, "run")
+    assert chaos.kills.keys() == {kill.what for kill in plan}
