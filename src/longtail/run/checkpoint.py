@@ -34,7 +34,7 @@ from longtail.config import files as configfile
 from longtail.errors import CheckpointError, ConfigError
 from longtail.run.state_file import RUN_FORMAT, damaged, read_state, write_state
 from longtail.system import tensor_files
-from longtail.system.files import remove_folder, replace_folder, write_atomically
+from longtail.system.files import read_file, remove_folder, replace_folder, write_atomically
 
 _log = logging.getLogger("longtail")
 _POLICY = "policy"

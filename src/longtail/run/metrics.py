@@ -49,9 +49,9 @@ class JsonLines:
         self._path, self._most_bytes = path, most_bytes
         with self._named_errors():
             path.parent.mkdir(parents=True, exist_ok=True)
-            if last_step is None:
+            if last_step is None or not path.is_file():  # a pipe would be waited for
                 path.unlink(missing_ok=True)
-            elif path.exists():
+            else:
                 with path.open("rb") as old:
                     kept = (line for line in old if _is_until(last_step, line))
                     _replace(path, itertools.chain([head], kept))

@@ -1,5 +1,6 @@
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -26,6 +27,9 @@ def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(
     lines.close()
     JsonLines(path).close()
     assert path.read_text() == "", "a new run starts a new file"
+    os.mkfifo(tmp_path / "pipe")
+    JsonLines(tmp_path / "pipe", last_step=1).close()
+    assert (tmp_path / "pipe").is_file()
     (tmp_path / "folder").mkdir()
     with pytest.raises(CheckpointError, match=r"folder: Is a directory"):
         JsonLines(tmp_path / "folder")
