@@ -212,13 +212,7 @@ class Trainer:
             )
             cursor = parts.source.state()
             fresh = TrainerState(step=0, cursor=cursor, seconds=0.0, threads=threads, base=base)
-            self._state = self._saver.begin(checkpoint, fresh)
-            if self._state.threads != threads:
-                console.log(
-                    f"a worker had {self._state.threads} threads before and has {threads} now: "
-                    "updates round otherwise from here on (run.threads)"
-                )
-                self._state = replace(self._state, threads=threads)
+            self._state = self._restored(checkpoint, fresh)
             with console.phase("starting the graders"):
                 grader.wait_ready()
             self._logger = RunLogger(
@@ -228,12 +222,27 @@ class Trainer:
         except BaseException:
             self.workers.close()
             raise
+        console.log(self._title(threads, last_step))
+
+    def _title(self, threads: int, last_step: int | None) -> str:
+        """Return what is trained, by how many workers, and where."""
+        config = self._config
         resumed = "" if last_step is None else f", resumed after step {last_step}"
-        console.log(
+        return (
             f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
-            f"{run.path}{resumed}"
+            f"{self._run.path}{resumed}"
         )
+
+    def _restored(self, checkpoint: Checkpoint | None, fresh: TrainerState) -> TrainerState:
+        """Restore a checkpoint, if there is one, and say whether threads differ from then."""
+        state = self._saver.begin(checkpoint, fresh)
+        if state.threads != fresh.threads:
+            self._console.log(
+                f"a worker had {state.threads} threads before and has {fresh.threads} now: "
+                "updates round otherwise from here on (run.threads)"
+            )
+        return replace(state, threads=fresh.threads)
 
     def run(self) -> int:
         """Make all remaining steps, evaluate, and print the summary; return the exit code."""

@@ -122,6 +122,15 @@ def test_a_page_names_only_commands_options_targets_and_files_that_exist(page: P
         assert "://" in target or (page.parent / target).exists(), target
 
 
+def test_each_fault_has_a_test_that_exists() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    table = page.partition("## What happens when")[2].split("|---|\n")[1].partition("\n\n")[0]
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    for row in table.splitlines():
+        assert re.fullmatch(r"\|( [^|]+ \|){3} `test_\w+` \|", row), row
+        assert f"def {row.split('`')[-2]}(" in code, row
+
+
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
