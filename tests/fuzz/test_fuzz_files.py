@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch import Tensor
 
 from longtail.cluster.work.drafter_versions import DrafterState
@@ -206,7 +206,6 @@ def damage(files: list[Path], kind: str, which: int, place: int, size: int) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=settings.default.max_examples // 2)
 @given(name=st.sampled_from(sorted(PLACES)), hits=st.lists(DAMAGE, min_size=1, max_size=3))
 def test_a_damaged_file_is_refused_in_one_sentence_or_harmless(
     originals: dict[str, Path], name: str, hits: list[tuple[str, int, int, int]]
