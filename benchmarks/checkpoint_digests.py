@@ -3,8 +3,8 @@
     python benchmarks/checkpoint_digests.py FOLDER --gigabytes 6
 
 Random tensors, a third of the bytes in the policy and the rest beside it, as float32 weights and
-AdamW's moments are. `without` writes the same files and leaves the digests out. The last line is one
-JSON object.
+AdamW's moments are. `without` writes the same files and leaves the digests out. The last line is
+one JSON object.
 """
 
 import argparse
