@@ -47,6 +47,7 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
+from longtail.system.files import printable
 from longtail.system.tensor_files import INTEGERS, Kind, kinds_of, require
 
 LayerIds = Literal["auto", "input", "output"]
@@ -313,7 +314,8 @@ def _trained_on(
     try:
         found = parse_as(TargetIdentity, kept).shown()
     except ValueError as error:
-        raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({error})") from error
+        said = printable(" ".join(str(error).split()))
+        raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({said:.300})") from error
     if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
         what = f"it was trained on {found.name}, whose tokenizer is {found.tokenizer}, not {digest}"
         raise _misfit(fields, what)
