@@ -63,7 +63,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
     assert said.code == 1
     assert "all 8 completions" in said.err
     assert "ValueError: this reward is broken (rewards.py" in said.err
-    assert "fix reward.name = 'end_to_end.rewards:hopeless'" in said.err
+    assert "correct what reward.name = 'end_to_end.rewards:hopeless' computes" in said.err
     assert "Traceback" not in said.err
     assert not (workshop.path / "hopeless" / "summary.json").exists()
 
