@@ -25,6 +25,8 @@ from collections.abc import Iterable
 
 AGAIN = "start again: the run resumes from its newest checkpoint"
 """Remedy of what ends a run."""
+SPACE = f"free some space, then {AGAIN}"
+"""Remedy of a run's file that cannot be written."""
 
 
 class LongtailError(Exception):

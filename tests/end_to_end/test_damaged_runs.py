@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import Workshop, build, save_untaught, say
 
 WORDS = (
     *("--run.steps=2", "--run.checkpoint_every=1", "--rollout.max_tokens=8"),
@@ -235,7 +235,7 @@ def test_lines_of_another_kind_in_logs_are_left_out_and_counted(
     said = _train(workshop, run, caplog, "--run.steps=3")
     assert said.startswith("0: ")
     assert "metrics.jsonl: 2 lines are of another kind, and left out" in said
-    assert "1 lines of rollouts.jsonl are no completions, and left out" in said
+    assert "report.html: 3 lines of logs are of another kind, and left out" in said
     assert "no report" not in said
     assert (run / "report.html").stat().st_size > 10_000
     assert workshop.summary(str(run))["steps"] == 3
@@ -267,18 +267,49 @@ def test_a_lost_host_leaves_a_run_that_goes_on_with_fewer_workers(
     assert "resumed after step 2" in said
 
 
-@pytest.mark.slow
-def test_a_place_that_cannot_be_written_is_refused_in_one_sentence(
-    workshop: Workshop, tmp_path: Path
-) -> None:
-    run, file = tmp_path / "run", tmp_path / "file"
-    file.write_text("in the way")
+BELOW_A_FILE = {
+    "merge": ("merge {lora} --out {place}", "the model cannot be written to {place}"),
+    "export": (
+        "drafter export {drafter} --target {model} --out {place}",
+        "the drafter cannot be written to {place}",
+    ),
+    "import": (
+        "drafter import {published} --target {model} --out {place}",
+        "the drafter cannot be written to {place}",
+    ),
+    "plot": ("bench e2e {config} --plot {place}", "--plot = '{place}': its directory"),
+    "drafter train": ("drafter train --run.dir {place}", "run.dir = '{place}': "),
+    "sft": ("sft --run.dir {place}", "run.dir = '{place}': "),
+}
+
+
+@pytest.fixture(scope="module")
+def places(workshop: Workshop) -> dict[str, Path]:
+    """A run with adapters, a drafter, the same as published files, and a file in the way."""
     lora = ("--learner.lora.rank=2", "--speculation.drafter=none", "--run.steps=1")
-    assert workshop.train(str(run), *WORDS, *lora).code == 0
-    said = say("merge", str(run), "--out", str(file / "x"))
-    assert said.code == 1
+    assert workshop.train("lora", *WORDS, *lora).code == 0
+    drafter, published = workshop.path / "drafter", workshop.path / "published"
+    save_untaught(workshop.model, drafter)
+    words = ("--target", str(workshop.model), "--out", str(published))
+    assert say("drafter", "export", str(drafter), *words).code == 0
+    (workshop.path / "file").write_text("in the way")
+    config = workshop.path / "whole" / "config.toml"
+    found = {"lora": workshop.path / "lora", "place": workshop.path / "file" / "x"}
+    model = workshop.model
+    return found | {"drafter": drafter, "published": published, "config": config, "model": model}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", BELOW_A_FILE)
+def test_a_place_that_cannot_be_written_is_refused_in_one_sentence(
+    places: dict[str, Path], verb: str
+) -> None:
+    words, sentence = (text.format(**places) for text in BELOW_A_FILE[verb])
+    said = say(*words.split())
+    assert said.code in (1, 2)
+    assert sentence in said.err
     assert said.err.count("\n") == 1
-    assert f"--out = '{file / 'x'}': the model cannot be written" in said.err
+    assert "Traceback" not in said.err
 
 
 @pytest.mark.parametrize("text", ["[run", "[run]\nsteps = 4", None])

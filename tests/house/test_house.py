@@ -62,13 +62,9 @@ _HAVE_A_READER = {
     "config/files.py": "tomllib",
     "config/options.py": "tomllib",
     "programs/drafter_eval.py": "tomllib",
-    "view/run_files.py": "logs of a run, read while it writes them",
-    "view/series.py": "logs of a run, read while it writes them",
-    "run/summary.py": "logs of the own run",
-    "run/trace.py": "logs of the own run",
+    "view/run_files.py": "summary.json and config.toml of a run, read while it writes them",
+    "run/metrics.py": "lines of logs",
     "bench/arms.py": "logs of runs that it has made",
-    "bench/common/vllm_process.py": "a process of its own",
-    "bench/common/vllm_worker.py": "a process of its own",
 }
 """Files that may parse JSON, TOML or tensors by themselves, and what or why."""
 

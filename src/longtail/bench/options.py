@@ -1,6 +1,7 @@
 """Options of `longtail bench e2e`, without torch."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from longtail.config.options import Json, Option
@@ -36,3 +37,5 @@ class E2eBenchOptions:
             raise ConfigError(f"--arms = {given!r}: off comes first, and others are compared to it")
         if len(set(self.arms)) < len(self.arms):
             raise ConfigError(f"--arms = {given!r}: each arm is given once")
+        if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
+            raise ConfigError(f"--plot = {self.plot!r}: its directory does not exist; make it")

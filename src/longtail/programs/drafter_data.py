@@ -13,7 +13,7 @@ from pathlib import Path
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.errors import CheckpointError, ConfigError, DataError
+from longtail.errors import ConfigError, DataError
 from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
@@ -23,7 +23,7 @@ from longtail.rl.data.sources import Row, load_rows
 from longtail.run.console import Console
 from longtail.sampling import noise_key
 from longtail.system.device import compute_threads, rollout_threads
-from longtail.system.files import parse_json, write_atomically
+from longtail.system.files import parse_json, write_atomically, writing
 from longtail.system.interrupt import Interruption
 from longtail.types import Request, SamplingParams
 
@@ -211,12 +211,8 @@ def _generate(
 def save_texts(path: Path, texts: Sequence[Example], origin: str) -> None:
     """Write texts as JSON lines of token ids, atomically; the first line is `origin`."""
     rows = [{"origin": origin}, *({"prompt_len": t.prompt_len, "tokens": t.tokens} for t in texts)]
-    try:
+    with writing("the texts", path, "free some space, then start again"):
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror}; free some space, then start again"
-        ) from error
 
 
 def read_texts(path: Path, origin: str) -> list[Example] | None:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 from longtail.assembly.base import find_base
 from longtail.config.rl import load
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import ConfigError
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.optim import load_parameters
 from longtail.rl.policy import open_policy
 from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
 from longtail.run.state_file import RUN_FORMAT
-from longtail.system.files import replace_folder
+from longtail.system.files import replace_folder, writing
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,12 +41,7 @@ def run(args: argparse.Namespace) -> int:
         policy.save_merged(folder, tokenizer.eos_ids, tokenizer.bos_id)
         tokenizer.save(folder)
 
-    try:
+    with writing("the model", out):
         replace_folder(out, write)
-    except OSError as error:
-        raise CheckpointError(
-            f"--out = {args.out!r}: the model cannot be written ({error}); free space or choose "
-            "another directory"
-        ) from error
     print(f"the model of step {latest.step} is in {out}")
     return 0

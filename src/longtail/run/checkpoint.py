@@ -31,10 +31,16 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.config import files as configfile
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import SPACE, CheckpointError, ConfigError
 from longtail.run.state_file import RUN_FORMAT, damaged, read_state, write_state
 from longtail.system import tensor_files
-from longtail.system.files import read_file, remove_folder, replace_folder, write_atomically
+from longtail.system.files import (
+    read_file,
+    remove_folder,
+    replace_folder,
+    write_atomically,
+    writing,
+)
 
 _log = logging.getLogger("longtail")
 _POLICY = "policy"
@@ -202,15 +208,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             tensor_files.save(tensors, folder / "trainer.safetensors")
             write_state(folder, {"step": step, "state": dict(state)})
 
-        try:
+        remedy = f"lower run.keep_checkpoints, make run.dir writable, or {SPACE}"
+        with writing(f"the checkpoint of step {step}", self.checkpoints, remedy):
             put_step(self.checkpoints, step, write, keep=self._keep)
-        except OSError as error:
-            free = shutil.disk_usage(self.path).free / 1e9
-            raise CheckpointError(
-                f"checkpoint of step {step} in {self.checkpoints} cannot be written: {error}; free "
-                f"some space ({free:.2f} GB left), lower run.keep_checkpoints, or make run.dir "
-                "writable, then start again: the run resumes from the checkpoint before"
-            ) from error
 
     def close(self) -> None:
         """Unlock the directory."""

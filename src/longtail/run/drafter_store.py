@@ -23,7 +23,7 @@ import torch
 
 from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import SPACE, CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import (
@@ -36,6 +36,7 @@ from longtail.run.checkpoint import (
 )
 from longtail.run.state_file import read_state, write_state
 from longtail.system import tensor_files
+from longtail.system.files import writing
 
 _log = logging.getLogger("longtail")
 
@@ -57,13 +58,8 @@ class DrafterStore:
             tensor_files.save(state.tensors, folder / _TENSORS)
             write_state(folder, {"numbers": dict(state.numbers)})
 
-        try:
+        with writing("the drafter", self._directory, SPACE):
             put_step(self._directory, step, write, keep=self._keep)
-        except OSError as error:
-            raise CheckpointError(
-                f"the drafter cannot be written to {self._directory}: {error}; free some space, "
-                "then start again: the run resumes from its newest checkpoint"
-            ) from error
 
     def load(self, step: int) -> DrafterState | None:
         """Return the newest whole drafter of this step or an earlier one, None without one.

@@ -5,19 +5,20 @@ Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
     {"step": 3, "reward/mean": 0.41, "timing_s/rollout": 6.2}      one line of metrics.jsonl
 """
 
-import contextlib
 import errno
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from longtail.errors import CheckpointError, JsonError
-from longtail.system.files import json_line, parse_json
+from longtail.errors import SPACE
+from longtail.system.files import json_line, writing
 from longtail.system.machine import import_extra
 
 Number = int | float
@@ -47,7 +48,7 @@ class JsonLines:
         is its first line.
         """
         self._path, self._most_bytes = path, most_bytes
-        with self._named_errors():
+        with writing("a log", path, SPACE):
             path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is None or not path.is_file():  # a pipe would be waited for
                 path.unlink(missing_ok=True)
@@ -70,7 +71,7 @@ class JsonLines:
 
     def append(self, lines: bytes) -> None:
         """Write lines. Raises CheckpointError if the write fails."""
-        with self._named_errors():
+        with writing("a log", self._path, SPACE):
             if self._file.write(lines) != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if self._file.tell() > max(self._most_bytes, len(lines)):
@@ -84,17 +85,6 @@ class JsonLines:
             _replace(self._path, old)
         self._file.close()
         self._file = self._path.open("ab", buffering=0)
-
-    @contextlib.contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Raise CheckpointError with the path for an OSError."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._path}: {error.strerror}; free some space, then start again: the run "
-                "resumes from its newest checkpoint"
-            ) from error
 
     def close(self) -> None:
         """Close the file."""
@@ -183,19 +173,27 @@ def step_of_line(line: bytes) -> int | None:
     return None if found is None else int(found[1])
 
 
-def row_of(line: bytes) -> dict[str, Number | None] | None:
-    """Return a row of metrics.jsonl; None for a line of another kind."""
+def read_line(line: bytes, is_kind: Callable[[Mapping[str, Any]], bool]) -> dict[str, Any] | None:
+    """Return the object of a log's line; None for a line of another kind, as one that was edited.
+
+    Half a surrogate pair is kept: texts may hold one.
+    """
     try:
-        row = parse_json(line)
-    except JsonError:
+        found = json.loads(line.rstrip(b",\n"))
+    except (ValueError, RecursionError):
         return None
-    return row if isinstance(row, dict) and is_row(row) else None
+    return found if isinstance(found, dict) and is_kind(found) else None
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
     """Return whether an object has a step and numbers, as each line of metrics.jsonl."""
-    are_numbers = all(isinstance(value, int | float | None) for value in row.values())
-    return are_numbers and isinstance(row.get("step"), int)
+    known = (value for value in row.values() if value is not None)
+    return isinstance(row.get("step"), int) and all(map(is_number, known))
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def _finite(value: Any) -> Any:

@@ -9,10 +9,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from longtail.errors import CheckpointError
+from longtail.errors import SPACE
 from longtail.run.checkpoint import Checkpoint
-from longtail.run.metrics import Number, row_of
-from longtail.system.files import parse_json, write_atomically
+from longtail.run.metrics import Number, is_row, read_line
+from longtail.system.files import parse_json, write_atomically, writing
 
 _log = logging.getLogger("longtail")
 
@@ -113,7 +113,7 @@ def summarize_run(
 
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of metrics.jsonl; it is said how many lines are of another kind."""
-    found = [row_of(line) for line in path.read_bytes().splitlines()]
+    found = [read_line(line, is_row) for line in path.read_bytes().splitlines()]
     rows: list[Row] = [row for row in found if row is not None]
     if num_others := len(found) - len(rows):
         _log.warning("%s: %d lines are of another kind, and left out", path, num_others)
@@ -122,13 +122,8 @@ def read_metrics(path: Path) -> list[Row]:
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
     """Write summary.json. Raises CheckpointError if it cannot be written."""
-    try:
+    with writing("the summary", run_dir / FILE, SPACE):
         write_atomically(run_dir / FILE, json.dumps(summary, indent=1) + "\n")
-    except OSError as error:
-        raise CheckpointError(
-            f"{run_dir / FILE}: {error.strerror}; free some space, then start again: only the "
-            "summary is missing"
-        ) from error
 
 
 def finished_summary(run_dir: Path, checkpoint: Checkpoint | None, steps: int) -> Summary | None:

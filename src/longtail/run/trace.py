@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.workers.states import Timeline
-from longtail.errors import JsonError
-from longtail.run.metrics import JsonLines
-from longtail.system.files import parse_json
+from longtail.run.metrics import JsonLines, is_number, read_line
 
 TRACE_FILE = "trace.json"
 
@@ -32,7 +30,8 @@ class TraceFile:
 
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         self._file = JsonLines(path, last_step=last_step, head=b"[\n")
-        kept = list(filter(is_event, map(_parsed, path.read_bytes().splitlines())))
+        lines = path.read_bytes().splitlines()
+        kept = [each for line in lines if (each := read_line(line, is_event)) is not None]
         self._named = {each["tid"] for each in kept if each["ph"] == "M"}
         ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
         self._end_s = max(ends, default=0.0) / 1e6
@@ -66,21 +65,11 @@ class TraceFile:
             yield _event(mark.name, mark.worker, args, ph="i", s="t", ts=at)
 
 
-def _parsed(line: bytes) -> Any:
-    """Return the value of a line; None for one that is not JSON, as the first one."""
-    try:
-        return parse_json(line.rstrip(b","))
-    except JsonError:
-        return None
-
-
-def is_event(value: Any) -> bool:
-    """Return whether a value is an event as `TraceFile` writes it."""
-    if not isinstance(value, dict) or type(value.get("tid")) is not int:
-        return False
-    phase, places = value.get("ph"), (value.get("ts"), value.get("dur", 0.0))
-    is_placed = all(isinstance(place, int | float) for place in places)
-    return phase == "M" or (is_placed and phase in ("X", "i") and "name" in value)
+def is_event(value: Mapping[str, Any]) -> bool:
+    """Return whether an object is an event as `TraceFile` writes it."""
+    phase, is_placed = value.get("ph"), is_number(value.get("ts")) and "name" in value
+    is_whole = is_placed and (phase == "i" or (phase == "X" and is_number(value.get("dur"))))
+    return type(value.get("tid")) is int and (phase == "M" or is_whole)
 
 
 def _event(name: str, worker: int, args: Mapping[str, Any], **kind: Any) -> dict[str, Any]:

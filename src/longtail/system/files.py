@@ -6,13 +6,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from longtail.errors import ConfigError, JsonError
+from longtail.errors import CheckpointError, ConfigError, JsonError
 
 _NO_FIELDS: Mapping[str, type] = MappingProxyType({})
 
@@ -24,8 +26,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 
-_BLOCK, _READ = 2**24, 2**20
-_MOST_THREADS = 8
+_BLOCK, _MOST_THREADS = 2**24, 8
 
 
 def digest(path: Path) -> str:
@@ -34,24 +35,30 @@ def digest(path: Path) -> str:
     One core computes about 1 GB/s, so a checkpoint of many gigabytes takes several.
     """
 
-    def of_block(start: int) -> bytes:
-        found, buffer = hashlib.sha256(), bytearray(_READ)
-        for offset in range(start, start + _BLOCK, _READ):
-            count = os.preadv(descriptor, [buffer], offset)
-            found.update(memoryview(buffer)[:count])
-        return found.digest()
-
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        starts = range(0, os.fstat(descriptor).st_size, _BLOCK)
-        if len(starts) < 2:
-            blocks = [of_block(start) for start in starts]
-        else:
-            with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-                blocks = list(threads.map(of_block, starts))
-    finally:
-        os.close(descriptor)
+    starts = range(0, path.stat().st_size, _BLOCK)
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+        blocks = list(threads.map(partial(_block_digest, path), starts))
     return hashlib.sha256(b"".join(blocks)).hexdigest()
+
+
+def _block_digest(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
+        return hashlib.sha256(file.read(_BLOCK)).digest()
+
+
+@contextmanager
+def writing(
+    what: str, path: Path, remedy: str = "free some space, or choose another path"
+) -> Iterator[None]:
+    """Raise CheckpointError, with the remedy, for an error of the disk in this context."""
+    try:
+        yield
+    except CheckpointError:  # also an OSError, and has its own message
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{what} cannot be written to {path} ({reason}): {remedy}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -27,8 +27,6 @@ _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64",
     "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
-UNWRITABLE = (OSError, SafetensorError)
-"""Errors of a library that writes such files."""
 _AGAIN = "copy the file again"
 
 
@@ -151,8 +149,15 @@ def read(path: Path, wanted: Wanted | None = None, remedy: str = _AGAIN) -> dict
 def save(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors of any device, no two of which overlap, to one file; OSError if it fails."""
     content = {name: each.detach().cpu().contiguous() for name, each in tensors.items()}
-    try:
+    with disk_errors():
         save_file(content, path, metadata={"format": "pt"})
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """Raise OSError for what safetensors raises if it cannot write in this context."""
+    try:
+        yield
     except SafetensorError as error:
         raise OSError(str(error)) from error
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from longtail.errors import CheckpointError
-from longtail.system.files import write_atomically
+from longtail.system.files import write_atomically, writing
 from longtail.view.run_files import RunFiles, open_runs
 
 _log = logging.getLogger("longtail")
@@ -37,15 +36,10 @@ def write_report(directory: Path) -> Path:
     """
     (files,) = open_runs([str(directory)])
     path = directory / FILE
-    try:
+    with writing("the report", path, "free some space, or make it writable"):
         write_atomically(path, render(files))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: {error.strerror}; free some space, or make it writable"
-        ) from error
     if num_others := sum(files.left_out.values()):
-        text = "%s: %d lines of rollouts.jsonl are no completions, and left out"
-        _log.warning(text, directory, num_others)
+        _log.warning("%s: %d lines of logs are of another kind, and left out", path, num_others)
     return path
 
 

@@ -7,21 +7,29 @@ taken as it is.
 import json
 import threading
 import tomllib
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 from longtail.errors import ConfigError
-from longtail.run.metrics import is_row
+from longtail.run.metrics import is_row, read_line
+from longtail.run.trace import TRACE_FILE, is_event
 from longtail.system.files import process_of
 from longtail.view import steps
 from longtail.view.series import FILE as METRICS
-from longtail.view.series import MOST_BYTES, MetricSeries, read_step, short
+from longtail.view.series import MOST_BYTES, MetricSeries, lines_of_step, short
 
 Row = dict[str, Any]
 
 CONFIG, SUMMARY, ROLLOUTS = "config.toml", "summary.json", "rollouts.jsonl"
 SPECULATION = "speculation.jsonl"
-_FOLLOWED = (METRICS, "trace.json", ROLLOUTS, SPECULATION, SUMMARY, CONFIG)
+_FOLLOWED = (METRICS, TRACE_FILE, ROLLOUTS, SPECULATION, SUMMARY, CONFIG)
+
+
+_KINDS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = MappingProxyType(
+    {METRICS: is_row, TRACE_FILE: is_event, ROLLOUTS: steps.is_completion}
+)
 
 
 @final
@@ -32,8 +40,8 @@ class RunFiles:
         self.directory, self.name = directory, name
         self._series = MetricSeries(directory)
         self._lock = threading.Lock()
-        self.left_out: dict[int, int] = {}
-        """Lines of rollouts.jsonl that are no completions, by step, as far as it was read."""
+        self.left_out: dict[tuple[str, int], int] = {}
+        """Number of lines of another kind by log and step, as far as they were read."""
 
     def stamp(self) -> str:
         """Return a text that changes whenever a file of the run does."""
@@ -91,39 +99,38 @@ class RunFiles:
 
         `rollouts` lists those of the method `rollouts`; the slowest worker's is the last.
         """
-        rows = filter(is_row, read_step(self.directory / METRICS, step))
-        (metrics,) = list(rows)[-1:] or [{}]
-        speculation = read_step(self.directory / SPECULATION, step)
+        (metrics,) = self._rows(METRICS, step)[-1:] or [{}]
+        speculation = self._rows(SPECULATION, step)
         return {
             "step": step,
             "step_s": short(metrics.get("timing_s/step")),
-            "timeline": steps.timeline(self.directory, step),
-            "lengths": steps.lengths(self._completions(step)),
+            "timeline": steps.timeline(self._rows(TRACE_FILE, step)),
+            "lengths": steps.lengths(self._rows(ROLLOUTS, step)),
             "rollouts": [{"kind": row["kind"], "worker": row["worker"]} for row in speculation],
-            "decisions": read_step(self.directory / "drafter.jsonl", step),
+            "decisions": self._rows("drafter.jsonl", step),
             "metrics": {name: short(value) for name, value in metrics.items()},
         }
 
     def rollouts(self, step: int) -> list[Row]:
         """Return the rollouts of a step over their seconds."""
-        return [steps.speculation(row) for row in read_step(self.directory / SPECULATION, step)]
+        return [steps.speculation(row) for row in self._rows(SPECULATION, step)]
 
     def completions(self, step: int) -> Row:
         """Return the completions of a step without their texts."""
-        return steps.listed(self._completions(step))
+        return steps.listed(self._rows(ROLLOUTS, step))
 
     def texts(self, step: int) -> list[Row]:
         """Return the same completions with their texts."""
-        rows = self._completions(step)[: steps.MOST_ROWS]
-        drafts = read_step(self.directory / "drafts.jsonl", step)
+        rows = self._rows(ROLLOUTS, step)[: steps.MOST_ROWS]
+        drafts = self._rows("drafts.jsonl", step)
         return [steps.completion(row, drafts) for row in rows]
 
-    def _completions(self, step: int) -> list[Row]:
-        """Return the lines of a step that are completions."""
-        rows = read_step(self.directory / ROLLOUTS, step)
-        found = [row for row in rows if steps.is_completion(row)]
-        self.left_out[step] = len(rows) - len(found)
-        return found
+    def _rows(self, name: str, step: int) -> list[Row]:
+        """Return the lines of a step in a log that are of its kind."""
+        lines, is_kind = lines_of_step(self.directory / name, step), _KINDS.get(name, bool)
+        rows = [row for line in lines if (row := read_line(line, is_kind)) is not None]
+        self.left_out[name, step] = len(lines) - len(rows)
+        return rows
 
     def _summary(self) -> Row:
         """Return summary.json; {} without one."""

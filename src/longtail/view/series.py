@@ -5,7 +5,6 @@ joined to one point, in groups of a power of two that begin at fixed rows, so th
 move while the run grows.
 """
 
-import json
 import math
 import os
 from array import array
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from longtail.run.metrics import row_of, step_of_line
+from longtail.run.metrics import is_row, read_line, step_of_line
 
 MOST_BYTES = 32 * 2**20
 """Longest line, and most bytes of the lines of one step."""
@@ -26,8 +25,8 @@ def whole_lines(file: BinaryIO) -> Iterator[bytes]:
         yield line
 
 
-def read_step(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the rows or events of one step; [] if the file has none or cannot be read."""
+def lines_of_step(path: Path, step: int) -> list[bytes]:
+    """Return the lines of one step; [] if the file has none or cannot be read."""
     found: list[bytes] = []
     try:
         with path.open("rb") as file:
@@ -42,16 +41,7 @@ def read_step(path: Path, step: int) -> list[dict[str, Any]]:
                     found.append(line)
     except OSError:
         return []
-    return [row for line in found if (row := _object(line.rstrip(b",\n"))) is not None]
-
-
-def _object(text: bytes) -> dict[str, Any] | None:
-    """Return a JSON object; None for a line that was edited into another kind."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
+    return found
 
 
 def _first_offset(file: BinaryIO, step: int) -> int:
@@ -131,7 +121,7 @@ class MetricSeries:
                 file.seek(self._offset)
                 for line in whole_lines(file):
                     self._offset += len(line)
-                    if (row := row_of(line)) is not None:
+                    if (row := read_line(line, is_row)) is not None:
                         self._add(row)
         except OSError:  # removed, or replaced at this moment
             self._clear()

@@ -1,12 +1,11 @@
 """One step of a run as JSON values of bounded size: workers, completions, and one rollout."""
 
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtail.run.trace import TRACE_FILE, is_event
-from longtail.view.series import read_step, short
+from longtail.run.metrics import is_number
+from longtail.view.series import short
 
 Row = dict[str, Any]
 Number = int | float
@@ -18,13 +17,12 @@ _MOST_HEAD, _MOST_TEXT = 120, 400_000
 """Characters of a completion in a list, and of one that is read."""
 
 
-def timeline(directory: Path, step: int) -> Row | None:
-    """Return the workers' states in a step; None if the trace has no such step.
+def timeline(events: Sequence[Row]) -> Row | None:
+    """Return the workers' states in a step; given its events; None without any.
 
     Of more than `MOST_SPANS` spans the shortest are left out. Seconds count from the first span,
     which in a step with an evaluation or a start is before the step.
     """
-    events = list(filter(is_event, read_step(directory / TRACE_FILE, step)))
     spans = [each for each in events if each["ph"] == "X"]
     if not spans:
         return None
@@ -54,13 +52,13 @@ def timeline(directory: Path, step: int) -> Row | None:
 _COMPLETION: dict[str, Any] = {
     **dict.fromkeys(("prompt_id", "request_id", "finish_reason", "prompt", "text"), str),
     **dict.fromkeys(("num_tokens", "policy_version"), int),
-    "reward": Number,
 }
 
 
-def is_completion(row: Row) -> bool:
+def is_completion(row: Mapping[str, Any]) -> bool:
     """Return whether a line of rollouts.jsonl is as longtail writes it."""
-    return all(isinstance(row.get(name), kind) for name, kind in _COMPLETION.items())
+    are_typed = all(isinstance(row.get(name), kind) for name, kind in _COMPLETION.items())
+    return are_typed and is_number(row.get("reward"))
 
 
 def lengths(rows: Sequence[Row]) -> Row | None:

@@ -39,5 +39,5 @@ def test_a_report_needs_a_run_and_a_place(
     assert "no run has written there" in capsys.readouterr().err
     append_steps(tmp_path, 1, 1)
     (tmp_path / "report.html").mkdir()
-    with pytest.raises(CheckpointError, match=r"report\.html: Is a directory"):
+    with pytest.raises(CheckpointError, match=r"report\.html \(Is a directory\)"):
         write_report(tmp_path)

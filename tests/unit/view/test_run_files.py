@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longtail.errors import ConfigError
 from longtail.view import series
 from longtail.view.run_files import RunFiles, open_runs
-from longtail.view.series import MOST_POINTS, MetricSeries, read_step
+from longtail.view.series import MOST_POINTS, MetricSeries, lines_of_step
 from longtail.view.steps import MOST_SLICES, MOST_SPANS, speculation
 from support.synthetic_run import FILES, append_steps, metrics_row, speculation_row
 
@@ -163,6 +163,10 @@ def test_directories_without_a_run_are_refused_and_names_differ(tmp_path: Path) 
         open_runs([str(tmp_path / "nowhere")])
 
 
+def _read(path: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line.rstrip(b",\n")) for line in lines_of_step(path, step)]
+
+
 def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> None:
     path = tmp_path / "log"
 
@@ -182,7 +186,7 @@ def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> N
         path.write_text("".join([*(["[\n"] if is_trace else []), *written, half]))
         for step in range(len(counts) + 3):
             expected = [row for row in rows if (row.get("args") or row)["step"] == step]
-            assert read_step(path, step) == expected
+            assert _read(path, step) == expected
 
     law()
 
@@ -194,6 +198,6 @@ def test_a_step_and_a_line_are_read_up_to_a_bound(
     rows = [json.dumps({"step": 1, "n": n}) + "\n" for n in range(9)]
     path.write_text("".join(rows))
     monkeypatch.setattr(series, "MOST_BYTES", 3 * len(rows[0]))
-    assert [row["n"] for row in read_step(path, 1)] == [0, 1, 2]
+    assert [row["n"] for row in _read(path, 1)] == [0, 1, 2]
     path.write_bytes(b'{"step": 1, "x": "' + b"x" * 1000 + b'"}\n')
-    assert read_step(path, 1) == []
+    assert _read(path, 1) == []

@@ -14,7 +14,7 @@ whether they must match.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,11 +30,11 @@ from longtail.drafter.ridge.layer import RidgeConfig
 from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.ridge.trainer import as_eagle
 from longtail.drafter.weights import DRAFT_IDS, wanted_ids, with_prefix, without_prefix
-from longtail.errors import CheckpointError, ConfigError, NonFiniteError
+from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.system import tensor_files
-from longtail.system.files import printable, read_object, replace_folder
+from longtail.system.files import printable, read_object, replace_folder, writing
 from longtail.system.machine import MAX_INT32
 from longtail.system.tensor_files import Kind
 
@@ -136,19 +136,8 @@ class LoadedDrafter:
             tensor_files.save(tensors, folder / TENSORS)
             (folder / DESCRIPTION).write_text(text, encoding="utf-8")
 
-        write_folder(path, write)
-
-
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a drafter's directory by `write`, whole or not at all; CheckpointError if it fails."""
-    try:
-        replace_folder(path, write)
-    except CheckpointError:  # also an OSError, and has its own message
-        raise
-    except OSError as error:
-        raise CheckpointError(
-            f"the drafter cannot be written to {path}: {error}; free space or choose another path"
-        ) from error
+        with writing("the drafter", path):
+            replace_folder(path, write)
 
 
 _Described = tuple[DraftConfig, TargetIdentity, TrainingRecord]

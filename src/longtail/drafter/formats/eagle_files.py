@@ -28,7 +28,6 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     parse_as,
     tokenizer_digest,
-    write_folder,
 )
 from longtail.drafter.formats.layouts import (
     LAYER_IDS,
@@ -47,7 +46,7 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
-from longtail.system.files import printable
+from longtail.system.files import printable, replace_folder, writing
 from longtail.system.tensor_files import INTEGERS, Kind, kinds_of, require
 
 LayerIds = Literal["auto", "input", "output"]
@@ -95,7 +94,8 @@ def export_drafter(
                 "This is a defect of longtail: please report it"
             )
 
-    write_folder(out, write)
+    with writing("the drafter", out):
+        replace_folder(out, write)
     return loaded
 
 

@@ -22,8 +22,9 @@ from longtail.model.hf.causal import CausalModel
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Scorer
 from longtail.system import tensor_files
+from longtail.system.files import writing
 from longtail.system.machine import import_extra
-from longtail.system.tensor_files import UNWRITABLE, Kind
+from longtail.system.tensor_files import Kind, disk_errors
 from longtail.types import PackedSequences
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -121,14 +122,9 @@ class AdaptedModel(CausalModel):
 
     def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the adapters in PEFT's files."""
-        try:
+        with writing("the adapters", path), disk_errors():
             self._peft[0].save_pretrained(path, save_embedding_layers=False)
             (path / "README.md").unlink()  # a form to fill in
-        except UNWRITABLE as error:
-            raise CheckpointError(
-                f"the adapters cannot be written to {path}: {error}; free space or choose another "
-                "path"
-            ) from error
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
         """Read adapters from PEFT's files. Raises CheckpointError if they are others, or none."""

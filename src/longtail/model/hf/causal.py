@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from longtail.errors import CheckpointError, ConfigError, UnsupportedModelError
+from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.attention import first_places
 from longtail.model.hf.model import read_fields
 from longtail.model.hf.weights import tensor_kinds
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy, Scorer
 from longtail.model.transformer import ModelConfig
+from longtail.system.files import writing
 from longtail.system.machine import MAX_INT32
-from longtail.system.tensor_files import FLOATS, UNWRITABLE, Kind
+from longtail.system.tensor_files import FLOATS, Kind, disk_errors
 from longtail.types import PackedSequences
 
 _MOST_PADDED = 0.1
@@ -127,12 +128,8 @@ class CausalModel(Policy):
             eos_token_id=list(eos_ids) or None, bos_token_id=bos_id
         )
         self.model.generation_config = kept
-        try:
+        with writing("the model", path), disk_errors():
             self.model.save_pretrained(path, **more)
-        except UNWRITABLE as error:
-            raise CheckpointError(
-                f"the model cannot be written to {path}: {error}; free space or choose another path"
-            ) from error
 
     def read(self, path: Path) -> Mapping[str, Tensor]:
         """Read the parameters of a directory that `save` wrote."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import ConfigError
 from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.weights import check_weights, hf_rows, read_weights, write_weights
@@ -24,7 +24,7 @@ from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig, Transformer
-from longtail.system.files import read_object
+from longtail.system.files import read_object, writing
 from longtail.types import PackedSequences
 
 _DTYPES = {
@@ -151,17 +151,13 @@ def save_model(
     the files cannot be written.
     """
     path, content = Path(path), emit(model.config, model.dtype, eos_ids, bos_id)
-    try:
+    with writing("the model", path):
         path.mkdir(parents=True, exist_ok=True)
         write_weights(hf_rows(model), path, model.dtype, max_shard_bytes)
         write_json(path / "config.json", content)
         if eos_ids:
             generation = {"bos_token_id": bos_id, "eos_token_id": list(eos_ids)}
             write_json(path / "generation_config.json", generation)
-    except OSError as error:
-        raise CheckpointError(
-            f"the model cannot be written to {path}: {error}; free space or choose another path"
-        ) from error
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
