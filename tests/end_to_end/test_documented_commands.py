@@ -147,5 +147,5 @@ def test_the_python_for_vllm_imports_names_that_exist() -> None:
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("longtail.")
         for each in node.names
     }
-    assert len(ours) == 2
+    assert ours
     assert all(callable(vars(import_module(str(module)))[name]) for module, name in ours)

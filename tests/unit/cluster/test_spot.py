@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.workers.states import State
+from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import SpotEnd
@@ -192,13 +194,9 @@ def test_sums_without_a_solution_keep_the_weights_and_are_reported_once():
     weights = DrafterWeights(version=3, tensors={"w": torch.ones(1)})
     versions = DrafterVersions(weights, DrafterBuffer(1000, seed=0), sums)
     worker = SimpleNamespace(_components=SimpleNamespace(tokenizer=SimpleNamespace(eos_ids=())))
-    pool = SimpleNamespace(
-        present=(0, 1),
-        now=lambda: 0.0,
-        size=2,
-        wait_ready=lambda: None,
-        run_each=lambda task, args: [task(worker, *each) for each in args.values()],
-    )
+    pool = Mock(spec=WorkerPool, present=(0, 1), size=2)
+    pool.now.return_value = 0.0
+    pool.run_each = lambda task, args: [task(worker, *each) for each in args.values()]
     publisher = DrafterPublisher(pool, versions, said.append)
     for _ in range(2):
         publisher._new_sums = [sums]
