@@ -120,6 +120,10 @@ class Script:
     """Number of first meetings at which no member finds another."""
 
 
+VOCABULARY = 1000
+"""Number of tokens, more than any text has."""
+
+
 def text(request: Request) -> tuple[int, ...]:
     """Return the text that every worker generates for a request."""
     key = request.noise_key
@@ -127,7 +131,8 @@ def text(request: Request) -> tuple[int, ...]:
 
 
 def drafter(version: int, quality: float) -> DrafterWeights:
-    return DrafterWeights(version=version, tensors={"w": torch.tensor([quality])})
+    tensors = {"w": torch.tensor([quality])}
+    return DrafterWeights(version=version, tensors=tensors, vocab_size=VOCABULARY)
 
 
 @final

@@ -123,6 +123,7 @@ def make_drafting(
             version=0,
             tensors=copy_parameters(drafter.layer, renewable_ids),
             num_tokens=drafter.training.tokens,
+            vocab_size=target.config.vocab_size,
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )

@@ -5,9 +5,9 @@ draft vocabulary its token ids are one more tensor, so that a vocabulary renewed
 travels like trained weights.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 import torch
 from jaxtyping import Int
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.kernels.linear import Linear
 from longtail.model.transformer import Transformer
+from longtail.system.machine import MAX_INT32
 from longtail.system.tensor_files import Kind, kinds_of, require
 
 _T = TypeVar("_T")
@@ -38,11 +39,8 @@ class DrafterWeights:
     """Tensors by their parameter name in the layer; also `DRAFT_IDS` if it is reduced."""
     num_tokens: int = 0
     """Tokens that all versions were trained on in this run."""
-
-    def kinds(self, others: Iterable[str]) -> dict[str, Kind]:
-        """Return what the tensors of another version must be, which has these names."""
-        ids = Kind(shape=(None,), dtypes=("int64",))
-        return kinds_of(without_ids(self.tensors)) | dict.fromkeys({DRAFT_IDS} & set(others), ids)
+    vocab_size: int = MAX_INT32
+    """Number of the target's tokens."""
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
@@ -64,28 +62,29 @@ def copy_parameters(
     return parameters if draft_ids is None else {**parameters, DRAFT_IDS: draft_ids.clone()}
 
 
-def check_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless these are exactly the parameters of such a layer.
+def check_parameters(
+    tensors: Mapping[str, Tensor], own: Mapping[str, Tensor], vocab_size: int
+) -> None:
+    """Raise CheckpointError unless tensors have names and shapes of a drafter's own.
 
-    The ids of a draft vocabulary may be among them.
+    The ids of a draft vocabulary may be among both.
     """
-    config: Any = layer.config
-    ids = wanted_ids(config.target.vocab_size)
-    wanted = {name: Kind(shape=tuple(each.shape)) for name, each in layer.named_parameters()}
+    ids, where = wanted_ids(vocab_size), "state of another drafter"
+    wanted = {name: Kind(shape=tuple(each.shape)) for name, each in without_ids(own).items()}
     try:
-        wanted |= dict.fromkeys({DRAFT_IDS} & tensors.keys(), ids)
-        require("state of another drafter", kinds_of(tensors), wanted)
+        require(where, kinds_of(tensors), wanted | dict.fromkeys({DRAFT_IDS} & tensors.keys(), ids))
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
     if DRAFT_IDS in tensors and (fault := ids.fault(tensors[DRAFT_IDS])):
-        raise CheckpointError(f"state of another drafter: {DRAFT_IDS} {fault}")
+        raise CheckpointError(f"{where}: {DRAFT_IDS} {fault}")
 
 
 def load_parameters(layer: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy parameters into a layer; raise CheckpointError, before any change, if they misfit."""
-    check_parameters(layer, tensors)
+    own, config = dict(layer.named_parameters()), cast(Any, layer).config
+    check_parameters(tensors, own, config.target.vocab_size)
     with torch.no_grad():
-        for name, parameter in layer.named_parameters():
+        for name, parameter in own.items():
             parameter.copy_(tensors[name])
 
 

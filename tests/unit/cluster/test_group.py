@@ -3,13 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker_pool import READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
 from longtail.rl.learner import LearnerState
-from support.fake_worker import WORKER_TIMEOUT_S, Fault, text
+from support.fake_worker import VOCABULARY, WORKER_TIMEOUT_S, Fault, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 
@@ -201,11 +202,16 @@ def test_a_drafter_of_another_shape_is_refused():
     state = group.drafter_state()
     assert state is not None
     weight, before = state.tensors["drafter/w"], group.drafter.versions.published
+    tokens = state.tensors["buffer/tokens"]
     for change in (
         {"tensors": {**state.tensors, "drafter/more": weight}},
         {"tensors": {**state.tensors, "drafter/w": weight[None]}},
         {"tensors": {**state.tensors, "drafter/w": weight.long()}},
         {"tensors": {"drafter/w": weight}},
+        {"tensors": {**state.tensors, "drafter/draft_ids": torch.tensor([0, VOCABULARY])}},
+        {"tensors": {**state.tensors, "buffer/tokens": tokens.long()}},
+        {"tensors": {**state.tensors, "buffer/tokens": tokens - int(tokens.min()) - 1}},
+        {"tensors": {**state.tensors, "buffer/tokens": tokens + VOCABULARY}},
         {"numbers": {}},
         {"numbers": {**state.numbers, "version": "new"}},
         {"numbers": {**state.numbers, "buffer": []}},

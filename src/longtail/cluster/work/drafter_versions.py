@@ -29,14 +29,15 @@ from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,
     are_finite,
+    check_parameters,
     load_parameters,
     weighted_mean,
     with_prefix,
     without_prefix,
 )
-from longtail.errors import CheckpointError
+from longtail.errors import CheckpointError, ConfigError
 from longtail.speculation.drafter import Sums
-from longtail.system.tensor_files import kinds_of, require
+from longtail.system.tensor_files import Kind, kinds_of, require
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
@@ -189,7 +190,7 @@ class DrafterVersions:
         self._last += 1
         decision = Decision(what="offered", version=self._last, **measured)
         num_known = self.published.num_tokens + decision.num_tokens
-        weights = DrafterWeights(version=self._last, tensors=tensors, num_tokens=num_known)
+        weights = replace(self.published, version=self._last, tensors=tensors, num_tokens=num_known)
         self._offers[self._last] = _Offer(weights, gain, decision)
         self._decisions.append(decision)
         return weights
@@ -281,16 +282,22 @@ class DrafterVersions:
         Raises CheckpointError, with nothing changed, if it is another drafter's, or damaged.
         """
         tensors, numbers, sums = state.drafter(), state.numbers, self.sums
+        texts = without_prefix(_BUFFER, state.tensors)
         try:
-            require("its weights", kinds_of(tensors), self.published.kinds(tensors))
-            weights = DrafterWeights(
+            check_parameters(tensors, self.published.tensors, self.published.vocab_size)
+            wanted = Kind(shape=(None,), dtypes=("int32",), below=self.published.vocab_size)
+            require("its buffer", kinds_of(texts), {"tokens": wanted})
+            if fault := wanted.fault(texts["tokens"]):
+                raise ConfigError(f"its buffer {fault}")
+            weights = replace(
+                self.published,
                 version=int(numbers["version"]),
                 tensors=tensors,
                 num_tokens=int(numbers.get("num_tokens", 0)),
             )
             if sums is not None:
                 sums = sums.restored(without_prefix(_SUMS, state.tensors))
-            self.buffer.restore(without_prefix(_BUFFER, state.tensors), numbers["buffer"])
+            self.buffer.restore(texts, numbers["buffer"])
         except (LookupError, TypeError, ValueError) as error:  # ConfigError is one
             raise CheckpointError(f"the drafter's state is another one's ({error})") from error
         self.sums = sums

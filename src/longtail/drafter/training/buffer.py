@@ -233,7 +233,7 @@ class DrafterBuffer:
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Restore a saved state; CheckpointError if `tensors` and `state` do not fit."""
         lengths = [int(text["num_tokens"]) for text in state["texts"]]
-        tokens = tensors["tokens"].to(torch.int32)
+        tokens = tensors["tokens"]
         if sum(lengths) != len(tokens):
             raise CheckpointError(
                 f"the drafter's texts have {sum(lengths)} tokens, {len(tokens)} are there"

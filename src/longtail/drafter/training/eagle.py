@@ -221,7 +221,7 @@ class DrafterTrainer:
     def restore(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
         """Restore the state after `steps` updates; CheckpointError if of another drafter."""
         own = without_prefix(_LAYER, tensors)
-        check_parameters(self.layer, own)
+        check_parameters(own, self.weights(), self.layer.config.target.vocab_size)
         self._optimizer.load(without_prefix(_OPTIMIZER, tensors))
         self._discard()
         self.load_weights(own)
