@@ -1,48 +1,12 @@
-"""A worked example of sampling, computed by hand, for tests and documents.
-
-A model gives five tokens the probabilities PROBS after some context. Each truncation keeps:
-
-    token            0      1      2      3      4
-    PROBS            0.40   0.30   0.15   0.10   0.05
-    top_k = 3        8/17   6/17   3/17   -      -         the three best
-    top_p = 0.8      8/17   6/17   3/17   -      -         0.40 + 0.30 < 0.8, token 2 crosses
-    min_p = 0.3      8/17   6/17   3/17   -      -         0.3 * 0.40 = 0.12 <= 0.15
-    all of COMBINED  4/7    3/7    -      -      -         see below
-    temperature 0.5  64/114 36/114 9/114  4/114  1/114     squares, renormalised
-
-COMBINED is top_k = 4, top_p = 0.8, min_p = 0.5. top_k keeps (40, 30, 15, 10) / 95; the sums before
-each are (0, 40, 70, 85) / 95 and 0.8 is 76 / 95, so top_p keeps three; min_p keeps those of at
-least half of the best, and 15 / 40 is less.
-"""
+"""A worked example of speculation, and what trees of any shape are compared with."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from fractions import Fraction
 
 from longtail.speculation.confidence import EDGES, ConfidenceCurve
 from longtail.speculation.tree import Accepted, DraftTree
-from longtail.types import SamplingParams
 
-PROBS = (0.40, 0.30, 0.15, 0.10, 0.05)
-COMBINED = SamplingParams(top_k=4, top_p=0.8, min_p=0.5)
-
-_THREE = (Fraction(8, 17), Fraction(6, 17), Fraction(3, 17), Fraction(0), Fraction(0))
-LEFT = (
-    (SamplingParams(), tuple(map(Fraction, ("0.40", "0.30", "0.15", "0.10", "0.05")))),
-    (SamplingParams(top_k=3), _THREE),
-    (SamplingParams(top_p=0.8), _THREE),
-    (SamplingParams(min_p=0.3), _THREE),
-    (COMBINED, (Fraction(4, 7), Fraction(3, 7), Fraction(0), Fraction(0), Fraction(0))),
-    (SamplingParams(temperature=0.5), tuple(Fraction(n, 114) for n in (64, 36, 9, 4, 1))),
-    (SamplingParams(temperature=0.0), tuple(map(Fraction, (1, 0, 0, 0, 0)))),
-)
-"""Parameters, and the part of PROBS that they keep."""
-
-NOISE = (-0.5, 0.25, 0.75, 0.25, 2.0)
-"""Noise at one position: log PROBS + NOISE = (-1.42, -0.95, -1.15, -2.05, -1.00)."""
-DRAWN = 1
-
-# Speculation: the tree drawn in longtail/speculation/tree.py, a, b, c, d = 5, 6, 7, 8.
+# The tree drawn in longtail/speculation/tree.py, a, b, c, d = 5, 6, 7, 8.
 #
 #     node      1   2   3   4              0 root
 #     token     5   6   7   8             / \

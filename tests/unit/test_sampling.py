@@ -1,4 +1,4 @@
-"""Sampling: the worked example, the noise against its definition in integers, and edges."""
+"""Sampling: the noise against its definition in integers, keys and edges; law 2 has the rest."""
 
 import math
 
@@ -7,7 +7,6 @@ import torch
 
 from longtail.sampling import draw, gumbel_noise, is_truncated, log_distribution, noise_key
 from longtail.types import SamplingParams
-from support.worked import DRAWN, LEFT, NOISE, PROBS
 
 KEYS = (8493733112532773764, -2289745138935582735, -4022246430227414452)
 RECORDED = (
@@ -35,20 +34,6 @@ def noise_by_hand(key: int, position: int, entry: int) -> float:
     x = ((x ^ (x >> 15)) * 0xD35A2D97) & M32
     x = (x ^ (x >> 15)) & 0x7FFFFFFF
     return -math.log(-math.log1p(-(x + 0.5) / 2**31))
-
-
-@pytest.mark.parametrize(("params", "left"), LEFT, ids=str)
-def test_the_worked_example(params, left):
-    logits = torch.tensor([PROBS], dtype=torch.float64).log() + 3.0  # logits know no constant
-    probs = log_distribution(logits, params).exp()[0].tolist()
-    assert probs == pytest.approx([float(p) for p in left], abs=1e-12)
-    assert [p == 0.0 for p in probs] == [p == 0 for p in left]
-
-
-def test_the_worked_example_of_a_draw():
-    drawn = draw(torch.tensor([PROBS]).log(), torch.tensor([NOISE]), SamplingParams())
-    assert drawn.tokens.tolist() == [DRAWN]
-    assert drawn.logprobs.tolist() == pytest.approx([math.log(PROBS[DRAWN])], abs=1e-6)
 
 
 @pytest.mark.parametrize("key", [0, 1, -1, 2**63 - 1, -(2**63), 0x5EED])

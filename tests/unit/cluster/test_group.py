@@ -139,16 +139,6 @@ def test_stopped_spot_training_does_not_reset_the_count_of_losses():
         group.rollout(2, requests(90, first=5))
 
 
-def test_losses_with_a_task_done_in_between_do_not_end_the_run():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    for number in range(1, 12):
-        pool.kill(1)
-        group.learn([batch(number)])
-    assert_learned(pool, *range(1, 12))
-    assert pool.births == [0, 11]
-
-
 def test_the_loss_of_the_only_worker_ends_the_run_with_a_remedy():
     pool = ScriptedPool(1, faults=[Fault(worker=0, task="generate", after_s=1.0)])
     with pytest.raises(ClusterError, match=r"the only worker is lost \(.*\); start again"):

@@ -1,5 +1,6 @@
 """Forecasts and moves: a move is chosen only if the step then ends sooner."""
 
+import json
 import math
 from collections.abc import Sequence
 
@@ -83,6 +84,9 @@ def test_lengths_follow_siblings_then_the_epoch_before_then_all_texts():
     assert lengths.left(other, 990) == 5.0
     lengths.begin([one])
     assert lengths.left(one, 100) == 50.0
+    again = Lengths()
+    again.restore(json.loads(json.dumps(lengths.state())))
+    assert (again.expected(request("p@2#0", "p@2")), again.expected(other)) == (150.0, None)
 
 
 def test_where_each_text_costs_the_busiest_worker_shares_with_an_idle_one():

@@ -1,15 +1,11 @@
 """Placement: each request once, even shares, long ones first, loads that meet their bound."""
 
-import json
 import random
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.schedule.forecast import Lengths
 from longtail.cluster.schedule.placement import PromptGroup, part_sizes, place
-from support.scripted_pool import requests
 
 expectations = st.one_of(st.none(), st.integers(1, 4000).map(float))
 group_lists = st.lists(
@@ -99,16 +95,3 @@ def test_no_worker_ends_later_than_another_would_with_the_longest_group_more(
 def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
     assert place(groups, [1.0]) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier
-
-
-def test_the_history_keeps_the_longest_completion_of_a_prompt_and_is_restored_from_json() -> None:
-    asked = requests(30, 412, 77, 1, siblings=3)
-    book, other = Lengths(), Lengths()
-    book.begin(asked[:3])
-    for each in asked[:3]:
-        book.record(each.request_id, each.noise_key % 1000)
-    other.begin(asked[3:])
-    other.record(asked[3].request_id, 1)
-    other.restore(json.loads(json.dumps(book.state())))
-    later = replace(asked[0], group_id=asked[0].group_id.replace("@0", "@1"))
-    assert (other.expected(later), other.expected(asked[3])) == (412.0, None)

@@ -19,7 +19,6 @@ from longtail.drafter.formats.checkpoint import TENSORS
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError
 from longtail.serve import server
 from longtail.speculation.strategy import Strategy
 from longtail.system import tensor_files
@@ -282,19 +281,6 @@ def test_a_drafter_is_exchanged_while_texts_are_generated_and_changes_none() -> 
     assert plain["longtail"]["drafted_tokens"] == 0
     assert drafted["longtail"]["drafted_tokens"] > 0
     assert drafted["choices"] == plain["choices"]
-
-
-def test_a_drafter_that_cannot_be_opened_is_an_error_and_the_old_one_stays() -> None:
-    def broken() -> Speculation:
-        raise ConfigError("eagle: no such directory")
-
-    with live(make_model_server(make_engine(), open_drafters=broken)) as client:
-        answer = client.post("/reload_drafter")
-        assert (answer.status_code, answer.json()["error"]["message"]) == (
-            400,
-            "eagle: no such directory",
-        )
-        assert client.post(TEXT, json=prompt()).status_code == 200
 
 
 def test_a_drafter_that_no_kernel_may_read_is_answered_with_400(tmp_path: Path) -> None:
