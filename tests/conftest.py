@@ -41,6 +41,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     jaxtyping.config.update("jaxtyping_disable", not is_checked)
 
 
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of a tiny model with its tokenizer."""
+    from support.tiny_models import save_tiny
+
+    return save_tiny(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Refuse connections that would leave this machine."""

@@ -16,21 +16,10 @@ import pytest
 
 from end_to_end.processes import finish, start, wait_until
 from longtail.cli import main as cli
-from longtail.model.hf.model import save_model
 from longtail.serve.options import KEY_VARIABLE
-from support.tiny_models import tiny_model, tiny_tokenizer
 
 KEY = "a-key-of-enough-letters"
 LISTENING = re.compile(r"serving (\S+) at (http://\S+/v1)")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("served")
-    tokenizer = tiny_tokenizer()
-    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
-    tokenizer.save(path)
-    return path
 
 
 @contextmanager

@@ -18,9 +18,9 @@ from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError, DataError, NonFiniteError
-from longtail.model.hf.model import load_config, load_model, save_model
+from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from support.tiny_models import tiny_model, tiny_tokenizer
+from support.tiny_models import save_tiny
 
 MODELS: tuple[type[BaseModel], ...] = (RunConfig, SftConfig, DrafterTrainConfig)
 models = st.sampled_from(MODELS)
@@ -87,8 +87,7 @@ def _model() -> tuple[tempfile.TemporaryDirectory[str], Path, dict[str, Any]]:
     """A tiny model on disk, kept as long as the process lives, and its configuration."""
     folder = tempfile.TemporaryDirectory()
     path = Path(folder.name)
-    save_model(tiny_model(), path)
-    tiny_tokenizer().save(path)
+    save_tiny(path)
     return folder, path, json.loads((path / "config.json").read_text())
 
 

@@ -36,13 +36,11 @@ from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import DrafterStore
-from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
-from longtail.types import SamplingParams
 from support.eagle_requests import ridge_layer, text
-from support.engine_requests import features_of
+from support.engine_requests import draftable, features_of, observed
 from support.published import our_drafter, target_of_six
-from support.tiny_models import tiny_model, tiny_tokenizer
+from support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 CONFIG = '[model]\npath = "m"\n'
 
@@ -73,14 +71,10 @@ def draft(loaded: LoadedDrafter) -> list[tuple[int, ...]]:
     assert all(bool(each.isfinite().all()) for each in loaded.layer.parameters())
     drafter = make_drafter(loaded.layer, target(), draft_ids=loaded.draft_ids, head=loaded.head)
     tokens = text(12)
-    seen = Observed(
-        request_id="a", tokens=tokens, start=0, num_tokens=11, prompt_len=3, is_finished=False
+    drafter.observe(
+        [observed("a", tokens, 0, 11)], features_of(target(), tokens, drafter.taps)[:11]
     )
-    drafter.observe([seen], features_of(target(), tokens, drafter.taps)[:11])
-    asked = Draftable(
-        request_id="a", tokens=tokens, prompt_len=3, sampling=SamplingParams(), max_depth=9
-    )
-    trees = drafter.propose([asked], Strategy(depth=3), None)
+    trees = drafter.propose([draftable("a", tokens, 3, max_depth=9)], Strategy(depth=3), None)
     assert all(0 <= each < 128 for tree in trees for each in tree.tokens)
     return [tuple(tree.tokens) for tree in trees]
 
@@ -110,11 +104,6 @@ def export(path: Path) -> None:
 
 def read_export(path: Path) -> Any:
     return draft(load_published(path, "here", target(), tokenizer()))
-
-
-def write_model(path: Path) -> None:
-    save_model(tiny_model(), path, eos_ids=[1])
-    tokenizer().save(path)
 
 
 def read_model(path: Path) -> Any:
@@ -159,7 +148,7 @@ PLACES = {
     "ridge drafter": Place(lambda path: ridge().save(path), read_drafter),
     "eagle drafter": Place(lambda path: eagle().save(path), read_drafter),
     "published drafter": Place(export, read_export),
-    "model": Place(write_model, read_model),
+    "model": Place(save_tiny, read_model),
     "run": Place(write_run, read_run, has_digests=True),
     "drafter of a run": Place(write_state, read_state, has_digests=True),
 }

@@ -17,7 +17,6 @@ import torch
 from longtail.cli import main as cli
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.speculation.speculator import Speculation
-from longtail.model.hf.model import save_model
 from longtail.sampling import completion_key
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
@@ -100,12 +99,10 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
 
 @pytest.mark.slow
 def test_generate_writes_the_text_that_a_server_answers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tiny_model(), tmp_path, eos_ids=shared_tokenizer().eos_ids)
-    shared_tokenizer().save(tmp_path)
     words = ["--prompt=3+4=", "--seed=7", "--max-tokens=50", "--n=2", "--json", "--raw"]
-    assert cli.main(["generate", str(tmp_path), "--dtype=float64", "--threads=1", *words]) == 0
+    assert cli.main(["generate", str(model_path), "--dtype=float64", "--threads=1", *words]) == 0
     written = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
     with live(make_model_server(make_engine())) as client:
         asked = {"prompt": "3+4=", "seed": 7, "max_tokens": 50, "n": 2}

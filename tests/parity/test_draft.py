@@ -12,8 +12,8 @@ from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import Accepted, DraftTree, depths
-from longtail.types import SamplingParams
 from support.eagle_requests import PROMPT_LEN, features_of, keyed_noise, make_layer, observe, text
+from support.engine_requests import draftable
 from support.tiny_models import tiny_model
 from support.worked import confidences, reach_probabilities
 
@@ -48,16 +48,8 @@ def drafter_of(recipe: str, dtype: torch.dtype = torch.float32, *, reduced: bool
 
 def asked() -> list[Draftable]:
     return [
-        Draftable(
-            request_id=str(length),
-            tokens=text(length, seed=length),
-            prompt_len=PROMPT_LEN,
-            sampling=SamplingParams(temperature=temperature),
-            max_depth=max_depth,
-        )
-        for length, temperature, max_depth in zip(
-            LENGTHS, TEMPERATURES, (1, 3, 9, 9, 9), strict=True
-        )
+        draftable(str(n), text(n, seed=n), PROMPT_LEN, temperature=heat, max_depth=depth)
+        for n, heat, depth in zip(LENGTHS, TEMPERATURES, (1, 3, 9, 9, 9), strict=True)
     ]
 
 

@@ -9,8 +9,9 @@ from longtail.drafter.architecture import DraftLayer
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Drafter, Noise, Observed
+from longtail.speculation.drafter import Drafter, Noise
 from support.engine_requests import features_of as packed_features
+from support.engine_requests import observed
 
 KEY, WINDOW = 12345, 5
 PROMPT_LEN = 3
@@ -54,7 +55,4 @@ def observe(
     drafter: Drafter, name: str, tokens: Sequence[int], features: Tensor, start: int, end: int
 ) -> None:
     """Observe the tokens [start, end) of a text."""
-    seen = Observed(
-        request_id=name, tokens=tokens, start=start, num_tokens=end - start, prompt_len=PROMPT_LEN
-    )
-    drafter.observe([seen], features[start:end])
+    drafter.observe([observed(name, tokens, start, end, PROMPT_LEN)], features[start:end])

@@ -10,7 +10,7 @@ from longtail.engine.request import EngineLimits
 from longtail.model.attention import PackedAttention
 from longtail.model.transformer import Family, Transformer
 from longtail.sampling import noise_key
-from longtail.speculation.drafter import Taps
+from longtail.speculation.drafter import Draftable, Observed, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 
@@ -76,3 +76,35 @@ def features_of(model: Transformer, text: Sequence[int], taps: Taps) -> torch.Te
     _, features = model.forward_with_features(tokens, torch.arange(len(text)), attention, taps)
     assert features is not None
     return features
+
+
+def draftable(
+    name: str,
+    tokens: Sequence[int],
+    prompt_len: int = 1,
+    *,
+    max_depth: int = 50,
+    temperature: float = 1.0,
+) -> Draftable:
+    """Return what a drafter is asked about a text."""
+    return Draftable(
+        request_id=name,
+        tokens=tokens,
+        prompt_len=prompt_len,
+        sampling=SamplingParams(temperature=temperature),
+        max_depth=max_depth,
+    )
+
+
+def observed(
+    name: str, tokens: Sequence[int], start: int, end: int, prompt_len: int = 3, **more: Any
+) -> Observed:
+    """Return what a drafter is shown: the tokens [start, end) of a text."""
+    return Observed(
+        request_id=name,
+        tokens=tokens,
+        start=start,
+        num_tokens=end - start,
+        prompt_len=prompt_len,
+        **more,
+    )

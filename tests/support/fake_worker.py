@@ -30,6 +30,7 @@ from longtail.types import (
     SamplingParams,
     TrainBatch,
 )
+from support.rollouts import completion
 
 if TYPE_CHECKING:
     from support.scripted_pool import ScriptedPool
@@ -414,14 +415,9 @@ class FakeWorker:
         """Return the text of a request, or its beginning."""
         tokens, policy = text(request) if begun is None else begun, self.engine
         assert policy is not None
-        return Completion(
-            request_id=request.request_id,
-            tokens=tokens,
-            logprobs=(-1.0,) * len(tokens),
-            text="",
-            finish_reason=FinishReason.STOP if begun is None else FinishReason.ABORT,
-            policy_version=len(policy),
-        )
+        reason = FinishReason.STOP if begun is None else FinishReason.ABORT
+        version = len(policy)
+        return completion(request.request_id, tokens, finish_reason=reason, policy_version=version)
 
     def _take_offers(self) -> None:
         if self._offers:

@@ -21,6 +21,7 @@ from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.types import Request, SamplingParams, TrainBatch
+from support.engine_requests import request_of
 from support.fake_worker import WORKER_TIMEOUT_S, Death, FakeWorker, Script, Steps
 
 TIMEOUT_S = 20.0
@@ -41,12 +42,12 @@ class Clock:
 def requests(*lengths: int, siblings: int = 1, first: int = 0) -> list[Request]:
     """Return a request of each length in tokens, which is its noise key modulo 1000."""
     return [
-        Request(
-            request_id=f"p{first + index // siblings}@0#{index % siblings}",
-            prompt_tokens=(7, first + index // siblings),
-            noise_key=1000 * (first + index + 1) + length,
-            group_id=f"p{first + index // siblings}@0",
-            sampling=SamplingParams(max_tokens=1000),
+        request_of(
+            f"p{first + index // siblings}@0#{index % siblings}",
+            (7, first + index // siblings),
+            1000 * (first + index + 1) + length,
+            f"p{first + index // siblings}@0",
+            max_tokens=1000,
         )
         for index, length in enumerate(lengths)
     ]

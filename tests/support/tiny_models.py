@@ -2,6 +2,7 @@
 
 import string
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from longtail.model.hf.model import PolicyTransformer
+from longtail.model.hf.model import PolicyTransformer, save_model
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.kernels import native
 from longtail.model.rope import RopeConfig
@@ -114,3 +115,11 @@ def tiny_tokenizer(
     )
     inner.chat_template = chat_template
     return Tokenizer(inner, (vocabulary["<eos>"],), None, inner.bos_token_id)
+
+
+def save_tiny(path: Path) -> Path:
+    """Write a tiny model with its tokenizer, and return the directory."""
+    tokenizer = tiny_tokenizer()
+    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
+    tokenizer.save(path)
+    return path

@@ -11,8 +11,6 @@ import pytest
 import longtail
 from longtail import Completion, Engine, SamplingParams
 from longtail.errors import ConfigError, RequestError
-from longtail.model.hf.model import save_model
-from support.tiny_models import tiny_model, tiny_tokenizer
 
 NAMES = (
     "Completion",
@@ -35,15 +33,6 @@ NAMES = (
 )
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer()
-    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
-    tokenizer.save(path)
-    return str(path)
-
-
 def test_the_package_offers_these_names_and_no_others() -> None:
     assert tuple(longtail.__all__) == NAMES
     assert tuple(dir(longtail)) == NAMES
@@ -64,48 +53,48 @@ def test_importing_the_package_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
-def test_completions_depend_on_prompt_seed_and_index_alone(model_path: str) -> None:
-    engine = Engine(model_path)
+def test_completions_depend_on_prompt_seed_and_index_alone(model_path: Path) -> None:
+    engine = Engine(str(model_path))
     params = SamplingParams(max_tokens=8)
     both = engine.generate(["1+1=", "2*3="], params, n=2, seed=7)
     assert [type(each) for each in both] == [Completion] * 4
-    alone = Engine(model_path, drafter="none").generate(["2*3="], params, n=2, seed=7)
+    alone = Engine(str(model_path), drafter="none").generate(["2*3="], params, n=2, seed=7)
     assert [each.text for each in alone] == [each.text for each in both[2:]]
     assert both[0].text != both[1].text
 
 
 @pytest.mark.slow
-def test_an_engine_takes_longer_requests_later(model_path: str) -> None:
-    engine = Engine(model_path)
+def test_an_engine_takes_longer_requests_later(model_path: Path) -> None:
+    engine = Engine(str(model_path))
     short = engine.generate(["1+1="], SamplingParams(max_tokens=4))
     long = engine.generate(["1+1="] * 3, SamplingParams(max_tokens=100))
     assert long[0].text.startswith(short[0].text)
     assert engine.generate(["1+1="], SamplingParams(max_tokens=4)) == short
 
 
-def test_a_stream_yields_the_text_of_its_completion(model_path: str) -> None:
-    engine, params = Engine(model_path), SamplingParams(max_tokens=20)
+def test_a_stream_yields_the_text_of_its_completion(model_path: Path) -> None:
+    engine, params = Engine(str(model_path)), SamplingParams(max_tokens=20)
     stream = engine.stream("1+1=", params, seed=3)
     text = "".join(piece.text for piece in stream)
     assert stream.completion is not None
     assert text == stream.completion.text == engine.generate(["1+1="], params, seed=3)[0].text
 
 
-def test_chat_messages_go_through_the_chat_template(model_path: str) -> None:
-    engine, params = Engine(model_path), SamplingParams(max_tokens=8)
+def test_chat_messages_go_through_the_chat_template(model_path: Path) -> None:
+    engine, params = Engine(str(model_path)), SamplingParams(max_tokens=8)
     chat = engine.generate([[{"role": "user", "content": "hi"}]], params)
     raw = engine.generate(["<user>hi<eos><assistant>"], params)
     assert chat[0].tokens == raw[0].tokens
 
 
-def test_what_does_not_fit_into_the_model_is_refused_before_any_work(model_path: str) -> None:
-    engine = Engine(model_path)
+def test_what_does_not_fit_into_the_model_is_refused_before_any_work(model_path: Path) -> None:
+    engine = Engine(str(model_path))
     with pytest.raises(RequestError, match="max_tokens = 512: after a prompt of"):
         engine.generate(["1", "2"], SamplingParams(max_tokens=512))
     with pytest.raises(ConfigError, match="'nowhere': no such directory"):
         Engine("nowhere")
 
 
-def test_a_drafter_without_weights_cannot_be_loaded(model_path: str) -> None:
+def test_a_drafter_without_weights_cannot_be_loaded(model_path: Path) -> None:
     with pytest.raises(ConfigError, match="'history': this drafter has no weights"):
-        longtail.load_drafter("history", model_path)
+        longtail.load_drafter("history", str(model_path))

@@ -1,24 +1,54 @@
 """The scripts of benchmarks/ run in their smallest form; pages name options that they have."""
 
 import argparse
+import json
+import os
 import re
 import shlex
 import stat
+import subprocess
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import gpu
+import longtail
+import script
 import vllm_engine
 from longtail.bench.options import E2eBenchOptions
 from longtail.cli.commands import COMMANDS
 from longtail.config import files
 from longtail.config.options import read
 from longtail.config.rl import load
-from support.benches import BENCHMARKS, options, run_script
 from support.toy import DRAFTERS, PROBLEMS, REASONER
+
+BENCHMARKS = Path(script.__file__).parent
+
+
+def run_script(name: str, *words: str) -> tuple[int, str, dict[str, Any]]:
+    """Run a script elsewhere, as a user does; return its exit code, its card and the result."""
+    packages = Path(longtail.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / f"{name}.py", *words],
+        env={**os.environ, "PYTHONPATH": str(packages)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout, done.stderr
+    card, _, last = done.stdout.rstrip().rpartition("\n")
+    return done.returncode, card, json.loads(last)
+
+
+def options(name: str, *words: str) -> Any:
+    """Return the options of a script. Example: options("engine", "gsm", "--texts=4")"""
+    return script.parse(import_module(name).Options, words)
+
 
 ROOT = BENCHMARKS.parent
 TOY = (

@@ -15,17 +15,7 @@ from longtail.cli import main as cli
 from longtail.cli.commands import COMMANDS
 from longtail.config.rl import RunConfig
 from longtail.engine.text import Piece
-from longtail.model.hf.model import save_model
-from support.tiny_models import tiny_model, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = tiny_tokenizer()
-    save_model(tiny_model(), path, eos_ids=tokenizer.eos_ids)
-    tokenizer.save(path)
-    return path
+from support.tiny_models import tiny_model
 
 
 def test_help_of_every_command_and_refusals_import_no_torch() -> None:

@@ -8,11 +8,10 @@ from longtail.drafter.eagle.drafter import EagleDrafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.weights import copy_parameters
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree
-from longtail.types import SamplingParams
 from support.eagle_requests import PROMPT_LEN, features_of, keyed_noise, observe, text
+from support.engine_requests import draftable
 from support.tiny_models import tiny_model
 
 LENGTHS = (9, 31, 90)
@@ -66,11 +65,11 @@ def _see(drafter: EagleDrafter, features: dict[int, Tensor], start: int, back: i
 def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree]:
     """Ask for the texts without their last `back - 1` tokens."""
     requests = [
-        Draftable(
-            request_id=str(n),
-            tokens=text(n + 10, seed=n)[: n + 11 - back],
-            prompt_len=PROMPT_LEN,
-            sampling=SamplingParams(temperature=0.0 if n == 31 else 1.0),
+        draftable(
+            str(n),
+            text(n + 10, seed=n)[: n + 11 - back],
+            PROMPT_LEN,
+            temperature=0.0 if n == 31 else 1.0,
             max_depth=9,
         )
         for n in LENGTHS

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from longtail.cluster.records import Progress
 from longtail.cluster.schedule.forecast import Forecaster, Lengths, TokenTimes, Unfinished
 from longtail.cluster.schedule.moves import best_move
-from longtail.types import Request, SamplingParams
+from longtail.types import Request
+from support.engine_requests import request_of
 
 
 def request(name: str, group: str = "", max_tokens: int = 1000) -> Request:
-    params = SamplingParams(max_tokens=max_tokens)
-    return Request(
-        request_id=name, prompt_tokens=(1, 2), noise_key=0, sampling=params, group_id=group
-    )
+    return request_of(name, (1, 2), group=group, max_tokens=max_tokens)
 
 
 def texts(worker: int, *lefts: float) -> list[Unfinished]:

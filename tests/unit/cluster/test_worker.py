@@ -25,8 +25,9 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.speculation.strategy import Strategy
 from longtail.system import machine
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, Request
 from support.drafters import ModelChains
+from support.engine_requests import request_of
 from support.rank_processes import Plan
 
 
@@ -55,15 +56,7 @@ def worker(components: WorkerComponents) -> Worker:
 
 @pytest.fixture
 def asked() -> list[Request]:
-    return [
-        Request(
-            request_id=f"{n}",
-            prompt_tokens=(5, 6, 7 + n),
-            noise_key=n,
-            sampling=SamplingParams(max_tokens=12),
-        )
-        for n in range(4)
-    ]
+    return [request_of(f"{n}", (5, 6, 7 + n), n, max_tokens=12) for n in range(4)]
 
 
 def offer(worker: Worker, version: int, scale: float) -> DrafterWeights:
@@ -96,9 +89,7 @@ def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
     worker.publish()
     drafter = ModelChains(load_model(workshop.model, components.generator.model.dtype))
     components.generator.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
-    sampling = SamplingParams(max_tokens=24)
-    request = Request(request_id="a", prompt_tokens=(5, 6), noise_key=1, sampling=sampling)
-    result = worker.generate([request])
+    result = worker.generate([request_of("a", (5, 6), 1, max_tokens=24)])
     assert result.series is not None
     assert sum(result.series.accepted) > 10
     places, (completion,) = result.drafted["a"], result.completions

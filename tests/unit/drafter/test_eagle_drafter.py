@@ -11,10 +11,8 @@ from longtail.drafter.eagle.layer import EagleLayer, Recipe
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import lay_out
-from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES, DraftTree
-from longtail.types import SamplingParams
 from support.eagle_requests import (
     PROMPT_LEN,
     WINDOW,
@@ -24,6 +22,7 @@ from support.eagle_requests import (
     observe,
     text,
 )
+from support.engine_requests import draftable, observed
 from support.tiny_models import tiny_model
 
 
@@ -36,13 +35,7 @@ def ask(
     name: str = "a",
     coupled: bool = True,
 ) -> DraftTree:
-    request = Draftable(
-        request_id=name,
-        tokens=tokens,
-        prompt_len=PROMPT_LEN,
-        sampling=SamplingParams(temperature=temperature),
-        max_depth=50,
-    )
+    request = draftable(name, tokens, PROMPT_LEN, temperature=temperature)
     noise = keyed_noise([len(tokens)], 128) if coupled else None
     (tree,) = drafter.propose([request], strategy, noise)
     return tree
@@ -122,14 +115,7 @@ def test_a_request_that_shares_the_beginning_of_a_prompt_shares_its_features():
 
     def watch(name: str, tokens: Sequence[int], start: int, prompt_len: int) -> None:
         features = features_of(model, drafter, tokens)[start:prompt_len]
-        seen = Observed(
-            request_id=name,
-            tokens=tokens,
-            start=start,
-            num_tokens=prompt_len - start,
-            prompt_len=prompt_len,
-        )
-        drafter.observe([seen], features)
+        drafter.observe([observed(name, tokens, start, prompt_len, prompt_len)], features)
 
     watch("whole", other, 0, len(other) - 1)
     expected = ask(drafter, other, Strategy(depth=3), name="whole")

@@ -23,8 +23,8 @@ from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
-from longtail.types import Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
+from support.engine_requests import request_of
 from support.spot_training import SETTINGS as SHORT
 from support.spot_training import counting
 from support.tiny_models import tiny_model
@@ -87,12 +87,12 @@ class Forgetful:
 
 def write(engine: RolloutEngine) -> list[TextSnapshot]:
     requests = [
-        Request(
-            request_id=f"own/{n}@0#{s}",
-            prompt_tokens=tuple(range(5 + n, 8 + 2 * n)),
-            noise_key=noise_key(4, n, s),
-            sampling=SamplingParams(max_tokens=3 + 4 * n),
-            group_id=f"own/{n}@0",
+        request_of(
+            f"own/{n}@0#{s}",
+            range(5 + n, 8 + 2 * n),
+            noise_key(4, n, s),
+            f"own/{n}@0",
+            max_tokens=3 + 4 * n,
         )
         for n in range(9)
         for s in range(2)

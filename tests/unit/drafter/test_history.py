@@ -14,7 +14,7 @@ from longtail.drafter.history import HistoryDrafter, PhraseDrafter, SuffixDrafte
 from longtail.speculation.drafter import Draftable, Noise, Observed
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths
-from longtail.types import SamplingParams
+from support.engine_requests import draftable, observed
 
 PROMPT, OTHER = (1, 2), (1, 3)
 A, B, C, D, E, X, Y = range(10, 17)
@@ -44,13 +44,7 @@ def seen(
     end: int = 0,
 ) -> Observed:
     tokens = [*prompt, *completion]
-    return Observed(
-        request_id=name,
-        tokens=tokens,
-        start=start,
-        num_tokens=(end or len(tokens)) - start,
-        prompt_len=len(prompt),
-    )
+    return observed(name, tokens, start, end or len(tokens), len(prompt))
 
 
 def ask(
@@ -58,15 +52,8 @@ def ask(
     prompt: Sequence[int] = PROMPT,
     name: str = "asking",
     max_depth: int = 9,
-    temperature: float = 1.0,
 ) -> Draftable:
-    return Draftable(
-        request_id=name,
-        tokens=[*prompt, *completion],
-        prompt_len=len(prompt),
-        sampling=SamplingParams(temperature=temperature),
-        max_depth=max_depth,
-    )
+    return draftable(name, [*prompt, *completion], len(prompt), max_depth=max_depth)
 
 
 def drafter_that_saw(*completions: Sequence[int], prompt: Sequence[int] = PROMPT) -> HistoryDrafter:

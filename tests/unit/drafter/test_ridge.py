@@ -31,9 +31,9 @@ from longtail.rl.packing import pack_texts
 from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
-from longtail.types import PackedSequences, SamplingParams
+from longtail.types import PackedSequences
 from support.eagle_requests import KEY, keyed_noise, ridge_layer, text
-from support.engine_requests import features_of
+from support.engine_requests import draftable, features_of, observed
 from support.spot_training import same
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -188,22 +188,11 @@ def _states(model: Transformer, tokens: Sequence[int]) -> Tensor:
 
 
 def _seen(name: str, tokens: Sequence[int], start: int, end: int) -> Observed:
-    return Observed(
-        request_id=name,
-        tokens=tokens,
-        start=start,
-        num_tokens=end - start,
-        prompt_len=3,
-        is_finished=True,
-    )
+    return observed(name, tokens, start, end, is_finished=True)
 
 
 def _asked(names: Sequence[str], tokens: Sequence[int]) -> list[Draftable]:
-    sampling = SamplingParams(temperature=0.7)
-    return [
-        Draftable(request_id=name, tokens=tokens, prompt_len=3, sampling=sampling, max_depth=50)
-        for name in names
-    ]
+    return [draftable(name, tokens, 3, temperature=0.7) for name in names]
 
 
 @pytest.mark.parametrize("ids", [None, list(range(3, 120, 2))])

@@ -21,7 +21,7 @@ from longtail.speculation.tree import (
     DraftTree,
     depths,
 )
-from longtail.types import SamplingParams
+from support.engine_requests import draftable
 from support.worked import confidences, reach_probabilities
 
 VOCAB = 5
@@ -62,13 +62,7 @@ class PathWalker(Walker):
 
 def asked(max_depths: Sequence[int]) -> list[Draftable]:
     return [
-        Draftable(
-            request_id=str(number),
-            tokens=[1, 2],
-            prompt_len=1,
-            sampling=SamplingParams(),
-            max_depth=max_depth,
-        )
+        draftable(str(number), [1, 2], max_depth=max_depth)
         for number, max_depth in enumerate(max_depths)
     ]
 
