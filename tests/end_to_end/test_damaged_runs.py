@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, save_untaught, say
+from end_to_end.workshop import Said, Workshop, build, save_untaught, say, write_lines
 
 WORDS = (
     *("--run.steps=2", "--run.checkpoint_every=1", "--rollout.max_tokens=8"),
@@ -141,6 +141,77 @@ def test_verbs_that_read_a_checkpoint_do_not_use_a_damaged_policy(
     assert said.out == say("generate", str(first), *prompt).out
 
 
+SMALL = (
+    "--run.keep_checkpoints=2",
+    "--data.max_len=64",
+    "--train.schedule=constant",
+    "--run.checkpoint_every=1",
+    "--run.threads=1",
+    "--run.device=cpu",
+)
+TRAINING = {
+    "sft": ("sft --model.path={model} --data.source={texts} --train.steps=2", "model.path"),
+    "drafter train": (
+        "drafter train --target.path={model} --data.source={texts} --data.completions=given "
+        "--data.heldout_size=2 --drafter.recipe=eagle1 --drafter.window=8 --train.steps=2",
+        "target.path",
+    ),
+}
+
+
+def _go_on(workshop: Workshop, verb: str, run: Path, *more: str) -> Said:
+    """Run a verb of training, or go on with its run."""
+    texts = workshop.path / "texts.jsonl"
+    write_lines(texts, *({"prompt": f"say {i}", "completion": f"it is {i}"} for i in range(12)))
+    words = TRAINING[verb][0].format(model=workshop.model, texts=texts)
+    return say(*words.split(), f"--run.dir={run}", *SMALL, *more)
+
+
+@pytest.fixture(scope="module")
+def trained(workshop: Workshop) -> dict[str, Path]:
+    """A finished run of each verb of training."""
+    found = {"serve": workshop.path / "whole"}
+    for verb in TRAINING:
+        found[verb] = workshop.path / verb.replace(" ", "-")
+        assert _go_on(workshop, verb, found[verb]).code == 0
+    return found | dict.fromkeys(("drafter eval", "drafter export"), found["drafter train"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verb", [*TRAINING, "serve", "drafter eval", "drafter export", "drafter eval STEP"]
+)
+def test_no_verb_uses_a_damaged_checkpoint(
+    workshop: Workshop,
+    trained: dict[str, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    verb: str,
+) -> None:
+    whole = trained[verb.removesuffix(" STEP")]
+    run = Path(shutil.copytree(whole, tmp_path / "run"))
+    newest = run / "checkpoints" / "step_000002"
+    (weights,) = (newest / "policy").glob("*.safetensors")
+    _flip(weights)
+    reason = f"{newest} is damaged (policy/{weights.name} is not as it was written"
+    if verb in TRAINING:
+        said = _go_on(workshop, verb, run)
+        assert "resumed after step 1" in said.err
+        assert weights.read_bytes() == (whole / weights.relative_to(run)).read_bytes()
+    elif verb == "serve":
+        said = say("serve", str(newest), "--port=0")
+    else:
+        place = newest if verb.endswith("STEP") else run
+        more = ("--prompts", str(workshop.prompts), "--n=2", "--max-tokens=4")
+        more = ("--out", str(tmp_path / "out")) if verb == "drafter export" else more
+        said = say(*verb.split()[:2], str(place), "--target", str(workshop.model), *more)
+    is_passed = verb != "serve" and not verb.endswith("STEP")
+    passed = f"{reason}: its SHA-256 differs); the checkpoint of step 1 is taken"
+    assert said.code == (0 if is_passed else 1), said.err
+    assert (passed in caplog.text, reason in said.err) == (is_passed, not is_passed)
+    assert "Traceback" not in said.err
+
+
 @pytest.mark.slow
 def test_a_damaged_drafter_is_dropped_with_one_line_and_the_texts_are_the_same(
     workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture
@@ -242,18 +313,29 @@ def test_lines_of_another_kind_in_logs_are_left_out_and_counted(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", ["--model.path=nowhere", "--data.source=nowhere.jsonl"])
+@pytest.mark.parametrize(
+    ("verb", "field"),
+    [
+        *(("train", "model.path"), ("train", "data.source")),
+        *((verb, field) for verb, (_, field) in TRAINING.items()),
+    ],
+)
 def test_a_resume_that_fails_changes_no_file(
-    workshop: Workshop, run: Path, caplog: pytest.LogCaptureFixture, word: str
+    workshop: Workshop, trained: dict[str, Path], tmp_path: Path, verb: str, field: str
 ) -> None:
-    config = (run / "config.toml").read_text()
-    field, _, value = word.removeprefix("--").partition("=")
-    name = field.partition(".")[2]
-    config = re.sub(rf'{name} = ".*"', f'{name} = "{value}"', config, count=1)
+    run = Path(shutil.copytree(trained["serve" if verb == "train" else verb], tmp_path / "run"))
+    config, name = (run / "config.toml").read_text(), field.partition(".")[2]
+    config = re.sub(rf'\n{name} = ".*"', f'\n{name} = "nowhere"', config, count=1)
     (run / "config.toml").write_text(config)
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    said = _train(workshop, run, caplog, word, "--run.steps=3")
-    assert said.startswith("2: ")
+    more = (f"--{field}=nowhere", f"--{'run' if verb == 'train' else 'train'}.steps=3")
+    if verb == "train":
+        said = workshop.train(str(run), *WORDS, *more)
+    else:
+        said = _go_on(workshop, verb, run, *more)
+    assert said.code == 2
+    assert "nowhere" in said.err
+    assert "was begun with" not in said.err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
