@@ -57,8 +57,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     _train(shop, "runs/first", drafter)
     shutil.copytree(path / "runs/first", path / "runs/quickstart")
     said = say(
-        *f"drafter export {drafter} --target {shop.model}".split(),
-        f"--out={path / 'DOWNLOADED'}",
+        *f"drafter export {drafter} --target {shop.model}".split(), f"--out={path / 'DOWNLOADED'}"
     )
     assert said.code == 0, said.err
     return path

@@ -212,10 +212,7 @@ def toy_with_tools(place: Path) -> None:
     tokenizer.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<assistant>",
-        "fields": {
-            "tool_calls": call,
-            "content": {"close_pattern": "<eos>", "content": "text"},
-        },
+        "fields": {"tool_calls": call, "content": {"close_pattern": "<eos>", "content": "text"}},
     }
     tokenizer.save_pretrained(place)
 

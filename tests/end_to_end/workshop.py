@@ -64,23 +64,13 @@ class Workshop:
     def words(self, run: str, *more: str) -> list[str]:
         """Words of a small, quick run; later ones win."""
         return [
-            "train",
-            f"--run.dir={self.path / run}",
-            f"--model.path={self.model}",
-            f"--data.source={self.prompts}",
-            "--data.heldout_size=4",
-            "--reward.name=end_to_end.rewards:sevens",
-            "--rollout.prompts_per_step=4",
-            "--rollout.group_size=4",
-            "--rollout.max_tokens=16",
-            "--rollout.dtype=float32",
-            "--learner.autocast=false",
-            "--learner.learning_rate=0.02",
-            "--run.threads=1",
-            "--run.device=cpu",
-            *self.common,
-            *more,
-        ]
+            "train", f"--run.dir={self.path / run}", f"--model.path={self.model}",
+            f"--data.source={self.prompts}", "--data.heldout_size=4",
+            "--reward.name=end_to_end.rewards:sevens", "--rollout.prompts_per_step=4",
+            "--rollout.group_size=4", "--rollout.max_tokens=16", "--rollout.dtype=float32",
+            "--learner.autocast=false", "--learner.learning_rate=0.02", "--run.threads=1",
+            "--run.device=cpu", *self.common, *more,
+        ]  # fmt: skip
 
     def train(self, run: str, *more: str) -> Said:
         """Run `longtail train` in this process."""

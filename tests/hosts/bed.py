@@ -255,19 +255,11 @@ def cluster(made: Bed, num: int, **env: str | None) -> list[Host]:
 def _environment(more: dict[str, str | None]) -> dict[str, str]:
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     wanted = {
-        **kept,
-        **QUICK,
-        "HOME": f"{PLACE}/home",
-        "TMPDIR": f"{PLACE}/tmp",
-        "RAY_TMPDIR": str(PLACE),
-        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": _TOKEN,
-        "PYTHONUNBUFFERED": "1",
-        **more,
-    }
+        **kept, **QUICK, "HOME": f"{PLACE}/home", "TMPDIR": f"{PLACE}/tmp",
+        "RAY_TMPDIR": str(PLACE), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": _TOKEN, "PYTHONUNBUFFERED": "1", **more,
+    }  # fmt: skip
     return {name: value for name, value in wanted.items() if value is not None}
 
 

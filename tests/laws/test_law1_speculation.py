@@ -27,29 +27,17 @@ from longtail.model.transformer import Family
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Request
-from support.drafters import (
-    RIGHT,
-    WRONG,
-    Script,
-    ScriptedDrafter,
-    Sketch,
-    chain,
-    listed,
-    ragged,
-)
+from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged
 from support.engine_requests import known_texts, request_of
 from support.tiny_models import tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TREE = Strategy(depth=6, width=3, size=9)
 DISTRIBUTIONS = (
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-    {"temperature": 1.5, "min_p": 0.05},
-    {"temperature": 1.0, "top_p": 0.8},
+    {}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    {"temperature": 1.5, "min_p": 0.05}, {"temperature": 1.0, "top_p": 0.8},
     {"temperature": 1.2, "top_k": 7},
-)
+)  # fmt: skip
 PROMPTS = (
     tuple((7 * j) % 128 for j in range(1, 28)),
     (1,),

@@ -23,13 +23,10 @@ LENGTHS, TEMPERATURES = (9, 30, 61, 44, 52), (1.0, 0.0, 0.7, 1.0, 0.9)
 CHAIN = Strategy(depth=5)
 SIBLINGS = Strategy(depth=5, width=2, beam=1, size=10)
 WORTHS = (
-    DraftThresholds(),
-    DraftThresholds(verify=0.3),
-    DraftThresholds(expand=0.3),
-    DraftThresholds(verify=0.4, expand=0.2),
-    DraftThresholds(level=2.0),
+    DraftThresholds(), DraftThresholds(verify=0.3), DraftThresholds(expand=0.3),
+    DraftThresholds(verify=0.4, expand=0.2), DraftThresholds(level=2.0),
     DraftThresholds(verify=0.1, expand=0.2, level=0.7),
-)
+)  # fmt: skip
 
 
 def drafter_of(recipe: str, dtype: torch.dtype = torch.float32, *, reduced: bool = False):

@@ -43,15 +43,8 @@ def test_the_kernels_are_right_and_batch_invariant(target: str, tmp_path: Path) 
     objects = library.compile_units(compiler, flags, tmp_path)
     program = tmp_path / "portable"
     command = [
-        compiler,
-        *flags,
-        str(PROGRAM),
-        *map(str, objects),
-        "-static",
-        "-o",
-        str(program),
-        "-lm",
-    ]
+        compiler, *flags, str(PROGRAM), *map(str, objects), "-static", "-o", str(program), "-lm",
+    ]  # fmt: skip
     subprocess.run(command, check=True, capture_output=True, text=True)
     done = subprocess.run([*emulator, str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

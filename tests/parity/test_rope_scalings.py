@@ -12,13 +12,9 @@ from longtail.model.hf.config import Fields, parse
 from longtail.model.rope import Rope, RopeConfig, inverse_frequencies
 
 LLAMA31 = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 QWEN_YARN = {
     "rope_type": "yarn",
     "rope_theta": 1_000_000.0,
@@ -44,13 +40,9 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 def test_frequencies_and_temperature_are_those_of_transformers(case: str) -> None:
     head_dim, rope = CASES[case]
     raw = {
-        "vocab_size": 8,
-        "hidden_size": 2 * head_dim,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 131_072,
-    }
+        "vocab_size": 8, "hidden_size": 2 * head_dim, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 131_072,
+    }  # fmt: skip
     theirs = LlamaConfig(**raw, rope_parameters=dict(rope))
     expected, temperature = ROPE_INIT_FUNCTIONS[rope["rope_type"]](theirs, torch.device("cpu"))
     ours = parse(

@@ -51,15 +51,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("qwen")
     backend.save(str(path / "tokenizer.json"))
     config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "chat_template": CHAT,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-        "bos_token": None,
-        "unk_token": None,
-        "additional_special_tokens": SPECIAL[1:],
-        "clean_up_tokenization_spaces": False,
-    }
+        "tokenizer_class": "Qwen2Tokenizer", "chat_template": CHAT, "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>", "bos_token": None, "unk_token": None,
+        "additional_special_tokens": SPECIAL[1:], "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     return path

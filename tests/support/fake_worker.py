@@ -22,14 +22,7 @@ from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
-from longtail.types import (
-    Completion,
-    FinishReason,
-    MicroBatch,
-    Request,
-    SamplingParams,
-    TrainBatch,
-)
+from longtail.types import Completion, FinishReason, MicroBatch, Request, SamplingParams, TrainBatch
 from support.rollouts import completion
 
 if TYPE_CHECKING:

@@ -101,15 +101,10 @@ def summed(device: str) -> Learned:
 
 
 CASES: dict[str, Callable[[str], Learned]] = {
-    "float64": whole,
-    "tied": half("qwen2"),
-    "windows": half("mistral"),
-    "transformers": transformers,
-    "adapters": adapters,
-    "supervised": supervised,
-    "summed": summed,
-    "drafter": drafter,
-}
+    "float64": whole, "tied": half("qwen2"), "windows": half("mistral"),
+    "transformers": transformers, "adapters": adapters, "supervised": supervised,
+    "summed": summed, "drafter": drafter,
+}  # fmt: skip
 
 
 def largest(one: Learned, other: Learned) -> float:

@@ -124,18 +124,11 @@ def answer(**more: Any) -> None:
 
     size = GIGABYTES * 10**9
     answers: dict[str, Any] = {
-        "_lazy_init": None,
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "is_bf16_supported": True,
-        "get_device_name": "a pretended GPU",
-        "get_device_capability": (9, 0),
-        "mem_get_info": (size, size),
-        "synchronize": None,
-        "empty_cache": None,
-        **more,
-    }
+        "_lazy_init": None, "is_available": True, "device_count": 1, "current_device": 0,
+        "is_bf16_supported": True, "get_device_name": "a pretended GPU",
+        "get_device_capability": (9, 0), "mem_get_info": (size, size), "synchronize": None,
+        "empty_cache": None, **more,
+    }  # fmt: skip
     for name, value in answers.items():
         setattr(torch.cuda, name, lambda *_, value=value, **__: value)
 

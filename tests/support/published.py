@@ -104,18 +104,10 @@ def published_eagle3(seed: int = 0) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "t2d": allowed,
     }
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": dim,
-        "num_hidden_layers": 1,
-        "vocab_size": VOCAB,
-        "draft_vocab_size": len(ids),
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 500_000.0,
+        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": HIDDEN,
+        "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": dim, "num_hidden_layers": 1, "vocab_size": VOCAB,
+        "draft_vocab_size": len(ids), "rms_norm_eps": 1e-5, "rope_theta": 500_000.0,
         "max_position_embeddings": 2048,
-    }
+    }  # fmt: skip
     return config, tensors

@@ -55,8 +55,7 @@ def shared_tokenizer() -> Tokenizer:
 
 
 def make_engine(
-    kind: type[RolloutEngine] = RolloutEngine,
-    speculation: Speculation | None = None,
+    kind: type[RolloutEngine] = RolloutEngine, speculation: Speculation | None = None
 ) -> RolloutEngine:
     limits = EngineLimits(
         max_running=OPTIONS.max_running, max_step_tokens=64, max_len=OPTIONS.max_len

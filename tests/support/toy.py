@@ -14,13 +14,10 @@ DRAFTERS = {recipe: TOY / recipe for recipe in ("eagle1", "eagle3")}
 PROBLEMS = TOY / "problems.jsonl"
 """64 problems, in an order in which every batch has short and long ones."""
 WORDS = (
-    f"--model.path={REASONER}",
-    f"--data.source={PROBLEMS}",
-    "--data.shuffle=false",
-    "--reward.name=support.toy:reward",
-    f"--speculation.drafter={DRAFTERS['eagle1']}",
+    f"--model.path={REASONER}", f"--data.source={PROBLEMS}", "--data.shuffle=false",
+    "--reward.name=support.toy:reward", f"--speculation.drafter={DRAFTERS['eagle1']}",
     "--learner.learning_rate=3e-4",
-)
+)  # fmt: skip
 """Options of a training run of the toy."""
 
 

@@ -37,19 +37,11 @@ class Recorder:
 def arguments(kind: type, out: Path, **changes: Any) -> Any:
     """Return GRPOConfig or RLOOConfig of a small run."""
     usual: dict[str, Any] = {
-        "num_generations": 4,
-        "per_device_train_batch_size": COMPLETIONS,
-        "max_completion_length": 48,
-        "max_steps": 3,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "bf16": False,
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 3,
-    }
+        "num_generations": 4, "per_device_train_batch_size": COMPLETIONS,
+        "max_completion_length": 48, "max_steps": 3, "learning_rate": 1e-3, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "bf16": False, "use_cpu": True,
+        "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
     return kind(str(out), **{**usual, **changes})
 
 

@@ -13,24 +13,10 @@ from longtail import Completion, Engine, SamplingParams
 from longtail.errors import ConfigError, RequestError
 
 NAMES = (
-    "Completion",
-    "Engine",
-    "LongtailError",
-    "Prompt",
-    "Request",
-    "Rollout",
-    "RunConfig",
-    "SamplingParams",
-    "TextStream",
-    "__version__",
-    "dr_grpo",
-    "load_drafter",
-    "load_tokenizer",
-    "noise_key",
-    "open_workers",
-    "pack_rollouts",
-    "train",
-)
+    "Completion", "Engine", "LongtailError", "Prompt", "Request", "Rollout", "RunConfig",
+    "SamplingParams", "TextStream", "__version__", "dr_grpo", "load_drafter", "load_tokenizer",
+    "noise_key", "open_workers", "pack_rollouts", "train",
+)  # fmt: skip
 
 
 def test_the_package_offers_these_names_and_no_others() -> None:

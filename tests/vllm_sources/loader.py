@@ -20,22 +20,13 @@ from vllm_sources.interpreter import hasten, log1p
 GPU = "vllm.v1.worker.gpu"
 REAL = (
     "vllm.model_executor.warmup.jit_warmup",
-    "vllm.model_executor.warmup.jit_warmup_triton_helper",
-    "vllm.utils.math_utils",
-    "vllm.v1.outputs",
-    "vllm.v1.sample.ops.topk_topp_sampler",
-    "vllm.v1.sample.ops.topk_topp_triton",
-    f"{GPU}.input_batch",
-    f"{GPU}.sample.gumbel",
-    f"{GPU}.sample.logprob",
-    f"{GPU}.sample.min_p",
-    f"{GPU}.sample.output",
-    f"{GPU}.sample.sampler",
-    f"{GPU}.sample.states",
-    f"{GPU}.spec_decode.rejection_sampler",
-    f"{GPU}.spec_decode.rejection_sampler_utils",
-    f"{GPU}.spec_decode.speculator",
-)
+    "vllm.model_executor.warmup.jit_warmup_triton_helper", "vllm.utils.math_utils",
+    "vllm.v1.outputs", "vllm.v1.sample.ops.topk_topp_sampler",
+    "vllm.v1.sample.ops.topk_topp_triton", f"{GPU}.input_batch", f"{GPU}.sample.gumbel",
+    f"{GPU}.sample.logprob", f"{GPU}.sample.min_p", f"{GPU}.sample.output",
+    f"{GPU}.sample.sampler", f"{GPU}.sample.states", f"{GPU}.spec_decode.rejection_sampler",
+    f"{GPU}.spec_decode.rejection_sampler_utils", f"{GPU}.spec_decode.speculator",
+)  # fmt: skip
 """Modules that are loaded from vLLM's sources, where a release has them."""
 
 
@@ -100,9 +91,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
         "triton": triton,
         "tldevice": SimpleNamespace(log1p=log1p),
     },
-    "vllm.config.model": {
-        "PROCESSED_LOGPROBS_MODES": ("processed_logits", "processed_logprobs"),
-    },
+    "vllm.config.model": {"PROCESSED_LOGPROBS_MODES": ("processed_logits", "processed_logprobs")},
     "vllm.utils.platform_utils": {"num_compute_units": lambda *_: 4},
     f"{GPU}.buffer_utils": {"UvaBackedTensor": Memory, "StagedWriteTensor": Memory},
 }

@@ -5,12 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.assembly.drafters import (
-    Target,
-    drafter_names,
-    open_drafter,
-    open_trainable,
-)
+from longtail.assembly.drafters import Target, drafter_names, open_drafter, open_trainable
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.errors import ConfigError

@@ -48,14 +48,10 @@ def test_the_configuration_reaches_every_part(workshop: Workshop, monkeypatch) -
 
     monkeypatch.setattr(trainer, "build_worker", noted)
     words = (
-        "--rollout.top_p=0.9",
-        "--rollout.temperature=0.7",
-        "--rollout.stop=END",
-        "--rollout.kv_tokens=0",
-        "--rollout.max_running=3",
-        "--rollout.dtype=float64",
+        "--rollout.top_p=0.9", "--rollout.temperature=0.7", "--rollout.stop=END",
+        "--rollout.kv_tokens=0", "--rollout.max_running=3", "--rollout.dtype=float64",
         "--learner.dtype=float32",
-    )
+    )  # fmt: skip
     parts, components = _assemble(workshop, *words), _components(workshop, *words)
     assert parts.sampling.temperature == 0.7
     assert parts.sampling.top_p == 0.9

@@ -42,8 +42,7 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
 
 
 COMPARED = Comparison(
-    arms={"off": config.load(None, ["--model.path=small", "--cluster.workers=2"])},
-    steps=3,
+    arms={"off": config.load(None, ["--model.path=small", "--cluster.workers=2"])}, steps=3
 )
 FOUND = {
     "off": arm([8.0, 4.0, 6.0], 2.0, a="one", b="two"),

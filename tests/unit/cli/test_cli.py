@@ -63,10 +63,7 @@ def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) ->
             "qqq: no such verb; the verbs are train, sft, drafter, merge, generate, serve, bench, ",
         ),
         (["train", "no.toml"], "no.toml: no such file"),
-        (
-            ["train", "--learner.los", "dapo"],
-            "--learner.los (did you mean --learner.loss?)",
-        ),
+        (["train", "--learner.los", "dapo"], "--learner.los (did you mean --learner.loss?)"),
         (
             ["train", "--learner.loss", "ppo", "quickstart"],
             "--learner.loss = ppo: it must be 'grpo'",
@@ -209,11 +206,7 @@ def test_equivalent_options_write_the_same_text(
     ],
 )
 def test_generate_refuses_what_cannot_be_served(
-    capsys: pytest.CaptureFixture[str],
-    model_path: Path,
-    words: list[str],
-    code: int,
-    message: str,
+    capsys: pytest.CaptureFixture[str], model_path: Path, words: list[str], code: int, message: str
 ) -> None:
     assert cli.main(["generate", str(model_path), *words]) == code
     assert message in capsys.readouterr().err

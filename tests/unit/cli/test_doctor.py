@@ -85,11 +85,7 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
     ],
 )
 def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
-    layout: str | None,
-    multiplies: bool,
-    auto: str,
-    bfloat16: str,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str | None, multiplies: bool, auto: str, bfloat16: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "layout", lambda dtype: layout)
     for module in (device, precision):

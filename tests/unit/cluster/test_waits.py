@@ -95,8 +95,7 @@ def test_abandoning_a_rollout_ends_if_all_workers_die(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "message",
-    ["clear_stop", "stop", "texts", "add_texts", "offer", "drafter_version", "candidate"],
+    "message", ["clear_stop", "stop", "texts", "add_texts", "offer", "drafter_version", "candidate"]
 )
 def test_a_death_noticed_in_place_of_an_answer_is_counted_as_a_loss(message):
     pool = ScriptedPool(3)

@@ -124,15 +124,10 @@ def _give_a_huge_shape(described: dict[str, Any]) -> None:
 
 
 ALTERED = {
-    "target": ([1], {"shape": 3}),
-    "training": ("none",),
-    "recipe": ("eagle9",),
-    "layers": (3, [10**12]),
-    "window": (-1,),
-    "draft_vocab_size": (0.5,),
-    "feature_scale": (0,),
+    "target": ([1], {"shape": 3}), "training": ("none",), "recipe": ("eagle9",),
+    "layers": (3, [10**12]), "window": (-1,), "draft_vocab_size": (0.5,), "feature_scale": (0,),
     "own_shape": ({"windows": []},),
-}
+}  # fmt: skip
 """Fields of a description, and values that they cannot have."""
 
 

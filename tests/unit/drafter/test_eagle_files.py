@@ -310,10 +310,7 @@ Change = Callable[[dict[str, Any], dict[str, Tensor]], object]
             "holds 'layers.0.self_attn.q_norm.weight'",
         ),
         (lambda c, t: t.pop("norm.weight"), "lacks norm.weight"),
-        (
-            lambda c, t: c.update(num_key_value_heads=2),
-            r"k_proj.weight is .*\[8, 64\]",
-        ),
+        (lambda c, t: c.update(num_key_value_heads=2), r"k_proj.weight is .*\[8, 64\]"),
         (lambda c, t: c.update(intermediate_size=48), r"mlp.* is bfloat16 .*40.*wanted is .*48"),
         (lambda c, t: c.update(hidden_size=64), "hidden_size = 64, the target has 32"),
         (lambda c, t: c.update(vocab_size=99), "vocab_size = 99, the target has 128"),

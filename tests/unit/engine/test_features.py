@@ -22,14 +22,7 @@ from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps
 from longtail.types import Request
 from support.drafters import WRONG, Script, ScriptedDrafter, ragged, silent
-from support.engine_requests import (
-    CROWDED,
-    ROOMY,
-    TREE,
-    features_of,
-    make_requests,
-    write,
-)
+from support.engine_requests import CROWDED, ROOMY, TREE, features_of, make_requests, write
 from support.tiny_models import tiny_model
 
 pytestmark = pytest.mark.many_steps

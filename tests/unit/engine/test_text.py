@@ -10,14 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import decoders
 
-from longtail.engine.text import (
-    Decode,
-    Reader,
-    TokenTexts,
-    ends_in_stop,
-    final_text,
-    find_stop,
-)
+from longtail.engine.text import Decode, Reader, TokenTexts, ends_in_stop, final_text, find_stop
 from support.fakes import decode_pieces
 
 TEXTS = st.text(alphabet="ab <>/\u00e9\u65e5\u672c\U0001f600\u2581", max_size=30)

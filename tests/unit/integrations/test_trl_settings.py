@@ -19,17 +19,10 @@ from longtail.types import SamplingParams
 
 def settings(**changes: Any) -> SimpleNamespace:
     usual = {
-        "temperature": 0.8,
-        "top_p": 1.0,
-        "top_k": -1,
-        "min_p": None,
-        "repetition_penalty": 1.0,
-        "max_completion_length": 32,
-        "generation_kwargs": None,
-        "structured_outputs_regex": None,
-        "mode": "colocate",
-        "tensor_parallel_size": 1,
-    }
+        "temperature": 0.8, "top_p": 1.0, "top_k": -1, "min_p": None, "repetition_penalty": 1.0,
+        "max_completion_length": 32, "generation_kwargs": None, "structured_outputs_regex": None,
+        "mode": "colocate", "tensor_parallel_size": 1,
+    }  # fmt: skip
     return SimpleNamespace(**{**usual, **changes})
 
 

@@ -45,8 +45,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("field", "size"),
-    [("vocab_size", 2_000_000_000), ("num_hidden_layers", 2_000)],
+    ("field", "size"), [("vocab_size", 2_000_000_000), ("num_hidden_layers", 2_000)]
 )
 def test_a_wrong_size_in_the_config_is_refused_before_it_is_allocated(
     saved: Path, field: str, size: int

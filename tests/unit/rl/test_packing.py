@@ -5,12 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.rl.packing import (
-    pack_mini_batches,
-    pack_rollouts,
-    pack_shared,
-    plan,
-)
+from longtail.rl.packing import pack_mini_batches, pack_rollouts, pack_shared, plan
 from longtail.types import Rollout, SamplingParams
 from support import rollouts
 

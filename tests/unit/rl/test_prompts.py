@@ -7,13 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.prompts import (
-    Encoder,
-    PromptSource,
-    fingerprint,
-    make_prompts,
-    system_first,
-)
+from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts, system_first
 
 PLAIN = Encoder(encode=lambda text, **_: tuple(text.encode()), render=None)
 BEGUN = Encoder(

@@ -13,14 +13,10 @@ from longtail.run.console import Console
 from longtail.run.summary import summarize_run
 
 METRICS = {
-    "reward/mean": 0.4137,
-    "response_length/p50": 96.0,
-    "response_length/max": 1024.0,
-    "rollout/tail_idle_share": 0.61,
-    "rollout/tokens_per_s": 12345.6,
-    "timing_s/rollout": 6.21,
+    "reward/mean": 0.4137, "response_length/p50": 96.0, "response_length/max": 1024.0,
+    "rollout/tail_idle_share": 0.61, "rollout/tokens_per_s": 12345.6, "timing_s/rollout": 6.21,
     "timing_s/step": 8.0,
-}
+}  # fmt: skip
 
 
 DRAFT = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepted=1)

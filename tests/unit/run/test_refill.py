@@ -77,15 +77,10 @@ def _step(source: PromptSource, grader: GraderPool, *words: str) -> tuple[Traini
     step: Any = object.__new__(TrainingStep)  # the parts are stand-ins of other types
     own = _config(*words)
     fields = {
-        "rollout": own.rollout,
-        "learner": own.learner,
-        "reward": own.reward.name,
-        "seed": own.run.seed,
-        "components": components,
-        "grader": grader,
-        "phase": lambda *_, **__: nullcontext(),
-        "watch": Stopwatch(),
-    }
+        "rollout": own.rollout, "learner": own.learner, "reward": own.reward.name,
+        "seed": own.run.seed, "components": components, "grader": grader,
+        "phase": lambda *_, **__: nullcontext(), "watch": Stopwatch(),
+    }  # fmt: skip
     for name, value in fields.items():
         object.__setattr__(step, name, value)
     return step, workers

@@ -6,12 +6,7 @@ from longtail.cluster.records import RolloutResult, ShardResult, TaskResult
 from longtail.engine.report import RolloutMeter, merge_reports
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
-from longtail.run.step_metrics import (
-    SampleRound,
-    StepRecord,
-    group_metrics,
-    rollout_metrics,
-)
+from longtail.run.step_metrics import SampleRound, StepRecord, group_metrics, rollout_metrics
 from longtail.types import Completion, Group, Prompt, Rollout
 from support.rollouts import completion
 

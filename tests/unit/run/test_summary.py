@@ -15,17 +15,11 @@ from longtail.run.summary import (
 
 def _row(**changes: float | None) -> dict[str, float | None]:
     return {
-        "response_length/p50": 10.0,
-        "response_length/max": 80.0,
-        "response_length/max_over_median": 8.0,
-        "rollout/generated_tokens": 300.0,
-        "rollout/tail_idle_share": 0.5,
-        "timing_s/rollout": 6.0,
-        "timing_s/reward": 1.0,
-        "timing_s/learn": 2.0,
-        "timing_s/step": 10.0,
-        **changes,
-    }
+        "response_length/p50": 10.0, "response_length/max": 80.0,
+        "response_length/max_over_median": 8.0, "rollout/generated_tokens": 300.0,
+        "rollout/tail_idle_share": 0.5, "timing_s/rollout": 6.0, "timing_s/reward": 1.0,
+        "timing_s/learn": 2.0, "timing_s/step": 10.0, **changes,
+    }  # fmt: skip
 
 
 LAST = {

@@ -96,9 +96,7 @@ def test_a_response_has_openais_format_and_counts_its_tokens(client: httpx.Clien
     assert found["longtail"]["accept_length"] is None  # no drafter
 
 
-def test_a_drawn_seed_is_reported_and_reproduces_the_text(
-    client: httpx.Client,
-) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_text(client: httpx.Client) -> None:
     first = client.post(TEXT, json=prompt(seed=None)).json()
     other = client.post(TEXT, json=prompt(seed=None)).json()
     again = client.post(TEXT, json=prompt(seed=first["longtail"]["seed"])).json()

@@ -21,12 +21,7 @@ def refused(kind: type[Body], body: Any) -> tuple[str | None, str]:
 
 @pytest.mark.parametrize(
     ("prompt", "read"),
-    [
-        ("a", ["a"]),
-        (["a", "b"], ["a", "b"]),
-        ([1, 2], [[1, 2]]),
-        ([[1], [2, 3]], [[1], [2, 3]]),
-    ],
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
 )
 def test_a_prompt_may_be_a_text_or_token_ids_or_several(prompt: Any, read: Any) -> None:
     assert CompletionRequest.model_validate({**TEXT, "prompt": prompt}).prompt == read

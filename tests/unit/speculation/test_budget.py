@@ -56,10 +56,7 @@ def paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
 def chain(tokens: Sequence[int], reach: Sequence[float] = ()) -> DraftTree:
     size = len(tokens)
     return DraftTree(
-        tokens=tuple(tokens),
-        parents=tuple(range(size)),
-        margins=(0.0,) * size,
-        reach=tuple(reach),
+        tokens=tuple(tokens), parents=tuple(range(size)), margins=(0.0,) * size, reach=tuple(reach)
     )
 
 
@@ -104,10 +101,7 @@ def test_no_number_of_nodes_yields_more(reach: list[float], costs: list[float], 
     assert surplus[best] == pytest.approx(max(surplus), abs=1e-9)
 
 
-@given(
-    st.lists(st.tuples(any_sketch(), st.booleans()), min_size=1, max_size=5),
-    st.integers(0, 40),
-)
+@given(st.lists(st.tuples(any_sketch(), st.booleans()), min_size=1, max_size=5), st.integers(0, 40))
 def test_selection_respects_room(sketches, room):
     trees = [tree_of(sketch, speaks=speaks) for sketch, speaks in sketches]
     selected = select_nodes(trees, room)

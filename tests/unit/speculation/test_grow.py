@@ -15,12 +15,7 @@ from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.grow import Frontier, Scoring, Walker, grow
 from longtail.speculation.strategy import DraftThresholds, Strategy
-from longtail.speculation.tree import (
-    MAX_NODES,
-    Accepted,
-    DraftTree,
-    depths,
-)
+from longtail.speculation.tree import MAX_NODES, Accepted, DraftTree, depths
 from support.engine_requests import draftable
 from support.worked import confidences, reach_probabilities
 

@@ -4,12 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from longtail.system.interrupt import (
-    Interrupted,
-    Interruption,
-    signals_as_ctrl_c,
-    signals_delayed,
-)
+from longtail.system.interrupt import Interrupted, Interruption, signals_as_ctrl_c, signals_delayed
 
 
 def _receive(number: signal.Signals) -> None:

@@ -93,8 +93,7 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() ->
 
 
 @pytest.mark.parametrize(
-    ("tuner", "depth"),
-    [(OffTuner, 0), (lambda: FixedTuner(Strategy(depth=20)), DEPTH)],
+    ("tuner", "depth"), [(OffTuner, 0), (lambda: FixedTuner(Strategy(depth=20)), DEPTH)]
 )
 def test_plain_decoding_and_the_deepest_table_are_bounds(
     tuner: Callable[[], Tuner], depth: int
