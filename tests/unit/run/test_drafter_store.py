@@ -1,6 +1,5 @@
 """The drafter on disk: written before its checkpoint, whole or not at all, found again by step."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -38,28 +37,6 @@ def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path:
         assert found.tensors["drafter/fc.weight"].tolist() == [[version] * 2] * 3
     assert store.load(1) is None
     assert DrafterStore(tmp_path / "none").load(5) is None
-
-
-@pytest.mark.parametrize("text", [None, "[]", "{}", '{"numbers": []}'])
-def test_a_damaged_drafter_is_dropped_with_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str | None
-) -> None:
-    store = DrafterStore(tmp_path / "drafter")
-    for step in (1, 2):
-        store.save(step, state(step))
-    newest = tmp_path / "drafter" / "step_000002"
-    if text is None:
-        shutil.copy(tmp_path / "drafter" / "step_000001" / "tensors.safetensors", newest)
-    else:
-        (newest / "state.json").write_text(text)
-    found = store.load(2)
-    assert found is not None
-    assert found.numbers["version"] == 1
-    (said,) = caplog.records
-    assert "is damaged" in said.getMessage()
-    assert "only the speed" in said.getMessage()
-    shutil.rmtree(tmp_path / "drafter" / "step_000001")
-    assert store.load(2) is None
 
 
 def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
