@@ -314,31 +314,30 @@ def step_of(path: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def checked(policy: Path) -> Path:
-    """Return the directory of a policy or a drafter.
+def policy_with(file: str, path: Path) -> Path | None:
+    """Return the directory with a file at a path, in a checkpoint, or in a run's newest whole one.
 
-    Raises CheckpointError if it is in a checkpoint, and a file is not as it was written.
+    Raises CheckpointError if it is a checkpoint's, and something in it is not as it was written.
     """
-    checkpoint = policy.absolute().parent
-    if policy.name == _POLICY and step_of(checkpoint) is not None:
-        read_state(checkpoint, section="state", part=_POLICY)
-    return policy
+    for found in (path, path / _POLICY):
+        if (found / file).is_file():
+            checkpoint = found.absolute().parent
+            if found.name == _POLICY and step_of(checkpoint) is not None:
+                read_state(checkpoint, section="state", part=_POLICY)
+            return found
+    latest = RunDirectory(path).load_latest(_POLICY)
+    return latest.policy if latest is not None and (latest.policy / file).is_file() else None
 
 
 def policy_directory(path: Path) -> Path:
     """Return the Hugging Face directory at a path, in a checkpoint, or in a run's newest one."""
-    for found in (path, path / _POLICY):
-        if (found / "config.json").is_file():
-            return checked(found)
-    latest = RunDirectory(path).load_latest(_POLICY)
-    for each in (path, path / _POLICY, *([latest.policy] if latest else [])):
-        if (each / "adapter_config.json").is_file():
-            raise ConfigError(
-                f"{path}: it holds adapters alone (learner.lora); give the directory of the whole "
-                "model, which `longtail merge RUN --out DIR` writes"
-            )
-    if latest:
-        return latest.policy
+    if (found := policy_with("config.json", path)) is not None:
+        return found
+    if policy_with("adapter_config.json", path) is not None:
+        raise ConfigError(
+            f"{path}: it holds adapters alone (learner.lora); give the directory of the whole "
+            "model, which `longtail merge RUN --out DIR` writes"
+        )
     reason = "no such directory" if not path.exists() else "neither a model nor a run with one"
     raise ConfigError(
         f"{path}: {reason}; give a Hugging Face directory (with config.json), a checkpoint, or "

@@ -22,18 +22,11 @@ from typing import final
 import torch
 
 from longtail.cluster.work.drafter_versions import DrafterState
-from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_drafter
+from longtail.drafter.formats.checkpoint import DESCRIPTION, LoadedDrafter, is_drafter, load_drafter
 from longtail.errors import SPACE, CheckpointError, ConfigError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.checkpoint import (
-    RunDirectory,
-    checked,
-    load_tensors,
-    put_step,
-    step_of,
-    steps_in,
-)
+from longtail.run.checkpoint import load_tensors, policy_with, put_step, step_of, steps_in
 from longtail.run.state_file import read_state, write_state
 from longtail.system import tensor_files
 from longtail.system.files import writing
@@ -98,12 +91,8 @@ def own_of_run(model: str) -> str | None:
 
 def drafter_directory(path: Path) -> Path:
     """Return the drafter directory at a path, in a checkpoint, or in a run's newest one."""
-    for found in (path, path / "policy"):
-        if is_drafter(found):
-            return checked(found)
-    latest = RunDirectory(path).load_latest("policy") if path.is_dir() else None
-    if latest is not None and is_drafter(latest.policy):
-        return latest.policy
+    if (found := policy_with(DESCRIPTION, path)) is not None:
+        return found
     reason = "neither a drafter nor a run with one" if path.exists() else "no such directory"
     raise ConfigError(
         f"{path}: {reason}; give a drafter directory (with drafter.json), a checkpoint, or a run "

@@ -24,8 +24,9 @@ def read_state(path: Path, *, section: str, part: str = "") -> dict[str, Any]:
     Raises CheckpointError, with the file's name, if it or a file in the folder `part` is not as it
     was written. Other versions of longtail wrote no digests.
     """
+    fields: dict[str, Any] = {section: dict}
     try:
-        document = read_object(path / _FILE, {section: dict})
+        document = read_object(path / _FILE, **fields)
         if document.get("run_format") == RUN_FORMAT:
             _compare(_FILE, _digest_of(document), document.get(_OWN_DIGEST))
             for name, expected in document["files"].items():

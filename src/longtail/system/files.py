@@ -6,17 +6,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from longtail.errors import CheckpointError, ConfigError, JsonError
-
-_NO_FIELDS: Mapping[str, type] = MappingProxyType({})
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
@@ -119,9 +116,7 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def read_object(
-    path: Path, fields: Mapping[str, type] = _NO_FIELDS, *, allow_nan: bool = False
-) -> dict[str, Any]:
+def read_object(path: Path, *, allow_nan: bool = False, **fields: type) -> dict[str, Any]:
     """Read a JSON object that has at least these fields, of these types; see `parse_json`.
 
     Raises ConfigError, which names the file and the field, if it is missing or something else.

@@ -234,8 +234,7 @@ def _load(
             layer = make_layer(config)
     except _MALFORMED as error:
         raise _malformed(path, error) from error
-    wanted = {name: Kind.of(p) for name, p in layer.named_parameters()}
-    wanted = {name: Kind(shape=kind.shape) for name, kind in wanted.items()}
+    wanted = {name: Kind(shape=tuple(p.shape)) for name, p in layer.named_parameters()}
     with tensor_files.open_tensors(path / TENSORS) as file:
         wanted |= _beside(config, file.kinds)
         tensors = file.read_all(wanted, _REMEDY)
@@ -291,7 +290,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not file.is_file():
         what = "holds no drafter.json" if path.is_dir() else "is not a directory"
         raise ConfigError(f"drafter {path} {what}: {_REMEDY}")
-    description = read_object(file, {"format": int})
+    description = read_object(file, format=int)
     if description["format"] != _FORMAT:
         raise ConfigError(f"{file} has format {description['format']}, known is {_FORMAT}")
     return description

@@ -221,7 +221,7 @@ def _weight_files(path: Path) -> list[Path]:
             "save_pretrained(..., safe_serialization=True) and point model.path there"
         )
     try:
-        names = sorted(set(read_object(index, {"weight_map": dict})["weight_map"].values()))
+        names = sorted(set(read_object(index, weight_map=dict)["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file outside the directory")
     except (ValueError, TypeError) as error:
