@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from longtail.errors import ConfigError, LongtailError
-from longtail.system.files import fingerprint, remove_folder, sync, sync_folder
+from longtail.system.files import remove_folder, sha256, sync, sync_folder
 
 _log = logging.getLogger("longtail")
 _OTHERS_WRITE = 0o022
@@ -103,8 +103,7 @@ def _is_whole(entry: Path) -> bool:
 def _sums(entry: Path) -> str:
     """Return the digests of the files of an entry, as `sha256sum` prints them."""
     files = sorted(path for path in entry.rglob("*") if path.is_file() and path.name != _SUMS)
-    lines = (f"{fingerprint(path)['sha256']}  {path.relative_to(entry)}\n" for path in files)
-    return "".join(lines)
+    return "".join(f"{sha256(path)}  {path.relative_to(entry)}\n" for path in files)
 
 
 @contextmanager

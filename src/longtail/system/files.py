@@ -16,11 +16,10 @@ from typing import Any, NoReturn
 from longtail.errors import CheckpointError, ConfigError, JsonError
 
 
-def fingerprint(path: Path) -> dict[str, Any]:
-    """Return size and SHA-256 of a file, as a JSON object."""
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, as `sha256sum` prints it."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 _BLOCK, _MOST_THREADS = 2**24, 8
@@ -31,7 +30,6 @@ def digest(path: Path) -> str:
 
     One core computes about 1 GB/s, so a checkpoint of many gigabytes takes several.
     """
-
     starts = range(0, path.stat().st_size, _BLOCK)
     with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
         blocks = list(threads.map(partial(_block_digest, path), starts))

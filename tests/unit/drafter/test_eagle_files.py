@@ -19,9 +19,10 @@ from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields
-from longtail.model.hf.weights import read_tensors, write_tensors
+from longtail.model.hf.weights import SINGLE_FILE, read_tensors
 from longtail.model.rope import Rope, RopeConfig
 from longtail.rl.packing import lay_out
+from longtail.system.tensor_files import save
 from support.published import (
     DRAFT_IDS,
     HIDDEN,
@@ -135,7 +136,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 def lay(path, config: dict[str, Any], tensors: dict[str, Tensor]):
     path.mkdir(parents=True, exist_ok=True)
-    write_tensors(tensors, path)
+    save(tensors, path / SINGLE_FILE)
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -199,7 +200,7 @@ def test_an_export_that_reads_back_differently_is_not_put_in_its_place(
         write(path, *rest)
         tensors = read_tensors(path)
         tensors[name].view(-1)[0] += 1
-        write_tensors(tensors, path)
+        save(tensors, path / SINGLE_FILE)
 
     write = eagle_files.write_layout
     monkeypatch.setattr(eagle_files, "write_layout", spoil)

@@ -217,7 +217,7 @@ def _describe(path: Path) -> _Described:
         record = parse_as(TrainingRecord, described["training"])
         return config, parse_as(TargetIdentity, target).shown(), record
     except _MALFORMED as error:
-        raise _malformed(path, error) from error
+        raise malformed(path / DESCRIPTION, error) from error
 
 
 def parse_as(kind: type[_T], value: Any) -> _T:
@@ -233,7 +233,7 @@ def _load(
         with torch.device("meta"):  # an untrusted shape: allocated when the tensors have it
             layer = make_layer(config)
     except _MALFORMED as error:
-        raise _malformed(path, error) from error
+        raise malformed(path / DESCRIPTION, error) from error
     wanted = {name: Kind(shape=tuple(p.shape)) for name, p in layer.named_parameters()}
     with tensor_files.open_tensors(path / TENSORS) as file:
         wanted |= _beside(config, file.kinds)
@@ -267,9 +267,10 @@ def _beside(config: DraftConfig, found: Mapping[str, Kind]) -> dict[str, Kind]:
     return wanted | (with_prefix(_SUMS, LagSums.kinds(config)) if has_sums else {})
 
 
-def _malformed(path: Path, error: Exception) -> ConfigError:
+def malformed(what: object, error: Exception) -> ConfigError:
+    """Return the error for a description that cannot be used, on one line."""
     said = printable(" ".join(str(error).split())) or type(error).__name__
-    return ConfigError(f"{path / DESCRIPTION} is malformed ({said:.300}): {_REMEDY}")
+    return ConfigError(f"{what} is malformed ({said:.300}): {_REMEDY}")
 
 
 def is_drafter(path: Path) -> bool:
@@ -282,7 +283,7 @@ def target_name(path: Path) -> str:
     try:
         return printable(str(_read(path)["target"]["name"]))
     except _MALFORMED as error:
-        raise _malformed(path, error) from error
+        raise malformed(path / DESCRIPTION, error) from error
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from longtail.drafter.formats.checkpoint import (
     TargetIdentity,
     TrainingRecord,
     identity,
+    malformed,
     parse_as,
     tokenizer_digest,
 )
@@ -46,7 +47,7 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
-from longtail.system.files import printable, replace_folder, writing
+from longtail.system.files import replace_folder, writing
 from longtail.system.tensor_files import INTEGERS, Kind, kinds_of, require
 
 LayerIds = Literal["auto", "input", "output"]
@@ -314,8 +315,7 @@ def _trained_on(
     try:
         found = parse_as(TargetIdentity, kept).shown()
     except ValueError as error:
-        said = printable(" ".join(str(error).split()))
-        raise ConfigError(f"{fields.where}: {SECTION}.target is malformed ({said:.300})") from error
+        raise malformed(f"{fields.where}: {SECTION}.target", error) from error
     if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
         what = f"it was trained on {found.name}, whose tokenizer is {found.tokenizer}, not {digest}"
         raise _misfit(fields, what)

@@ -18,8 +18,9 @@ from torch import Tensor
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.model.hf.config import emit
-from longtail.model.hf.weights import Part, write_tensors
+from longtail.model.hf.weights import SINGLE_FILE, Part
 from longtail.model.transformer import ModelConfig, Transformer
+from longtail.system import tensor_files
 
 SECTION = "longtail"
 """Section of config.json that only `longtail drafter import` reads."""
@@ -148,7 +149,7 @@ def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None
     tensors = to_tensors(loaded, target, dtype)
     content = to_config(config, dtype)
     content[SECTION] |= {"target": asdict(loaded.trained_on)}
-    write_tensors(tensors, path)
+    tensor_files.save(tensors, path / SINGLE_FILE)
     (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -83,7 +83,7 @@ def check_weights(config: ModelConfig, path: Path) -> dict[str, Path]:
     """
     found = _located(path)
     kinds = {name: kind for name, (_, kind) in found.items()}
-    require_layout(layout(config), kinds, config, str(path))
+    require_layout(kinds, config, str(path))
     return {name: file for name, (file, _) in found.items()}
 
 
@@ -190,11 +190,6 @@ def tensor_kinds(path: Path) -> dict[str, Kind]:
     return {name: each for name, (_, each) in _located(path).items()}
 
 
-def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write one model.safetensors with tensors of any dtype."""
-    tensor_files.save(tensors, path / SINGLE_FILE)
-
-
 def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Cut the names, in order, into shards that fit; a tensor above the limit has its own."""
     shards: list[list[str]] = [[]]
@@ -244,11 +239,9 @@ def _located(path: Path) -> dict[str, tuple[Path, Kind]]:
     return found
 
 
-def require_layout(
-    table: Mapping[str, tuple[Part, ...]], kinds: Wanted, config: ModelConfig, where: str
-) -> None:
+def require_layout(kinds: Wanted, config: ModelConfig, where: str) -> None:
     """Raise ConfigError unless the tensors are those of the configuration."""
-    wanted = {part.name: Kind(shape=part.shape) for entry in table.values() for part in entry}
+    wanted = {part.name: Kind(shape=part.shape) for row in layout(config).values() for part in row}
     found = {name: each for name, each in kinds.items() if not name.endswith(_DERIVED_SUFFIX)}
     if config.tied_embeddings:
         found.pop(_HEAD, None)

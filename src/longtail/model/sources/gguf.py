@@ -16,9 +16,9 @@ import torch
 from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.model import write_json
-from longtail.model.hf.weights import layout, require_layout, write_weights
+from longtail.model.hf.weights import require_layout, write_weights
 from longtail.system.cache import build_once
-from longtail.system.files import fingerprint, parse_json
+from longtail.system.files import parse_json, sha256
 from longtail.system.tensor_files import kinds_of
 
 KIND = "models"
@@ -57,7 +57,7 @@ def model_of(
         convert(file, directory, where, log, tokenizer)
 
     try:
-        digest = fingerprint(file)["sha256"]
+        digest = sha256(file)
     except OSError as error:
         raise ConfigError(f"{where}: the file cannot be read ({error}); check it") from error
     stem = re.sub(r"[^A-Za-z0-9._-]", "_", name or file.stem)[:80]
@@ -93,7 +93,7 @@ def convert(
     tensors = model.state_dict()
     if config.tied_embeddings:
         del tensors["lm_head.weight"]
-    require_layout(layout(config), kinds_of(tensors), config, where)
+    require_layout(kinds_of(tensors), config, where)
     if len(reader.tensors) != len(tensors):
         raise ConfigError(
             f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "

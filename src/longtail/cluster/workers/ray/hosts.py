@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from longtail.errors import ClusterError
 from longtail.model.kernels import native
 from longtail.system.cache import build_once, cache_directory
-from longtail.system.files import fingerprint
+from longtail.system.files import sha256
 from longtail.system.machine import vllm_version
 
 _SENT = (".json", ".safetensors", ".txt", ".model", ".jinja")
@@ -103,7 +103,7 @@ def _software(*, on_cpu: bool, on_vllm: bool) -> dict[str, str]:
 
 def _digests(folder: Path) -> dict[str, str]:
     files = sorted(each for each in folder.rglob("*") if each.suffix in _SENT)
-    return {str(each.relative_to(folder)): fingerprint(each)["sha256"] for each in files}
+    return {str(each.relative_to(folder)): sha256(each) for each in files}
 
 
 def _cached(digests: Digests) -> Path:
