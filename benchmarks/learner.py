@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from longtail.assembly.engine import model_directory
 from longtail.bench.card import Spread, Table, numbers, print_card, progress, ratios
 from longtail.config import files
 from longtail.config.options import Json, Option
@@ -43,6 +42,7 @@ from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
 from longtail.rl.packing import pack_rollouts
+from longtail.run.models import model_directory
 from longtail.system.device import choose_device, multiplies_bfloat16, now, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 

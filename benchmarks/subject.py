@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor
 
 from longtail.assembly.drafters import FRESH, WEIGHTLESS, Target, drafter_names, open_drafter
-from longtail.assembly.engine import model_directory, open_model
+from longtail.assembly.engine import open_model
 from longtail.assembly.precision import decided
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import sampling_of
@@ -19,6 +19,7 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.prompts import PromptSource
+from longtail.run.models import model_directory
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter, Observed
 from longtail.speculation.grow import GrowingDrafter

@@ -13,9 +13,9 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from longtail.assembly.engine import model_directory
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
+from longtail.run.models import model_directory
 
 
 def states_answer(completions: list[Any], answer: list[str], **_: Any) -> list[float]:

@@ -12,9 +12,9 @@ from datasets import Dataset
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from longtail.assembly.engine import model_directory
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
+from longtail.run.models import model_directory
 
 
 def is_short(completions: list[Any], **_: Any) -> list[float]:

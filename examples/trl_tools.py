@@ -14,9 +14,9 @@ from datasets import Dataset
 from transformers import AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from longtail.assembly.engine import model_directory
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
+from longtail.run.models import model_directory
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

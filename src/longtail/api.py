@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
-from longtail.assembly.engine import model_directory, open_engine, open_model
+from longtail.assembly.engine import open_engine, open_model
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.growing import GrowingEngine
 from longtail.engine.text import Piece, stream
@@ -27,6 +27,7 @@ from longtail.generator import StepReport
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
+from longtail.run.models import model_directory
 from longtail.sampling import completion_key
 from longtail.system.device import own_engine_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams

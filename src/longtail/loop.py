@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from longtail.assembly.base import find_base
 from longtail.assembly.drafters import check_names
 from longtail.assembly.precision import decided
 from longtail.assembly.trainer import TrainerComponents, assemble
@@ -38,6 +37,7 @@ from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.evaluation import Evaluator, some_graded
 from longtail.run.logger import RunLogger
+from longtail.run.models import find_base
 from longtail.run.state import StateSaver, TrainerState
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each

@@ -1,7 +1,6 @@
-"""Models by name, and construction of an engine for `longtail generate` and `longtail serve`."""
+"""Construction of a model and an engine for `longtail generate` and `longtail serve`."""
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,22 +12,9 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model, stored_dtype
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
-from longtail.model.sources.hub import resolve
-from longtail.run.checkpoint import policy_directory
-from longtail.system.device import DTYPES, own_engine_device, to_stderr
+from longtail.system.device import DTYPES, own_engine_device
 
 _log = logging.getLogger("longtail")
-
-
-def model_directory(
-    name: str, log: Callable[[str], None] = to_stderr, *, field: str = "model.path"
-) -> Path:
-    """Return the Hugging Face directory of a model; that of a run is in its newest checkpoint.
-
-    A model that is not on this machine is fetched or converted first; this can take minutes and is
-    logged. Raises ConfigError that names the setting `field`.
-    """
-    return policy_directory(resolve(name, field, log))
 
 
 def open_model(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from longtail.assembly.drafters import AUTO, FRESH, NONE, WEIGHTLESS
-from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
@@ -20,6 +19,7 @@ from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.size import activation_bytes, count_parameters, kv_bytes
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.rl.policy import holds_bfloat16
+from longtail.run.models import model_directory
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
 

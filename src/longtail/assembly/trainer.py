@@ -7,7 +7,6 @@ from pathlib import Path
 
 from longtail.assembly import memory, precision
 from longtail.assembly.drafters import drafter_names, located
-from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
@@ -21,6 +20,7 @@ from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
+from longtail.run.models import model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams

@@ -13,7 +13,6 @@ import tempfile
 from pathlib import Path
 
 from longtail.assembly import memory
-from longtail.assembly.engine import model_directory
 from longtail.assembly.plan import plan_run
 from longtail.assembly.precision import run_device
 from longtail.bench import e2e_card
@@ -30,6 +29,7 @@ from longtail.bench.arms import (
 from longtail.bench.card import Log, print_card, progress
 from longtail.bench.options import E2eBenchOptions
 from longtail.errors import ConfigError
+from longtail.run.models import model_directory
 from longtail.view import timeline_plot
 
 

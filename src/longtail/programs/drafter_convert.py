@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 
 from longtail.assembly.drafters import check_names, read_drafter
-from longtail.assembly.engine import model_directory, open_model
+from longtail.assembly.engine import open_model
 from longtail.drafter.formats.eagle_files import export_drafter, is_published, load_published
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs.drafter_eval import default_target
+from longtail.run.models import model_directory
 from longtail.system.device import DTYPES, set_threads
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from longtail.assembly.drafters import Target, check_names, open_drafter
-from longtail.assembly.engine import model_directory, open_model
+from longtail.assembly.engine import open_model
 from longtail.assembly.prompts import load_prompts
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
@@ -36,6 +36,7 @@ from longtail.programs.drafter_data import prompts_of, source_rows
 from longtail.rl.data.sources import load_rows
 from longtail.run.checkpoint import CONFIG_FILE
 from longtail.run.drafter_store import drafter_directory, run_drafters
+from longtail.run.models import model_directory
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import set_threads

@@ -13,7 +13,6 @@ from typing import final
 import torch
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
-from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided, run_device
 from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
 from longtail.drafter.architecture import DraftConfig, DraftLayer
@@ -40,6 +39,7 @@ from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
+from longtail.run.models import model_directory
 from longtail.system.device import DTYPES, own_engine_device
 from longtail.system.interrupt import Interruption
 

@@ -3,7 +3,6 @@
 import argparse
 from pathlib import Path
 
-from longtail.assembly.base import find_base
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.hf.adapters import AdaptedModel
@@ -11,6 +10,7 @@ from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.optim import load_parameters
 from longtail.rl.policy import open_policy
 from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
+from longtail.run.models import find_base
 from longtail.run.state_file import RUN_FORMAT
 from longtail.system.files import replace_folder, writing
 

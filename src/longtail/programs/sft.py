@@ -13,7 +13,6 @@ from typing import final
 
 import torch
 
-from longtail.assembly.engine import model_directory
 from longtail.assembly.precision import decided, run_device
 from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
@@ -28,6 +27,7 @@ from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
+from longtail.run.models import model_directory
 
 _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 """One example in 20, and at most 64, are held out."""

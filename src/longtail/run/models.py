@@ -1,4 +1,4 @@
-"""The base of a run: the model that its adapters, or its KL divergence, refer to until its end.
+"""Models by name, and the base of a run, which its adapters or its KL divergence refer to.
 
 A checkpoint has the directory and a digest of the base, so that another one is refused when the run
 is resumed or merged. `model.path` may mean another model by then: a run that went on, a repository
@@ -9,14 +9,26 @@ import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from longtail.assembly.engine import model_directory
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
+from longtail.model.sources.hub import resolve
+from longtail.run.checkpoint import policy_directory
 from longtail.system.device import to_stderr
 from longtail.system.files import digest
 
 Base = Mapping[str, str]
 """Directory of a base, and the digest of its configuration and weights."""
+
+
+def model_directory(
+    name: str, log: Callable[[str], None] = to_stderr, *, field: str = "model.path"
+) -> Path:
+    """Return the Hugging Face directory of a model; that of a run is in its newest checkpoint.
+
+    A model that is not on this machine is fetched or converted first; this can take minutes and is
+    logged. Raises ConfigError that names the setting `field`.
+    """
+    return policy_directory(resolve(name, field, log))
 
 
 def find_base(
