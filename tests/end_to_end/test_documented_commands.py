@@ -79,9 +79,7 @@ def commands(page: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", list(filter(commands, PAGES)), ids=lambda page: page.name)
-def test_the_commands_of_a_page_run(
-    page: Path, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_commands_of_a_page_run(page, place, monkeypatch):
     monkeypatch.chdir(place)
     for number, line in enumerate(commands(page)):
         words = shlex.split(line, comments=True)[1:]
@@ -107,7 +105,7 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_python_of_the_readme_asks_vllm_for_a_learned_drafter(tmp_path: Path) -> None:
+def test_the_python_of_the_readme_asks_vllm_for_a_learned_drafter(tmp_path):
     engines: list[Mapping[str, object]] = []
     (block,) = python_blocks(ROOT / "README.md")
     run_block(block, tmp_path, {"LLM": lambda _, **settings: engines.append(settings)})
@@ -124,21 +122,19 @@ def run_block(block: str, folder: Path, names: Mapping[str, object]) -> None:
 API = python_blocks(ROOT / "docs" / "api.md")
 
 
-def test_the_page_of_the_api_names_every_public_name() -> None:
+def test_the_page_of_the_api_names_every_public_name():
     named = set(re.findall(r"`(\w+)`", (ROOT / "docs" / "api.md").read_text(encoding="utf-8")))
     assert set(longtail.__all__) <= named
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(API)))
-def test_the_python_of_the_page_of_the_api_runs(
-    number: int, place: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_python_of_the_page_of_the_api_runs(number, place, monkeypatch, tmp_path):
     monkeypatch.chdir(place)
     run_block(API[number], tmp_path, {})
 
 
-def test_the_python_for_vllm_imports_names_that_exist() -> None:
+def test_the_python_for_vllm_imports_names_that_exist():
     ours = {
         (node.module, each.name)
         for block in python_blocks(ROOT / "docs" / "vllm.md")

@@ -63,7 +63,7 @@ def _outcome(workshop: Workshop, run: str) -> dict[str, Any]:
     }
 
 
-def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
+def test_a_run_leaves_a_drafter_of_its_target(workshop):
     target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
     path = drafter_directory(workshop.path / "done")
     assert path == drafter_directory(path) == drafter_directory(path.parent)
@@ -81,7 +81,7 @@ def test_a_run_leaves_a_drafter_of_its_target(workshop: Workshop) -> None:
     assert loaded.training.tokens == sum(row["train/tokens"] for row in rows)
 
 
-def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -> None:
+def test_the_result_is_printed_and_progress_goes_to_stderr(workshop):
     out, err = ((workshop.path / f"done.{name}").read_text() for name in ("out", "err"))
     assert "expected accept length" in out
     assert str(workshop.path / "done") in out
@@ -91,8 +91,8 @@ def test_the_result_is_printed_and_progress_goes_to_stderr(workshop: Workshop) -
 
 
 def test_a_stopped_and_a_killed_run_go_on_bit_for_bit_without_writing_texts_anew(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    workshop, monkeypatch
+):
     run, step = "stopped", DrafterTrainer.step
 
     def disturbed(trainer: DrafterTrainer, *batch: Any) -> Any:
@@ -116,9 +116,7 @@ def test_a_stopped_and_a_killed_run_go_on_bit_for_bit_without_writing_texts_anew
     assert _outcome(workshop, run) == _outcome(workshop, "done")
 
 
-def test_a_run_that_is_stopped_while_texts_are_written_begins_again(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_stopped_while_texts_are_written_begins_again(workshop, monkeypatch):
     step, seen = "longtail.run.console.Console.rollout_step", []
 
     def terminated(*_: Any) -> None:
@@ -151,7 +149,7 @@ GIVEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GIVEN)
-def test_given_texts_are_learned_as_they_are(workshop: Workshop, name: str) -> None:
+def test_given_texts_are_learned_as_they_are(workshop, name):
     path = workshop.path / name
     write_lines(path, *GIVEN[name])
     words = ("--data.completions=given", f"--data.source={path}", "--data.max_len=100")
@@ -164,7 +162,7 @@ def test_given_texts_are_learned_as_they_are(workshop: Workshop, name: str) -> N
     assert losses[-1] < losses[0]
 
 
-def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None:
+def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop):
     said = _train(workshop, "reduced", "--drafter.draft_vocab_size=40", "--train.matrix_rate=0")
     assert said.code == 0, said.err
     target, tokenizer = load_model(workshop.model), load_tokenizer(workshop.model)
@@ -186,9 +184,7 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop: Workshop) -> None
         (["--data.source=short.jsonl", "--data.completions=given"], "none of its texts has 5"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_a_remedy(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
-) -> None:
+def test_what_cannot_be_done_is_refused_with_a_remedy(workshop, monkeypatch, words, message):
     monkeypatch.chdir(workshop.path)
     write_lines(Path("short.jsonl"), {"text": "abc"})
     said = _train(workshop, "refused", *words)
@@ -197,16 +193,14 @@ def test_what_cannot_be_done_is_refused_with_a_remedy(
     assert not said.out
 
 
-def test_a_run_is_not_gone_on_with_under_other_settings(workshop: Workshop) -> None:
+def test_a_run_is_not_gone_on_with_under_other_settings(workshop):
     said = _train(workshop, "done", "--drafter.window=16", "--train.steps=9")
     assert said.code == 2
     assert "drafter.window: 8 -> 16" in said.err
     assert "its steps are done" in _train(workshop, "done").err
 
 
-def test_a_ridge_drafter_is_the_same_after_a_stop(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ridge_drafter_is_the_same_after_a_stop(workshop, monkeypatch):
     """Its training is a sum, which a stopped run continues."""
     options = ("--drafter.recipe=ridge", "--drafter.slots=3")
     step = RidgeTrainer.step

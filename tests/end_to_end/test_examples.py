@@ -44,7 +44,7 @@ def changed(function: Callable[..., Any], section: str, **values: object) -> Cal
     return called
 
 
-def test_the_table_names_every_example_and_every_example_is_run() -> None:
+def test_the_table_names_every_example_and_every_example_is_run():
     table = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     names = {path.name for path in EXAMPLES.iterdir() if path.is_file()} - {"README.md"}
     assert set(re.findall(r"\]\(([\w.]+)\)", table)) == names
@@ -54,7 +54,7 @@ def test_the_table_names_every_example_and_every_example_is_run() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_toys")
-def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_answers_in_ten_lines(capsys):
     runpy.run_path(str(EXAMPLES / "engine.py"))
     assert capsys.readouterr().out.count(" tokens, ") == 2
     code = (EXAMPLES / "engine.py").read_text().rpartition('"""')[2]
@@ -63,9 +63,7 @@ def test_the_engine_answers_in_ten_lines(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_toys")
-def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(capsys):
     code = (EXAMPLES / "rl_loop.py").read_text(encoding="utf-8")
     assert len(code.splitlines()) <= 150
     rewards = []
@@ -80,9 +78,7 @@ def test_the_loop_in_one_file_learns_the_same_with_and_without_a_drafter(
 
 
 @pytest.mark.slow
-def test_a_reward_in_the_example_grades_the_completions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_in_the_example_grades_the_completions(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for a script
     example = runpy.run_path(str(EXAMPLES / "own_reward.py"))
     assert example["short_answer"](["3 + 4 = 7.", "8"], ["7", "7"]) == [1.4975, 0]
@@ -96,9 +92,7 @@ def test_a_reward_in_the_example_grades_the_completions(
 
 
 @pytest.mark.slow
-def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     main = runpy.run_path(str(EXAMPLES / "gsm8k_parquet.py"))["main"]
     main.__globals__["train"] = changed(longtail.train, "data", heldout_size=0)
@@ -110,9 +104,7 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(
 
 
 @pytest.mark.slow
-def test_a_drafter_is_trained_and_exported_for_vllm(
-    shop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafter_is_trained_and_exported_for_vllm(shop, tmp_path, monkeypatch):
     """The script calls a `longtail` that writes its words down; here they are run."""
     stub, log = tmp_path / "longtail", tmp_path / "words"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {log}\necho >> {log}\n')
@@ -135,9 +127,7 @@ def test_a_drafter_is_trained_and_exported_for_vllm(
 
 
 @pytest.mark.slow
-def test_the_notebook_plots_a_run(
-    shop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_notebook_plots_a_run(shop, monkeypatch, tmp_path):
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -41,8 +41,8 @@ def serving(model: Path, log: Path, *words: str) -> Iterator[tuple[BaseProcess, 
 
 @pytest.mark.slow
 def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_finish(
-    model_path: Path, tmp_path: Path
-) -> None:
+    model_path, tmp_path
+):
     key_file = tmp_path / "key"
     key_file.write_text(f"{KEY}\n")
     log, name = tmp_path / "log", model_path.name
@@ -103,20 +103,13 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
         (["--api-key-file", "nowhere"], "--api-key-file = 'nowhere' cannot be read"),
     ],
 )
-def test_a_bad_option_is_refused_before_anything_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    message: str,
-) -> None:
+def test_a_bad_option_is_refused_before_anything_is_loaded(capsys, monkeypatch, words, message):
     monkeypatch.delenv(KEY_VARIABLE, raising=False)
     assert cli.main(["serve", "nowhere", *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_weak_key_is_refused_and_not_shown(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weak_key_is_refused_and_not_shown(capsys, monkeypatch):
     for weak in ("", "short", "with a blank in it", "sixteen-letters-\xe9"):
         monkeypatch.setenv(KEY_VARIABLE, weak)
         assert cli.main(["serve", "nowhere"]) == 2
@@ -125,18 +118,14 @@ def test_a_weak_key_is_refused_and_not_shown(
         assert not weak or weak not in err
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_port_that_is_taken_is_told_before_the_model_is_loaded(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert cli.main(["serve", "nowhere", "--port", str(port)]) == 2
     assert f"--port = {port}: cannot be bound" in capsys.readouterr().err
 
 
-def test_without_the_extra_the_command_that_installs_it_is_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_extra_the_command_that_installs_it_is_told(capsys, monkeypatch):
     importers = ("longtail.serve.server", "longtail.system.http_server")
     for name in [n for n in sys.modules if n.startswith(("uvicorn", *importers))]:
         monkeypatch.delitem(sys.modules, name)

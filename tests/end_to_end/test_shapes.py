@@ -1,7 +1,5 @@
 """Whole runs in which the shapes of every call are checked: conftest.py says why these alone."""
 
-from pathlib import Path
-
 import pytest
 
 from end_to_end.workshop import Workshop, build, save_untaught
@@ -25,8 +23,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     ids=["tied", "drafter"],
 )
 def test_every_shape_of_a_training_run_is_what_the_annotations_say(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+    workshop, tmp_path, monkeypatch, words
+):
     monkeypatch.chdir(workshop.path)
     if not (workshop.path / "drafter").exists():
         save_untaught(workshop.model, workshop.path / "drafter")

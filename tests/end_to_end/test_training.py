@@ -31,7 +31,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", "gspo"])
-def test_the_reward_rises(workshop: Workshop, loss: str) -> None:
+def test_the_reward_rises(workshop, loss):
     """By ratios of tokens, and of sequences; test_law10_sums.py has the gradients of all losses."""
     words = ("--run.steps=7", "--run.seed=1", "--rollout.group_size=8")
     assert workshop.train(loss, f"--learner.loss={loss}", *words).code == 0
@@ -50,7 +50,7 @@ def test_the_reward_rises(workshop: Workshop, loss: str) -> None:
         assert row["training/rollout_logprob_gap_max"] < 1e-4
 
 
-def test_a_reward_function_may_rank_the_completions_of_a_prompt(workshop: Workshop) -> None:
+def test_a_reward_function_may_rank_the_completions_of_a_prompt(workshop):
     words = ("--reward.name=end_to_end.rewards:ranked", "--reward.per=group", "--run.steps=1")
     assert workshop.train("ranked", *words).code == 0
     rewards = [row["reward"] for row in workshop.rollouts("ranked")]
@@ -59,7 +59,7 @@ def test_a_reward_function_may_rank_the_completions_of_a_prompt(workshop: Worksh
     assert workshop.metrics("ranked")[0]["reward/informative_groups"] == 1.0
 
 
-def test_the_metrics_of_a_step_are_those_of_its_rollouts(workshop: Workshop) -> None:
+def test_the_metrics_of_a_step_are_those_of_its_rollouts(workshop):
     for row in workshop.metrics("done"):
         own = [line for line in workshop.rollouts("done") if line["step"] == row["step"]]
         rewards = [line["text"].count("7") / max(len(line["text"]), 1) for line in own]
@@ -74,9 +74,7 @@ def test_the_metrics_of_a_step_are_those_of_its_rollouts(workshop: Workshop) -> 
         assert {line["policy_version"] for line in own} == {row["step"] - 1}
 
 
-def test_auto_is_decided_before_the_first_step_and_a_cost_is_said(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_decided_before_the_first_step_and_a_cost_is_said(workshop, monkeypatch):
     monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: False)
     words = ("--run.steps=1", "--rollout.dtype=auto", "--data.heldout_size=0")
     said = workshop.train("auto", *words, "--learner.autocast=auto")
@@ -90,7 +88,7 @@ def test_auto_is_decided_before_the_first_step_and_a_cost_is_said(
     assert said.err.count("learner.autocast = true: bfloat16 is emulated") == 1
 
 
-def test_the_resolved_configuration_is_in_the_run_directory(workshop: Workshop) -> None:
+def test_the_resolved_configuration_is_in_the_run_directory(workshop):
     file = workshop.path / "done" / "config.toml"
     table = tomllib.loads(file.read_text())
     assert table.keys() == RunConfig.model_fields.keys()
@@ -99,9 +97,7 @@ def test_the_resolved_configuration_is_in_the_run_directory(workshop: Workshop) 
     assert load(file) == load(None, workshop.words("done", *DONE)[1:])
 
 
-def test_the_summary_is_shown_again_and_nothing_is_done_when_all_steps_are(
-    workshop: Workshop,
-) -> None:
+def test_the_summary_is_shown_again_and_nothing_is_done_when_all_steps_are(workshop):
     before = _files(workshop.path / "done")
     said = workshop.train("done", *DONE)
     assert said.code == 0
@@ -118,7 +114,7 @@ def _files(path: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
+def test_a_lost_summary_is_made_again(workshop):
     file = workshop.path / "done" / "summary.json"
     lost = json.loads(file.read_text())
     file.write_text('{"reward_before"')
@@ -131,7 +127,7 @@ def test_a_lost_summary_is_made_again(workshop: Workshop) -> None:
 
 
 @pytest.mark.slow
-def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Workshop) -> None:
+def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop):
     words = ("--rollout.max_tokens=8", "--run.seed=1")
     assert workshop.train("short", *words, "--run.steps=4").code == 0
     assert workshop.train("long", *words, "--run.steps=5", "--eval.every=2").code == 0
@@ -145,15 +141,13 @@ def test_an_evaluation_on_the_way_is_that_of_a_run_that_ended_there(workshop: Wo
     assert evaluated[5] == workshop.summary("short")["reward_after"] > evaluated[1]
 
 
-def test_held_out_problems_are_never_trained_on(workshop: Workshop) -> None:
+def test_held_out_problems_are_never_trained_on(workshop):
     # 12 prompts, the last 4 held out, 3 steps of 4: the other 8 are visited, some of them twice
     trained = {line["prompt_id"] for line in workshop.rollouts("done")}
     assert trained == {f"prompts/{index}" for index in range(8)}
 
 
-def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
-    workshop: Workshop,
-) -> None:
+def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(workshop):
     lines = (workshop.path / "done.err").read_text().splitlines()
     assert len(lines) == 4 + STEPS
     assert "29,920 parameters, grpo, 1 x 1 threads" in lines[0]
@@ -165,7 +159,7 @@ def test_progress_goes_to_stderr_one_line_a_step_and_the_summary_to_stdout(
     assert "held-out reward" in (workshop.path / "done.out").read_text()
 
 
-def test_a_run_can_be_asked_for_completions(workshop: Workshop) -> None:
+def test_a_run_can_be_asked_for_completions(workshop):
     words = ["generate", str(workshop.path / "done"), "--prompt", "say 3", "--max-tokens=12"]
     words += ["--threads=1", "--seed=3"]
     streamed = say(*words)

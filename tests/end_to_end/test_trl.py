@@ -72,7 +72,7 @@ def drafted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return (*train(out, drafter="auto", save_strategy="steps", save_steps=2), out)
 
 
-def test_texts_and_losses_do_not_depend_on_the_drafter(plain: Any, drafted: Any) -> None:
+def test_texts_and_losses_do_not_depend_on_the_drafter(plain, drafted):
     assert plain[1] == drafted[1]
     assert len(plain[1]) == 3 * trl_jobs.COMPLETIONS
     assert [row["loss"] for row in rows(plain[0])] == [row["loss"] for row in rows(drafted[0])]
@@ -89,7 +89,7 @@ def test_texts_and_losses_do_not_depend_on_the_drafter(plain: Any, drafted: Any)
     assert all("drafter/version" in row for row in rows(drafted[0]))
 
 
-def test_trls_own_class_is_back_after_the_context() -> None:
+def test_trls_own_class_is_back_after_the_context():
     import trl.generation.vllm_generation as own
     import trl.trainer.grpo_trainer as grpo
     import trl.trainer.rloo_trainer as rloo
@@ -97,9 +97,7 @@ def test_trls_own_class_is_back_after_the_context() -> None:
     assert grpo.VLLMGeneration is rloo.VLLMGeneration is own.VLLMGeneration
 
 
-def test_a_resumed_run_goes_on_with_its_texts_and_its_drafter_which_is_exported(
-    drafted: Any, tmp_path: Path
-) -> None:
+def test_a_resumed_run_goes_on_with_its_texts_and_its_drafter_which_is_exported(drafted, tmp_path):
     _, texts, rollouts, out = drafted
     checkpoint = out / "checkpoint-2"
     assert (checkpoint / "longtail").is_dir()
@@ -119,7 +117,7 @@ def test_a_resumed_run_goes_on_with_its_texts_and_its_drafter_which_is_exported(
         rollouts.export(place)
 
 
-def test_rloo_generates_once_for_accumulated_gradients(tmp_path: Path) -> None:
+def test_rloo_generates_once_for_accumulated_gradients(tmp_path):
     half = trl_jobs.COMPLETIONS // 2
     trainer, texts, _ = train(
         tmp_path,
@@ -132,7 +130,7 @@ def test_rloo_generates_once_for_accumulated_gradients(tmp_path: Path) -> None:
     assert rows(trainer)[0]["rollout/generated_tokens"] == sum(map(len, texts))
 
 
-def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path):
     from peft import LoraConfig
 
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -141,7 +139,7 @@ def test_an_adapter_is_merged_into_the_weights_that_generate(tmp_path: Path) -> 
         assert row["sampling/sampling_logp_difference/mean"] < 1e-4
 
 
-def test_the_trainer_without_the_callback_is_refused(tmp_path: Path) -> None:
+def test_the_trainer_without_the_callback_is_refused(tmp_path):
     from trl import GRPOConfig, GRPOTrainer
 
     from longtail.integrations.trl import longtail_rollouts
@@ -155,7 +153,7 @@ def test_the_trainer_without_the_callback_is_refused(tmp_path: Path) -> None:
         GRPOTrainer(model=trl_jobs.model(), args=args, **made)
 
 
-def test_texts_do_not_depend_on_the_number_of_processes(plain: Any, tmp_path: Path) -> None:
+def test_texts_do_not_depend_on_the_number_of_processes(plain, tmp_path):
     """Two processes with gloo, each with half a batch and a drafter that learns from both."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -218,7 +216,7 @@ def toy_with_tools(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["trl_grpo", "trl_tools", "trl_peft"])
-def test_an_example_runs(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_runs(name, tmp_path, capsys):
     run = runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
     toy_with_tools(tmp_path / "toy")
     run["main"](str(tmp_path / "out"), str(tmp_path / "toy"), steps=1)

@@ -32,7 +32,7 @@ def _newest(workshop: Workshop, run: str) -> int:
 
 
 @pytest.mark.slow
-def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Workshop) -> None:
+def test_completions_whose_reward_fails_are_left_out_and_counted(workshop):
     troubles = ["none", "forks", "raises", "hangs", "returns too many", "returns NaN"]
     write_lines(workshop.prompts, *({"prompt": t, "trouble": t} for t in troubles))
     said = workshop.train(
@@ -58,7 +58,7 @@ def test_completions_whose_reward_fails_are_left_out_and_counted(workshop: Works
     assert workshop.metrics("troubled")[0]["reward/mean"] == pytest.approx(sum(first) / 4)
 
 
-def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Workshop) -> None:
+def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop):
     said = workshop.train("hopeless", "--reward.name=end_to_end.rewards:hopeless")
     assert said.code == 1
     assert "all 8 completions" in said.err
@@ -69,9 +69,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_its_error(workshop: Works
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(
-    workshop: Workshop,
-) -> None:
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(workshop):
     words = ("--reward.name=end_to_end.rewards:exploding", "--learner.loss=rloo")
     more = ("--data.heldout_size=0", "--run.steps=9", "--run.checkpoint_every=2")
     said = workshop.train("exploding", *words, *more)
@@ -87,7 +85,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_its_checkpoints(
     assert workshop.train("another", *words).code == 0
 
 
-def test_weights_that_an_update_broke_are_neither_used_nor_kept(workshop: Workshop) -> None:
+def test_weights_that_an_update_broke_are_neither_used_nor_kept(workshop):
     # The first update multiplies by 1 - rate * decay: 1e30 * 1e30 is beyond float32.
     words = ("--learner.learning_rate=1e30", "--learner.weight_decay=1e30", "--run.steps=3")
     said = workshop.train("broken", *words, "--run.checkpoint_every=1")
@@ -100,7 +98,7 @@ def test_weights_that_an_update_broke_are_neither_used_nor_kept(workshop: Worksh
     assert f"model.path = '{workshop.model}'" in said.err
 
 
-def test_logits_that_are_not_finite_name_the_request_and_the_policy(workshop: Workshop) -> None:
+def test_logits_that_are_not_finite_name_the_request_and_the_policy(workshop):
     # Weights of 1e30 are finite, their products are not.
     words = ("--learner.learning_rate=1e30", "--run.steps=3", "--run.checkpoint_every=1")
     said = workshop.train("huge", *words)
@@ -122,7 +120,7 @@ def full_disk(max_file_bytes: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_costs_the_new_checkpoint_only(workshop: Workshop) -> None:
+def test_a_full_disk_costs_the_new_checkpoint_only(workshop):
     words = ("--run.steps=4", "--run.checkpoint_every=2", "--speculation.drafter=history")
     assert workshop.train("whole", *words).code == 0
     assert workshop.train("full", *words, "--run.steps=2").code == 0
@@ -140,9 +138,7 @@ def test_a_full_disk_costs_the_new_checkpoint_only(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(
-    workshop: Workshop, number: signal.Signals
-) -> None:
+def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(workshop, number):
     config = workshop.path / "early" / "config.toml"
     with signalled(number, config.exists):
         said = workshop.train("early", "--run.steps=1000")

@@ -74,9 +74,7 @@ def tables(draw: st.DrawFn) -> bytes:
 
 @pytest.mark.slow
 @given(models, bytes_ | deep | tables(), st.lists(options | st.text(max_size=9), max_size=4))
-def test_any_file_and_options_are_a_configuration_or_refused(
-    model: type[BaseModel], text: bytes, words: list[str]
-) -> None:
+def test_any_file_and_options_are_a_configuration_or_refused(model, text, words):
     _resolve(model, text, [])
     with contextlib.suppress(SystemExit):  # of -h
         _resolve(model, b"", words)
@@ -103,9 +101,7 @@ ropes = st.fixed_dictionaries(
     changes | ropes.map(lambda rope: {"rope_scaling": rope, "rope_parameters": rope}),
     st.none() | st.binary(max_size=40) | st.text('[{"a:,1', max_size=40).map(str.encode),
 )
-def test_a_model_with_any_configuration_is_loaded_or_refused(
-    changed: dict[str, Any], text: bytes | None
-) -> None:
+def test_a_model_with_any_configuration_is_loaded_or_refused(changed, text):
     _, path, content = _model()
     described = json.dumps({**content, **changed}, default=str).encode()
     (path / "config.json").write_bytes(described if text is None else text)
@@ -125,7 +121,7 @@ pieces = st.sampled_from(
 
 @pytest.mark.slow
 @given(st.lists(pieces | st.text("{}% ", max_size=5), max_size=6).map("".join))
-def test_any_chat_template_is_rendered_or_refused(template: str) -> None:
+def test_any_chat_template_is_rendered_or_refused(template):
     _, path, content = _model()
     (path / "config.json").write_text(json.dumps(content))  # the test above leaves any text
     (path / "chat_template.jinja").write_text(template)

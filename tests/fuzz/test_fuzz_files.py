@@ -196,9 +196,7 @@ def damage(files: list[Path], kind: str, which: int, place: int, size: int) -> N
 
 @pytest.mark.slow
 @given(name=st.sampled_from(sorted(PLACES)), hits=st.lists(DAMAGE, min_size=1, max_size=3))
-def test_a_damaged_file_is_refused_in_one_sentence_or_harmless(
-    originals: dict[str, Path], name: str, hits: list[tuple[str, int, int, int]]
-) -> None:
+def test_a_damaged_file_is_refused_in_one_sentence_or_harmless(originals, name, hits):
     place = PLACES[name]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "copy"

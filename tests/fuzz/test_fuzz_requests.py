@@ -97,9 +97,7 @@ async def asked(path: str, body: bytes, *, leaves: bool) -> tuple[int, bytes]:
     raw=st.none() | st.binary(max_size=200),
     leaves=st.booleans(),
 )
-def test_the_application_answers_or_refuses_and_keeps_nothing(
-    path: str, fields: dict[str, str], raw: bytes | None, leaves: bool
-) -> None:
+def test_the_application_answers_or_refuses_and_keeps_nothing(path, fields, raw, leaves):
     body = written(path, fields) if raw is None else raw
     status, answer = asyncio.run(asked(path, body, leaves=leaves))
     assert is_free(the_engine())

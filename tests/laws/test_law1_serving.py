@@ -7,7 +7,6 @@ noise key that `longtail generate` uses for the seed. Float64, so the law is exa
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -77,8 +76,8 @@ def streamed(client: httpx.Client, asked: dict[str, Any]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_not(
-    drafter: str, expected: list[list[str]]
-) -> None:
+    drafter, expected
+):
     make = DRAFTERS[drafter]
     speculation = None if make is None else Speculation.fixed(make(), CHAIN)
     with live(make_model_server(make_engine(speculation=speculation))) as client:
@@ -98,9 +97,7 @@ def test_the_same_seed_is_the_same_text_drafted_alone_among_others_streamed_or_n
 
 
 @pytest.mark.slow
-def test_generate_writes_the_text_that_a_server_answers(
-    model_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_writes_the_text_that_a_server_answers(model_path, capsys):
     words = ["--prompt=3+4=", "--seed=7", "--max-tokens=50", "--n=2", "--json", "--raw"]
     assert cli.main(["generate", str(model_path), "--dtype=float64", "--threads=1", *words]) == 0
     written = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]

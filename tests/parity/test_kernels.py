@@ -306,9 +306,7 @@ def test_loading_the_kernels_leaves_subnormal_numbers_alone():
     assert float((torch.tensor([1e-310], dtype=torch.float64) * 1.0)[0]) == 1e-310
 
 
-def test_a_missing_compiler_is_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_compiler_is_reported_once(monkeypatch, caplog):
     monkeypatch.delenv("LONGTAIL_NATIVE", raising=False)
     monkeypatch.setattr(native.platform, "system", lambda: "Linux")
     monkeypatch.setattr(native.shutil, "which", lambda name: None)

@@ -73,15 +73,13 @@ def both(
 @example(lengths=[48, 49, 1], groups=3, kv_heads=1, dim=64, window=0, seed=0)
 @example(lengths=[130], groups=1, kv_heads=1, dim=16, window=33, seed=0)
 @settings(max_examples=25, deadline=None)
-def test_float32_attention_and_its_gradients(
-    lengths: list[int], groups: int, kv_heads: int, dim: int, window: int, seed: int
-) -> None:
+def test_float32_attention_and_its_gradients(lengths, groups, kv_heads, dim, window, seed):
     qkv = heads(lengths, groups, kv_heads, dim, torch.float32, seed)
     for found, expected in both(qkv, lengths, kv_heads, window):
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
-def test_the_learner_attends_natively_in_bfloat16_only() -> None:
+def test_the_learner_attends_natively_in_bfloat16_only():
     packed = PackedAttention((0, 5, 8))
     kernels = select_training_kernels(torch.float32, torch.device("cpu"))
     assert kernels.attention(packed, torch.float32) is packed
@@ -94,7 +92,7 @@ def test_the_learner_attends_natively_in_bfloat16_only() -> None:
         torch.testing.assert_close(found, packed.attend(0, *parts, 0), rtol=0.02, atol=0.02)
 
 
-def test_sequences_that_share_their_first_tokens_attend_natively_too() -> None:
+def test_sequences_that_share_their_first_tokens_attend_natively_too():
     """Two sequences of 5 and 4 tokens share 3: values and gradients are those of the whole ones."""
     qkv = heads((6,), 2, 1, 32, torch.bfloat16).requires_grad_()
     places, packed = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5]), PackedAttention((0, 5, 9))
@@ -112,7 +110,7 @@ def test_sequences_that_share_their_first_tokens_attend_natively_too() -> None:
             torch.testing.assert_close(each, found[2], rtol=0.03, atol=0.03)
 
 
-def test_threads_do_not_change_a_bit() -> None:
+def test_threads_do_not_change_a_bit():
     lengths = (70, 3, 51, 20)
     qkv = heads(lengths, 3, 2, 32, torch.bfloat16).requires_grad_()
     results, threads = [], torch.get_num_threads()

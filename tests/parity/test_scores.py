@@ -46,9 +46,7 @@ def exact(temperature: float) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk", "held"), [(128, 256), (512, 512)])
-def test_scores_and_gradients(
-    dtype: torch.dtype, temperature: float, chunk: int, held: int
-) -> None:
+def test_scores_and_gradients(dtype, temperature, chunk, held):
     hidden, computed, tokens = tensors(dtype)
     weight = computed.to(torch.float64 if dtype == torch.float64 else torch.float32)
     hidden.requires_grad_()
@@ -68,7 +66,7 @@ def test_scores_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_direct_gradient_is_added_to_the_weights_own(dtype: torch.dtype) -> None:
+def test_a_direct_gradient_is_added_to_the_weights_own(dtype):
     hidden, computed, tokens = tensors(dtype)
     master = torch.float64 if dtype == torch.float64 else torch.float32
     grads = []
@@ -85,7 +83,7 @@ def test_a_direct_gradient_is_added_to_the_weights_own(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype: torch.dtype, broken: float) -> None:
+def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype, broken):
     hidden, weight, tokens = tensors(dtype)
     hidden[7, 3] = broken
     head = Head(weight=weight, computed=weight, direct=False)
@@ -95,7 +93,7 @@ def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype: torch.dtype, brok
     assert logprobs[8].isfinite()
 
 
-def test_a_certain_token_has_no_entropy_and_logprob_0() -> None:
+def test_a_certain_token_has_no_entropy_and_logprob_0():
     weight = torch.tensor([[200.0], [0.0], [-200.0]])
     head = Head(weight=weight, computed=weight, direct=False)
     logprobs, entropy = token_scores(

@@ -67,7 +67,7 @@ def both(
 
 @given(tokens=SIZES, hidden=SIZES, has_delta=st.booleans(), seed=st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_add_norm_and_its_gradients(tokens: int, hidden: int, has_delta: bool, seed: int) -> None:
+def test_add_norm_and_its_gradients(tokens, hidden, has_delta, seed):
     stream, delta, weight = tensors(seed, (tokens, hidden), (tokens, hidden), (hidden,))
     given_delta, summed = (delta, [stream, delta]) if has_delta else (None, [stream])
     for part, inputs in (("normed", [*summed, weight]), ("stream", summed)):
@@ -92,9 +92,7 @@ def test_add_norm_and_its_gradients(tokens: int, hidden: int, has_delta: bool, s
     seed=st.integers(0, 2**31),
 )
 @settings(max_examples=30, deadline=None)
-def test_rotate_and_its_gradients(
-    tokens: int, heads: int, group: int, half: int, normed: bool, seed: int
-) -> None:
+def test_rotate_and_its_gradients(tokens, heads, group, half, normed, seed):
     dim, num_heads = 2 * half, heads * group
     qkv, *weights = tensors(seed, (tokens, num_heads + 2 * heads, dim), (dim,), (dim,))
     rotation = Rope(dim, RopeConfig()).rotation(torch.arange(tokens), torch.float32)
@@ -112,7 +110,7 @@ def test_rotate_and_its_gradients(
 
 @given(tokens=SIZES, size=SIZES, scale=st.sampled_from([1.0, 30.0]), seed=st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int) -> None:
+def test_swiglu_and_its_gradient(tokens, size, scale, seed):
     (gate_up,) = tensors(seed, (tokens, 2 * size))
     for ours, definition in both(lambda kernels: kernels.swiglu(gate_up * scale), [gate_up], seed):
         # relative to the largest entry: products of numbers up to 100
@@ -125,7 +123,7 @@ def test_swiglu_and_its_gradient(tokens: int, size: int, scale: float, seed: int
     ("family", "recompute"),
     [("llama", True), ("qwen2", False), ("qwen3", True), ("mistral", False)],
 )
-def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute: bool) -> None:
+def test_a_fused_model_has_the_gradients_of_the_plain_one(family, recompute):
     model = tiny_model(family, seed=3)
     plain = gradients_of_a_text(model, recompute=recompute)
     model.fuse()
@@ -135,9 +133,7 @@ def test_a_fused_model_has_the_gradients_of_the_plain_one(family: str, recompute
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_model_under_autocast_is_as_close_to_the_exact_gradients(family, monkeypatch):
     exact = gradients_of_a_text(tiny_model(family, seed=3).double())
     model = tiny_model(family, seed=3)
     with torch.autocast("cpu", torch.bfloat16):
@@ -170,8 +166,8 @@ def gradients_of_a_text(model: Transformer, *, recompute: bool = False) -> dict[
 @settings(deadline=None)
 @given(rows=SIZES, inputs=SIZES, outputs=SIZES, biased=st.booleans(), seed=st.integers(0, 99))
 def test_a_trained_product_and_its_gradients_are_those_of_linear(
-    rows: int, inputs: int, outputs: int, biased: bool, seed: int
-) -> None:
+    rows, inputs, outputs, biased, seed
+):
     own = tensors(seed, (rows, inputs), (outputs, inputs), *([(outputs,)] if biased else []))
     bias = own[2] if biased else None
     fast = training_product(own[0], own[1], bias)
@@ -183,7 +179,7 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
         torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
-def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):
     """A learner meets another number of tokens in every micro-batch; what is compiled is kept."""
     shapes: list[torch.Size] = []
     made = products._onednn

@@ -35,7 +35,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return written(path, "--rollout.engine=own", "--speculation.drafter=none")
 
 
-def test_a_run_is_that_of_longtails_engine(own, tmp_path) -> None:
+def test_a_run_is_that_of_longtails_engine(own, tmp_path):
     path = tmp_path / "run"
     assert same(written(path, "--rollout.engine=vllm", "--speculation.drafter=auto"), own)
     metrics = read_metrics(path)
@@ -48,15 +48,13 @@ SHARING = ("--cluster.workers=2", "--cluster.gpus_per_worker=0.5",
 
 
 @pytest.mark.parametrize("more", [(), SHARING], ids=["one-worker", "two-workers-on-a-gpu"])
-def test_a_run_on_a_gpu_is_the_same(more, own, tmp_path) -> None:
+def test_a_run_on_a_gpu_is_the_same(more, own, tmp_path):
     """The GPU is pretended: no tensor of the loop meets one of another device."""
     words = ("--rollout.engine=vllm", "--run.device=cuda", "--learner.autocast=false", *more)
     assert same(written(tmp_path / "run", *words, program="support.pretend_training"), own)
 
 
-def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(
-    own, tmp_path
-) -> None:
+def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(own, tmp_path):
     """Two workers decode two texts at a time each, and learn a drafter from all of them."""
     path = tmp_path / "run"
     words = ("--rollout.engine=vllm", "--speculation.drafter=fresh", "--cluster.workers=2",
@@ -68,14 +66,14 @@ def test_requests_that_move_while_finished_groups_are_learned_from_change_no_tex
     assert metrics[-1]["speculation/accept_length"] > 1
 
 
-def test_a_policy_in_shards_learns_beside_vllm(tmp_path) -> None:
+def test_a_policy_in_shards_learns_beside_vllm(tmp_path):
     """FSDP2's process group and vLLM's are in one process; sums over shards round otherwise."""
     shards = ("--learner.sharding=full", "--cluster.workers=2")
     found = written(tmp_path / "vllm", "--rollout.engine=vllm", *shards)
     assert same(found, written(tmp_path / "own", "--rollout.engine=own", *shards))
 
 
-def test_a_killed_worker_changes_no_text(own, tmp_path) -> None:
+def test_a_killed_worker_changes_no_text(own, tmp_path):
     """Two workers, of which an idle one trains the drafter; one is killed and replaced."""
     path = tmp_path / "run"
     with training(path, "--rollout.engine=vllm", "--cluster.workers=2") as process:
@@ -88,7 +86,7 @@ def test_a_killed_worker_changes_no_text(own, tmp_path) -> None:
     assert "is gone" in (tmp_path / "run.log").read_text()
 
 
-def test_a_killed_run_resumes_as_if_it_had_not_been(own, tmp_path) -> None:
+def test_a_killed_run_resumes_as_if_it_had_not_been(own, tmp_path):
     path = tmp_path / "run"
     with training(path, "--rollout.engine=vllm") as process:
         wait(lambda: steps_logged(path) >= 2, process)

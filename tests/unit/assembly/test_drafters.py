@@ -1,7 +1,5 @@
 """Names of drafters, refused shapes of drafts, and selected features."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -59,7 +57,7 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
         ("{place}", "neither a drafter nor a run with one"),
     ],
 )
-def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path: Path):
+def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path):
     with pytest.raises(ConfigError, match=message):
         opened(names.format(place=tmp_path), target)
     with pytest.raises(ConfigError, match="no such directory"):

@@ -9,7 +9,7 @@ from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.size import activation_bytes, count_parameters
-from longtail.model.transformer import Family, ModelConfig, Transformer
+from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system import machine
 from support.tiny_models import tiny_config
 
@@ -52,7 +52,7 @@ def _saved_bytes(model: Transformer, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family) -> None:
+def test_the_estimate_of_activations_is_near_what_autograd_keeps(family):
     shape = ModelConfig(
         family=family, vocab_size=64, hidden_size=96, intermediate_size=256, num_layers=4,
         num_heads=6, num_kv_heads=2, head_dim=16, max_positions=512, qk_norm=family == "qwen3",
@@ -78,8 +78,8 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family: Family)
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], field: str
-) -> None:
+    monkeypatch, words, field
+):
     needed = 2 * sum(memory.estimate(planned("--cluster.workers=2", *words)).values())
 
     def check(available: int | None, *more: str) -> None:
@@ -115,8 +115,8 @@ def test_sums_are_exact_where_the_device_has_room_and_otherwise_as_set(monkeypat
     ],
 )
 def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
-    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], free: float, field: str | None
-) -> None:
+    monkeypatch, words, free, field
+):
     own, card = planned(*words, gpus=1.0), 4e9
     with_card(monkeypatch, free * card, card)
     if field is None:
@@ -130,9 +130,7 @@ def test_on_a_gpu_the_share_of_vllm_holds_a_text_and_the_learner_has_the_rest(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(
-    monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(monkeypatch, workers):
     card, words = 4e9, (f"--cluster.workers={workers}",)
     with_card(monkeypatch, card, card)
     own = planned("--rollout.vllm={enable_sleep_mode = true}", *words, gpus=1.0)
@@ -147,9 +145,7 @@ def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(
 
 
 @pytest.mark.parametrize(("gpus", "share", "held"), [(1.0, 0.4, 1), (0.5, 0.2, 2), (0.25, 0.1, 2)])
-def test_workers_that_share_a_gpu_divide_vllms_part_of_it(
-    monkeypatch: pytest.MonkeyPatch, gpus: float, share: float, held: int
-) -> None:
+def test_workers_that_share_a_gpu_divide_vllms_part_of_it(monkeypatch, gpus, share, held):
     own, card = planned("--cluster.workers=2", gpus=gpus), 4e9
     with_card(monkeypatch, card, card)
     found = memory.estimate(own)
@@ -166,6 +162,6 @@ def test_workers_that_share_a_gpu_divide_vllms_part_of_it(
         memory.check(own)
 
 
-def test_adapters_need_less_memory() -> None:
+def test_adapters_need_less_memory():
     few, all_weights = planned("--learner.lora.rank=4"), planned()
     assert sum(memory.estimate(few).values()) < sum(memory.estimate(all_weights).values())

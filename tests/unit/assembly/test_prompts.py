@@ -1,7 +1,5 @@
 """Prompts of a run, from its configuration and a tokenizer."""
 
-from pathlib import Path
-
 import pytest
 
 from end_to_end.workshop import Workshop, build, write_lines
@@ -30,7 +28,7 @@ def _load(workshop: Workshop, *words: str, template: str | None = TEMPLATE) -> H
     return load_prompts(config, tokenizer, lambda rows: {})
 
 
-def test_arguments_and_a_system_prompt_reach_the_chat_template(workshop: Workshop) -> None:
+def test_arguments_and_a_system_prompt_reach_the_chat_template(workshop):
     prompts = _load(
         workshop,
         "--data.system_prompt=Be brief.",
@@ -41,14 +39,14 @@ def test_arguments_and_a_system_prompt_reach_the_chat_template(workshop: Worksho
     assert prompts.heldout.prompts[-1].text.startswith("<system>Be brief.<user>say 11")
 
 
-def test_an_argument_that_the_template_does_not_read_is_refused(workshop: Workshop) -> None:
+def test_an_argument_that_the_template_does_not_read_is_refused(workshop):
     message = r"data\.chat_template_kwargs\.thinking: .*it reads enable_thinking, note$"
     with pytest.raises(ConfigError, match=message):
         _load(workshop, "--data.chat_template_kwargs={thinking = false}")
 
 
 @pytest.mark.parametrize("name", ["messages", "tokenize", "chat_template", "eos_token"])
-def test_what_the_system_gives_to_a_template_cannot_be_set(workshop: Workshop, name: str) -> None:
+def test_what_the_system_gives_to_a_template_cannot_be_set(workshop, name):
     template = f"{TEMPLATE}{{{{ {name} }}}}"
     with pytest.raises(ConfigError, match=rf"data\.chat_template_kwargs\.{name}: "):
         _load(workshop, f"--data.chat_template_kwargs={{{name} = 'x'}}", template=template)
@@ -66,14 +64,12 @@ def test_what_the_system_gives_to_a_template_cannot_be_set(workshop: Workshop, n
         ),
     ],
 )
-def test_what_the_template_cannot_take_is_refused(
-    workshop: Workshop, word: str, template: str | None, message: str
-) -> None:
+def test_what_the_template_cannot_take_is_refused(workshop, word, template, message):
     with pytest.raises(ConfigError, match=message):
         _load(workshop, word, template=template)
 
 
-def test_what_is_left_out_is_said(workshop: Workshop, tmp_path: Path) -> None:
+def test_what_is_left_out_is_said(workshop, tmp_path):
     source = tmp_path / "rows.jsonl"
     write_lines(
         source, *({"prompt": f"say {index}", "answer": f"{index}"} for index in range(8, 12))

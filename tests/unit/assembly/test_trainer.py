@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -39,7 +37,7 @@ def _components(workshop: Workshop, *words: str) -> WorkerComponents:
     return build_components(plan_run(config, workshop.model), DRAFTERS, limits, Place())
 
 
-def test_the_configuration_reaches_every_part(workshop: Workshop, monkeypatch) -> None:
+def test_the_configuration_reaches_every_part(workshop, monkeypatch):
     made = list[EngineLimits]()
 
     def noted(plan: RunPlan, names: list[str], limits: EngineLimits, place: Place) -> Worker:
@@ -67,7 +65,7 @@ def test_the_configuration_reaches_every_part(workshop: Workshop, monkeypatch) -
     assert parts.workers.num_parameters == sum(p.numel() for p in components.policy.parameters())
 
 
-def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_path: Path) -> None:
+def test_held_out_problems_may_come_from_another_source(workshop, tmp_path):
     other = tmp_path / "other.jsonl"
     write_lines(other, *({"prompt": f"{i}"} for i in range(9)))
     parts = _assemble(workshop, f"--data.heldout={other}", "--data.heldout_size=2")
@@ -80,16 +78,14 @@ def test_held_out_problems_may_come_from_another_source(workshop: Workshop, tmp_
         _assemble(workshop, f"--data.heldout={other}")
 
 
-def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(
-    workshop: Workshop,
-) -> None:
+def test_room_is_checked_against_the_longest_prompt_there_is_not_the_limit(workshop):
     # Prompts of 8 or 9 tokens; data.max_prompt_len is 512, as many as the model has positions.
     assert _assemble(workshop, "--rollout.max_tokens=503")
     with pytest.raises(ConfigError, match="503 of its 512 positions left"):
         _assemble(workshop, "--rollout.max_tokens=504")
 
 
-def test_broken_weights_are_not_published(workshop: Workshop) -> None:
+def test_broken_weights_are_not_published(workshop):
     components = _components(workshop)
     with torch.no_grad():
         components.policy.layers[1].feed_forward.down.weight[0, 0] = float("inf")
@@ -97,7 +93,7 @@ def test_broken_weights_are_not_published(workshop: Workshop) -> None:
         Worker(components).publish()
 
 
-def test_a_checkpoint_of_another_model_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(workshop, tmp_path):
     other = tmp_path / "other"
     components = _components(workshop)
     save_model(tiny_model("llama"), other, eos_ids=components.tokenizer.eos_ids)

@@ -1,6 +1,5 @@
 """The drafter of a run that vLLM generates for."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ def asked(*words: str) -> Any:
     return load(None, ["--run.dir=run", *words])
 
 
-def test_vllm_has_one_drafter_the_first_that_it_can_run() -> None:
+def test_vllm_has_one_drafter_the_first_that_it_can_run():
     auto, named = asked(), asked("--speculation.drafter=runs/a")
     assert vllm._one_of(["fresh", "history"], auto, has_drafters=True) == "fresh"
     assert vllm._one_of(["fresh", "history"], auto, has_drafters=False) == "fresh"
@@ -26,9 +25,7 @@ def test_vllm_has_one_drafter_the_first_that_it_can_run() -> None:
         vllm._one_of(["runs/a"], named, has_drafters=False)
 
 
-def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(
-    tmp_path: Path,
-) -> None:
+def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(tmp_path):
     new = asked(f"--run.dir={tmp_path}")
     assert vllm._learning(new, None, tmp_path / "unused") == {"drafter": "learned"}
     saved = tmp_path / "drafter" / "initial"

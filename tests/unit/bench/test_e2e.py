@@ -50,7 +50,7 @@ FOUND = {
 }
 
 
-def test_ratios_are_taken_step_by_step() -> None:
+def test_ratios_are_taken_step_by_step():
     found = card.as_json(COMPARED, FOUND)
     assert found["rollout_speedup"]["spot"] == {"median": 3.0, "low": 2.0, "high": 4.0}
     assert found["step_speedup"]["spot"] == {"median": 2.0, "low": 1.5, "high": 2.5}
@@ -66,7 +66,7 @@ def test_ratios_are_taken_step_by_step() -> None:
     json.dumps(found)
 
 
-def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared() -> None:
+def test_a_differing_reward_is_reported_and_only_texts_of_both_arms_are_compared():
     other = arm([2.0, 2.0, 2.0], 2.0)
     other.metrics[1]["reward/mean"] = 0.25
     assert not card.as_json(COMPARED, {**FOUND, "spot": other})["rewards_agree"]
@@ -105,9 +105,7 @@ DRAFTED = "With a drafter that learns while you train, a step of this run took "
         ),
     ],
 )
-def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
-    spot: float, cold: list[float] | None, sentence: str
-) -> None:
+def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(spot, cold, sentence):
     assert shares(spot, cold) == [sentence, "All arms wrote the same texts."]
     assert shares() == ["All arms wrote the same texts."]
     most = {"off": arm([10.0] * 6, 0.0), "spot": arm([9.0] * 6, 0.0), "all": arm([5.0] * 6, 0.0)}
@@ -131,7 +129,7 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(
         ("--steps 0", "--steps = 0: it must be greater"),
     ],
 )
-def test_an_impossible_option_is_refused_by_name(words: str, message: str) -> None:
+def test_an_impossible_option_is_refused_by_name(words, message):
     said = say("bench", "e2e", *words.split())
     assert said.code == 2
     assert message in said.err
@@ -159,7 +157,7 @@ def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
     return own.speculation.drafter, own.spot.train, streams(own.learner), own.rollout.sharing
 
 
-def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop: Workshop) -> None:
+def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop):
     words = ("--cluster.workers=2", "--run.threads=1", "--rollout.max_running=8")
     arms = compared(workshop, drafter="none", overrides=words).arms
     single = arms["single"]
@@ -168,7 +166,7 @@ def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop: 
     assert (single.cluster.workers, single.run.threads, single.rollout.max_running) == (1, 2, 16)
 
 
-def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
+def test_arms_have_the_configuration_of_the_run(workshop):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--run.writers=wandb",)
     given = {"arms": ARMS, "drafter": str(drafter), "overrides": ("--run.seed=7",)}
@@ -202,14 +200,14 @@ def test_arms_have_the_configuration_of_the_run(workshop: Workshop) -> None:
     assert (plan.arms["off"].model.path, plan.steps) == (str(workshop.model), 3)
 
 
-def test_a_run_without_a_trained_drafter_begins_with_a_fresh_one(workshop: Workshop) -> None:
+def test_a_run_without_a_trained_drafter_begins_with_a_fresh_one(workshop):
     plan = compared(workshop)
     assert switches(plan.arms["all"]) == ("fresh+history+phrases", "spot", True, True)
     with pytest.raises(ConfigError, match=r"--arms = off,spot: spot needs a trained .* --drafter"):
         compared(workshop, arms=("off", "spot"))
 
 
-def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop: Workshop) -> None:
+def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop):
     with pytest.raises(ConfigError, match=r"speculation.drafter = 'no/where': it is neither"):
         compared(workshop, drafter="no/where+history")
     with pytest.raises(ConfigError, match=r"speculation.tuner = 'off': no arm would draft"):
@@ -220,7 +218,7 @@ def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop: Wo
 
 
 @pytest.mark.slow
-def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop: Workshop) -> None:
+def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop):
     drafter = save_untaught(workshop.model, workshop.path / "drafter")
     words = ("--learner.mini_batches=2", "--rollout.max_tokens=8")
     given = {"arms": ("off", "frozen"), "drafter": str(drafter), "steps": 2}
@@ -231,9 +229,7 @@ def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop: Works
     assert off.policy == frozen.policy != ""
 
 
-def test_arms_that_do_not_fit_into_memory_together_are_refused(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arms_that_do_not_fit_into_memory_together_are_refused(workshop, monkeypatch):
     own, many = (
         compared(workshop, overrides=(f"--rollout.max_running={n}",)).arms["off"] for n in (16, 64)
     )
@@ -249,7 +245,7 @@ def test_arms_that_do_not_fit_into_memory_together_are_refused(
         check_memory(plan)
 
 
-def test_the_command_measures_a_run_and_ends_with_json(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_command_measures_a_run_and_ends_with_json(workshop, tmp_path):
     path, words = run_file(workshop), ("--steps", "1", "--rollout.max_tokens", "8")
     plot = tmp_path / "step.png"
     said = say("bench", "e2e", str(path), "--arms=off,all", f"--plot={plot}", *words)

@@ -61,7 +61,7 @@ TOY = (
 
 
 @pytest.mark.slow
-def test_all_engines_do_the_same_work_and_drafts_change_no_text() -> None:
+def test_all_engines_do_the_same_work_and_drafts_change_no_text():
     words = ("--batches=2", "--texts=4", "--warm=8", "--repeats=1", "--rollout.dtype=float32")
     code, card, result = run_script("engine", *words, *TOY, "--speculation.drafter=history+fresh")
     assert code == 0
@@ -77,7 +77,7 @@ def test_all_engines_do_the_same_work_and_drafts_change_no_text() -> None:
 
 
 @pytest.mark.slow
-def test_all_trainers_make_the_same_gradient() -> None:
+def test_all_trainers_make_the_same_gradient():
     sizes = ("--mean-tokens=10", "--prompt-tokens=4", "--rollout.prompts_per_step=4")
     code, card, result = run_script(
         "learner", "--repeats=1", *sizes, *TOY, "--learner.tokens_per_micro_batch=64"
@@ -109,9 +109,7 @@ for line in sys.stdin:
 
 
 @pytest.mark.slow
-def test_rules_of_vllm_are_compared_and_a_text_that_must_not_differ_is_a_failure(
-    tmp_path: Path,
-) -> None:
+def test_rules_of_vllm_are_compared_and_a_text_that_must_not_differ_is_a_failure(tmp_path):
     python = tmp_path / "python"
     python.write_text(VLLM)
     python.chmod(python.stat().st_mode | stat.S_IXUSR)
@@ -149,7 +147,7 @@ def _run_options(program: str, words: Sequence[str]) -> tuple[str, Sequence[str]
     return own.run, own.overrides
 
 
-def test_each_command_of_bench_gpu_is_known_and_changes_no_other_field_than_it_says() -> None:
+def test_each_command_of_bench_gpu_is_known_and_changes_no_other_field_than_it_says():
     parts = gpu.parts(GIVEN)
     assert list(parts) == ["engines", "loop", "large", "pair", "learner", "exact", "reasoner"]
     assert sum(part.limit_s for part in parts.values()) < 960
@@ -174,6 +172,6 @@ LINES = [
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_each_command_of_a_page_is_known(line: str) -> None:
+def test_each_command_of_a_page_is_known(line):
     name, *words = shlex.split(line.replace("PYTHON", sys.executable), comments=True)
     options(name.removesuffix(".py"), *words)

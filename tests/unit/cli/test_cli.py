@@ -18,7 +18,7 @@ from longtail.engine.text import Piece
 from support.tiny_models import tiny_model
 
 
-def test_help_of_every_command_and_refusals_import_no_torch() -> None:
+def test_help_of_every_command_and_refusals_import_no_torch():
     script = (
         "import contextlib, io, sys\n"
         "from longtail.cli import main as cli\n"
@@ -39,13 +39,13 @@ def test_help_of_every_command_and_refusals_import_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_installed_command_is_this_one() -> None:
+def test_the_installed_command_is_this_one():
     command = [str(Path(sys.executable).parent / "longtail"), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == cli.SUMMARY + "\n"
 
 
-def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_and_summary_of_the_verbs(capsys):
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"longtail {longtail.__version__}\n"
     assert cli.main([]) == 2
@@ -78,9 +78,7 @@ def test_version_and_summary_of_the_verbs(capsys: pytest.CaptureFixture[str]) ->
         ),
     ],
 )
-def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], message: str
-) -> None:
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(capsys, words, message):
     assert cli.main(words) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -90,11 +88,8 @@ def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
 
 
 def test_a_dry_run_prints_configuration_and_memory_as_toml_needs_no_weights_and_writes_nothing(
-    capsys: pytest.CaptureFixture[str],
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capsys, model_path, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("bare").mkdir()
     Path("bare/config.json").write_bytes((model_path / "config.json").read_bytes())
@@ -114,7 +109,7 @@ def test_a_dry_run_prints_configuration_and_memory_as_toml_needs_no_weights_and_
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 
-def test_a_dry_run_of_fine_tuning_prints_its_configuration_to_any_reader() -> None:
+def test_a_dry_run_of_fine_tuning_prints_its_configuration_to_any_reader():
     command = f"{sys.executable} -m longtail.cli.main sft --dry-run --train.steps=3"
     for reader, unbuffered, steps in (("cat", "", 3), ("true", "1", None)):
         done = subprocess.run(
@@ -129,8 +124,8 @@ def test_a_dry_run_of_fine_tuning_prints_its_configuration_to_any_reader() -> No
 
 
 def test_an_interrupt_ends_with_a_clean_line_and_no_text_is_refused(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model_path: Path
-) -> None:
+    capsys, monkeypatch, model_path
+):
     def interrupt(*_: object) -> str:
         raise KeyboardInterrupt
 
@@ -154,9 +149,7 @@ def test_an_interrupt_ends_with_a_clean_line_and_no_text_is_refused(
         ("trian 2>/dev/full", 1, "", ""),
     ],
 )
-def test_an_output_that_is_closed_or_full_ends_with_a_sentence_at_most(
-    words: str, code: int, out: str, err: str
-) -> None:
+def test_an_output_that_is_closed_or_full_ends_with_a_sentence_at_most(words, code, out, err):
     command = ["sh", "-c", f"exec {sys.executable} -m longtail.cli.main {words}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (code, out)
@@ -164,9 +157,7 @@ def test_an_output_that_is_closed_or_full_ends_with_a_sentence_at_most(
     assert done.stderr.count("\n") == bool(err)
 
 
-def test_texts_are_written_as_utf8_whatever_the_locale_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_texts_are_written_as_utf8_whatever_the_locale_says(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
     assert cli.main(["--version"]) == 0
@@ -175,9 +166,7 @@ def test_texts_are_written_as_utf8_whatever_the_locale_says(
 
 
 @pytest.mark.slow
-def test_equivalent_options_write_the_same_text(
-    capsys: pytest.CaptureFixture[str], model_path: Path
-) -> None:
+def test_equivalent_options_write_the_same_text(capsys, model_path):
     def text(*more: str) -> str:
         words = ["generate", str(model_path), "--max-tokens=12", "--threads=1", *more]
         assert cli.main(words) == 0
@@ -205,17 +194,13 @@ def test_equivalent_options_write_the_same_text(
         (["--prompt", "x", "--max-tokens", "9" * 300], 2, "of its 512 positions left"),
     ],
 )
-def test_generate_refuses_what_cannot_be_served(
-    capsys: pytest.CaptureFixture[str], model_path: Path, words: list[str], code: int, message: str
-) -> None:
+def test_generate_refuses_what_cannot_be_served(capsys, model_path, words, code, message):
     assert cli.main(["generate", str(model_path), *words]) == code
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_generate_colours_what_drafts_foretold_and_changes_no_text(
-    capsys: pytest.CaptureFixture[str], model_path: Path
-) -> None:
+def test_generate_colours_what_drafts_foretold_and_changes_no_text(capsys, model_path):
     words = ["generate", str(model_path), "--prompt=1+1=", "--max-tokens=120", "--temperature=0"]
     words += ["--drafter=history", "--threads=1"]
 
@@ -229,9 +214,7 @@ def test_generate_colours_what_drafts_foretold_and_changes_no_text(
     assert re.sub(r"\x1b\[\d+m", "", coloured) == plain
 
 
-def test_drafts_are_shown_of_one_streamed_completion_only(
-    capsys: pytest.CaptureFixture[str], model_path: Path
-) -> None:
+def test_drafts_are_shown_of_one_streamed_completion_only(capsys, model_path):
     for more in (["--n=2"], ["--json"]):
         words = ["generate", str(model_path), "--prompt=x", "--show-drafts", *more]
         assert cli.main(words) == 2

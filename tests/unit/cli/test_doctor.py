@@ -1,7 +1,6 @@
 import os
 import sys
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,7 @@ def examined() -> dict[str, doctor.Finding]:
     return {finding.name: finding for finding in doctor.examine()}
 
 
-def test_a_healthy_machine_gets_its_findings_and_exit_code_0(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_healthy_machine_gets_its_findings_and_exit_code_0(capsys):
     assert doctor.run(DoctorOptions()) == 0
     out = capsys.readouterr().out
     for word in ("python", "torch", "cores", "memory", "native kernels", "extra data"):
@@ -27,9 +24,7 @@ def test_a_healthy_machine_gets_its_findings_and_exit_code_0(
     assert out.endswith("\nready\n")
 
 
-def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(tmp_path, monkeypatch):
     for node, cores in enumerate(("0-1,4", "2-3", "90-99", "")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}" / "cpulist").write_text(f"{cores}\n")
@@ -48,9 +43,7 @@ def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(
         (None, "which is absent", "optional"),
     ],
 )
-def test_it_says_what_a_machine_with_gpus_would_run(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, value: str, level: str
-) -> None:
+def test_it_says_what_a_machine_with_gpus_would_run(monkeypatch, version, value, level):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (70 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
@@ -67,9 +60,7 @@ def test_it_says_what_a_machine_with_gpus_would_run(
     assert found["training on GPUs"].level == level
 
 
-def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(monkeypatch):
     monkeypatch.setattr(native, "layout", {torch.float32: "inputs"}.get)
     assert examined()["batch-invariant"].value == "float32"
     monkeypatch.setattr(native, "layout", lambda dtype: None)
@@ -85,8 +76,8 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(
     ],
 )
 def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
-    layout: str | None, multiplies: bool, auto: str, bfloat16: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    layout, multiplies, auto, bfloat16, monkeypatch
+):
     monkeypatch.setattr(native, "layout", lambda dtype: layout)
     for module in (device, precision):
         monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: multiplies)
@@ -94,9 +85,7 @@ def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
     assert examined()["bfloat16 on cpu"].value.startswith(bfloat16)
 
 
-def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_absent_extra_comes_with_the_command_and_is_no_failure(capsys, monkeypatch):
     _change_version(monkeypatch, "math-verify", None)
     assert doctor.run(DoctorOptions()) == 0
     assert f"{sys.executable} -m pip install" in capsys.readouterr().out
@@ -110,11 +99,8 @@ def test_an_absent_extra_comes_with_the_command_and_is_no_failure(
     ("version", "value"), [("2.9.1+cpu", "2.9.1+cpu, >=2.10 is needed"), (None, "absent")]
 )
 def test_a_torch_that_is_absent_or_too_old_fails_with_the_command(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    version: str | None,
-    value: str,
-) -> None:
+    capsys, monkeypatch, version, value
+):
     _change_version(monkeypatch, "torch", version)
     assert doctor.run(DoctorOptions()) == 1
     assert "not ready: see the lines marked MISSING" in capsys.readouterr().out

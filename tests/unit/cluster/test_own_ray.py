@@ -68,7 +68,7 @@ def test_a_run_ends_with_a_sentence_when_its_raylet_ends():
     assert err.endswith("start again: the run resumes from its newest checkpoint\n")
 
 
-def test_the_raylet_of_a_cluster_is_found_by_its_socket(tmp_path: Path):
+def test_the_raylet_of_a_cluster_is_found_by_its_socket(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "raylet"))
         server.listen()
@@ -76,7 +76,7 @@ def test_the_raylet_of_a_cluster_is_found_by_its_socket(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_a_reaper_says_the_last_word_unless_it_was_said(place: Path):
+def test_a_reaper_says_the_last_word_unless_it_was_said(place):
     for said, words in ((False, 1), (True, 0)):
         (place / f"{said}").mkdir()
         command = [sys.executable, "-I", "-S", own_ray._REAPER, place / f"{said}"]
@@ -86,7 +86,7 @@ def test_a_reaper_says_the_last_word_unless_it_was_said(place: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
-def test_the_processes_of_a_ray_end_when_its_owner_is_killed(place: Path):
+def test_the_processes_of_a_ray_end_when_its_owner_is_killed(place):
     context = multiprocessing.get_context("spawn")
     near, far = context.Pipe()
     owner = context.Process(target=_own_a_ray, args=(place, far))
@@ -106,9 +106,7 @@ def test_the_processes_of_a_ray_end_when_its_owner_is_killed(place: Path):
     owner.join()
 
 
-def test_the_token_is_random_and_private_and_the_environment_is_restored(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_token_is_random_and_private_and_the_environment_is_restored(place, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "the-users-own")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     tokens = set()
@@ -130,7 +128,7 @@ def test_the_token_is_random_and_private_and_the_environment_is_restored(
     assert len(tokens) == 2
 
 
-def test_a_ray_that_does_not_start_leaves_no_files(place: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_ray_that_does_not_start_leaves_no_files(place, monkeypatch):
     def fail(**options: Any) -> None:
         raise RuntimeError("Failed to start GCS")
 
@@ -181,7 +179,7 @@ def test_a_server_that_speaks_grpc_and_names_without_a_port_are_left_to_ray(serv
 @pytest.mark.parametrize(
     ("words", "reason"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Ray"), (b"", "timed out")]
 )
-def test_another_server_and_an_impossible_port_are_refused(server, words: bytes, reason: str):
+def test_another_server_and_an_impossible_port_are_refused(server, words, reason):
     with pytest.raises(ConnectionError, match=reason):
         check_answers(server(words), timeout_s=0.2)
     with pytest.raises(ConnectionError, match="no Ray answers there"):

@@ -19,7 +19,7 @@ def group_of(groups: list[PromptGroup]) -> list[int]:
     return [index for index, group in enumerate(groups) for _ in range(group.size)]
 
 
-def test_the_figure_of_the_docstring_is_placed_as_shown() -> None:
+def test_the_figure_of_the_docstring_is_placed_as_shown():
     expected = (900.0, 30.0, 200.0, 50.0)
     sizes = [part_sizes(4, 2, tokens, 2) for tokens in expected]
     groups = [
@@ -33,15 +33,13 @@ def test_the_figure_of_the_docstring_is_placed_as_shown() -> None:
     assert part_sizes(8, 100, 150.0, 16) == [4, 4]
 
 
-def test_a_worker_that_was_slow_has_a_request_by_which_it_is_observed() -> None:
+def test_a_worker_that_was_slow_has_a_request_by_which_it_is_observed():
     placed = place([PromptGroup(size=1)] * 8, [0.01, *[1.0] * 7])
     assert [len(each) for each in placed] == [1] * 8
 
 
 @given(st.integers(1, 64), st.integers(0, 4000), expectations, st.integers(1, 200))
-def test_parts_of_a_group_are_even_and_no_more_than_workers(
-    size: int, prompt_len: int, expected: float | None, workers: int
-) -> None:
+def test_parts_of_a_group_are_even_and_no_more_than_workers(size, prompt_len, expected, workers):
     sizes = part_sizes(size, prompt_len, expected, workers)
     assert sum(sizes) == size
     assert 1 <= len(sizes) <= min(size, workers)
@@ -50,9 +48,7 @@ def test_parts_of_a_group_are_even_and_no_more_than_workers(
 
 
 @given(group_lists, speed_lists)
-def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(
-    groups: list[PromptGroup], speeds: list[float]
-) -> None:
+def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(groups, speeds):
     placed, owner = place(groups, speeds), group_of(groups)
     assert sorted(request for each in placed for request in each) == list(range(len(owner)))
     for each, speed in zip(placed, speeds, strict=True):
@@ -69,8 +65,8 @@ def test_each_request_is_placed_once_in_shares_by_speed_that_split_few_groups(
     st.integers(0, 999),
 )
 def test_no_worker_ends_later_than_another_would_with_the_longest_group_more(
-    size: int, rounds: int, numbers: list[int], seed: int
-) -> None:
+    size, rounds, numbers, seed
+):
     """So the largest time is at most 1 + (W - 1) / S times the optimum.
 
     Consider workers with loads A and B, of a and b groups, and speeds p and q, when x is placed: A
@@ -92,6 +88,6 @@ def test_no_worker_ends_later_than_another_would_with_the_longest_group_more(
     assert last <= (1 + (len(speeds) - 1) / sum(speeds)) * optimum * (1 + 1e-12)
 
 
-def test_an_unknown_length_counts_like_the_median_of_the_known() -> None:
+def test_an_unknown_length_counts_like_the_median_of_the_known():
     groups = [PromptGroup(size=1, expected=tokens) for tokens in (10.0, None, 30.0, 50.0)]
     assert place(groups, [1.0]) == [[3, 1, 2, 0]]  # 30 for the unknown one, which was asked earlier

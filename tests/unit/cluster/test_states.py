@@ -25,9 +25,7 @@ def ticking(start: float = 0.0) -> Callable[[], float]:
 
 
 @given(st.lists(moves, min_size=1, max_size=4))
-def test_spans_of_any_moves_follow_the_diagram_and_cover_the_time_of_each_worker_once(
-    steps: list[list[tuple[int, State]]],
-) -> None:
+def test_spans_of_any_moves_follow_the_diagram_and_cover_the_time_of_each_worker_once(steps):
     worker_states = WorkerStates(WORKERS, ticking())
     end_s, states = 0.0, [State.STARTING] * WORKERS
     for attempts in steps:

@@ -3,7 +3,6 @@ import typing
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
@@ -23,7 +22,7 @@ def _refusal(*words: str, toml: str | None = None, at: Path = Path("unused")) ->
     return str(caught.value)
 
 
-def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
+def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text('[run]\nsteps = 7\nseed = 3\n[learner]\nloss = "dapo"\n')
     config = load(file, ["--run.steps", "9", "--learner.learning_rate=1e-4"])
@@ -64,9 +63,7 @@ def test_the_command_line_overlays_the_file_and_the_file_the_defaults(tmp_path: 
         (["--run.steps", "1", "--run.steps", "2"], ("run", "steps"), 2),
     ],
 )
-def test_an_option_is_parsed_as_the_type_of_its_field(
-    words: list[str], field: tuple[str, str], value: object
-) -> None:
+def test_an_option_is_parsed_as_the_type_of_its_field(words, field, value):
     section, key = field
     assert load(None, words).model_dump()[section][key] == value
 
@@ -80,12 +77,12 @@ def test_an_option_is_parsed_as_the_type_of_its_field(
         ("--rolout.top_p=1", "rollout.top_p"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_known_one(word: str, nearest: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(word, nearest):
     message = _refusal(word)
     assert f"{word} (did you mean --{nearest}?)" in message
 
 
-def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path: Path) -> None:
+def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path):
     message = _refusal(toml="[learner]\nlearning_rte = 1\n[runn]\nx = 1\n", at=tmp_path)
     assert "learner.learning_rte: unknown key (did you mean learner" in message
     assert "runn: unknown key (did you mean run" in message
@@ -108,13 +105,11 @@ def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path: Path)
         ("[run]\nseed = 2024-01-01", "run.seed"),
     ],
 )
-def test_a_wrong_value_is_refused_with_field_value_and_expected_type(
-    tmp_path: Path, toml: str, line: str
-) -> None:
+def test_a_wrong_value_is_refused_with_field_value_and_expected_type(tmp_path, toml, line):
     assert line in _refusal(toml=toml, at=tmp_path)
 
 
-def test_a_wrong_option_is_refused_with_field_value_and_expected_type() -> None:
+def test_a_wrong_option_is_refused_with_field_value_and_expected_type():
     assert "--run.steps = 1.5: it must be a valid integer" in _refusal("--run.steps", "1.5")
     for text in ("thinking", '{"a": null}', "[1]"):
         assert "data.chat_template_kwargs" in _refusal("--data.chat_template_kwargs", text)
@@ -125,7 +120,7 @@ def test_a_wrong_option_is_refused_with_field_value_and_expected_type() -> None:
 
 
 @pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
-def test_every_integer_field_has_an_upper_bound(model: type[BaseModel]) -> None:
+def test_every_integer_field_has_an_upper_bound(model):
     for name, info in configfile.fields_of(model).items():
         kinds = {info.annotation, *typing.get_args(info.annotation)}
         if int in kinds and bool not in kinds:
@@ -149,14 +144,14 @@ def test_every_integer_field_has_an_upper_bound(model: type[BaseModel]) -> None:
         ("--run.dir=a\0b", "pattern"),
     ],
 )
-def test_a_value_beyond_its_bound_is_refused_with_the_bound(word: str, bound: str) -> None:
+def test_a_value_beyond_its_bound_is_refused_with_the_bound(word, bound):
     message = _refusal(word)
     assert word.removeprefix("--").partition("=")[0] in message
     assert bound in message
 
 
 @pytest.mark.parametrize("threads", [-1, 100_000])
-def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
+def test_a_number_of_threads_out_of_range_is_refused(threads):
     with pytest.raises(ConfigError, match=f"threads = {threads}: it must be from 0"):
         set_threads(threads)
 
@@ -166,7 +161,7 @@ def test_a_number_of_threads_out_of_range_is_refused(threads: int) -> None:
     [("[" * 20_000, ""), ("{a=" * 20_000, ""), ("9" * 20_000, ""), ("= 3\n", "line 2")],
     ids=["brackets", "tables", "digits", "signs"],
 )
-def test_malformed_toml_names_file_and_line(tmp_path: Path, text: str, place: str) -> None:
+def test_malformed_toml_names_file_and_line(tmp_path, text, place):
     message = _refusal(toml=f"[run]\nsteps = {text}", at=tmp_path)
     assert "run.toml: not valid TOML" in message
     assert place in message
@@ -192,19 +187,19 @@ def test_malformed_toml_names_file_and_line(tmp_path: Path, text: str, place: st
         ),
     ],
 )
-def test_contradicting_fields_are_refused_by_name(words: list[str], names: list[str]) -> None:
+def test_contradicting_fields_are_refused_by_name(words, names):
     message = _refusal(*words)
     assert all(name in message for name in names), message
 
 
-def test_values_at_the_limits_are_accepted() -> None:
+def test_values_at_the_limits_are_accepted():
     load(None, ["--rollout.kv_tokens=2560", "--learner.mini_batches=128"])
     load(None, ["--learner.overlong_buffer=2047", "--data.heldout_size=2048"])
     load(None, ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2047"])
     load(None, ["--rollout.group_size=1", "--learner.loss=reinforce_pp"])
 
 
-def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
@@ -219,7 +214,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
             load(path)
 
 
-def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path):
     words = [
         "--learner.clip_high=0.28",
         '--rollout.stop=["a\\"b\\n", "c"]',
@@ -232,7 +227,7 @@ def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
         assert configfile.resolve(type(config), file, []) == config
 
 
-def test_problems_of_reasoning_gym_are_scored_by_their_task_unless_a_reward_is_named() -> None:
+def test_problems_of_reasoning_gym_are_scored_by_their_task_unless_a_reward_is_named():
     gym = "--data.source=reasoning_gym:gcd"
     assert load(None, [gym]).reward.name == "reasoning_gym"
     assert load(None, [gym, "--reward.timeout_s=3"]).reward.name == "reasoning_gym"
@@ -240,7 +235,7 @@ def test_problems_of_reasoning_gym_are_scored_by_their_task_unless_a_reward_is_n
     assert load(None).reward.name == "last_number"
 
 
-def test_only_functions_compare_the_completions_of_a_group() -> None:
+def test_only_functions_compare_the_completions_of_a_group():
     words = ["--reward.per=group", "--reward.name=my_rewards:rank"]
     assert load(None, words).reward.per == "group"
     assert "reward.name = 'exact' grades each completion by itself" in _refusal(
@@ -249,7 +244,7 @@ def test_only_functions_compare_the_completions_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("name", configfile.recipes())
-def test_every_recipe_loads_and_that_of_sft_makes_the_model_of_the_run(name: str) -> None:
+def test_every_recipe_loads_and_that_of_sft_makes_the_model_of_the_run(name):
     config = load(configfile.locate(name))
     assert config.run.dir == f"runs/{name}"
     if name in configfile.recipes("sft"):

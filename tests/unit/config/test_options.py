@@ -31,7 +31,7 @@ def example(*words: str) -> Any:
     return read(Example, _arguments(), ["--place", "here", *words])
 
 
-def test_options_are_read_by_their_types_and_have_defaults() -> None:
+def test_options_are_read_by_their_types_and_have_defaults():
     assert example() == Example(place="here")
     assert example("--tags=a,b", "--tags", '["c,d"]').tags == ("a", "b", "c,d")
     words = ("--names=b", "--sizes=2,9", "--share=0.25", "--kind=y", "--no-clean", "--json")
@@ -40,7 +40,7 @@ def test_options_are_read_by_their_types_and_have_defaults() -> None:
     )
 
 
-def test_the_help_shows_choices_and_defaults() -> None:
+def test_the_help_shows_choices_and_defaults():
     text = " ".join(_arguments().parser.format_help().split())
     for line in (
         "--place str required (required)",
@@ -62,9 +62,7 @@ def test_the_help_shows_choices_and_defaults() -> None:
         (("--size", "1"), r"--size \(did you mean --sizes\?\)"),
     ],
 )
-def test_a_wrong_value_is_refused_with_option_value_and_remedy(
-    words: tuple[str, ...], message: str
-) -> None:
+def test_a_wrong_value_is_refused_with_option_value_and_remedy(words, message):
     with pytest.raises(ConfigError, match=message):
         example(*words)
     with pytest.raises(ConfigError, match="--place: it is missing"):

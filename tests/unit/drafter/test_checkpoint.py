@@ -42,9 +42,7 @@ def _save(
 
 
 @pytest.mark.parametrize(("recipe", "reduced"), [("eagle1", False), ("eagle3", True)])
-def test_a_saved_drafter_is_loaded_equal(
-    tmp_path: Path, tokenizer: Tokenizer, recipe: Recipe, reduced: bool
-) -> None:
+def test_a_saved_drafter_is_loaded_equal(tmp_path, tokenizer, recipe, reduced):
     target, made = _save(tmp_path / "d", tokenizer, recipe, reduced=reduced)
     loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
     assert loaded.layer.config == made.layer.config
@@ -68,18 +66,14 @@ def test_a_saved_drafter_is_loaded_equal(
         ({"qk_norm": False}, "qk_norm = True; this target has qk_norm = False"),
     ],
 )
-def test_a_target_of_another_shape_is_refused_by_field(
-    tmp_path: Path, tokenizer: Tokenizer, change: dict, message: str
-) -> None:
+def test_a_target_of_another_shape_is_refused_by_field(tmp_path, tokenizer, change, message):
     _save(tmp_path / "d", tokenizer)
     other = Transformer(replace(tiny_config(), **change))
     with pytest.raises(ConfigError, match=message):
         load_drafter(tmp_path / "d", other, tokenizer, strict_weights=False)
 
 
-def test_a_drafter_of_older_weights_is_accepted_unless_weights_are_strict(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_a_drafter_of_older_weights_is_accepted_unless_weights_are_strict(tmp_path, tokenizer):
     target, _ = _save(tmp_path / "d", tokenizer)
     with torch.no_grad():
         target.layers[1].feed_forward.down.weight.mul_(1.1)
@@ -89,16 +83,14 @@ def test_a_drafter_of_older_weights_is_accepted_unless_weights_are_strict(
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
 
 
-def test_the_dtype_in_which_a_target_is_loaded_does_not_matter() -> None:
+def test_the_dtype_in_which_a_target_is_loaded_does_not_matter():
     target = tiny_model()
     digest = weights_digest(target)
     assert weights_digest(target.to(torch.bfloat16)) == digest
     assert weights_digest(tiny_model(seed=1)) != digest
 
 
-def test_a_failed_write_leaves_the_old_drafter(
-    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_leaves_the_old_drafter(tmp_path, tokenizer, monkeypatch):
     target, _ = _save(tmp_path / "d", tokenizer, "eagle1")
 
     def refuse(*_: object, **__: object) -> None:
@@ -157,9 +149,7 @@ ALTERED = {
         ),
     ],
 )
-def test_a_damaged_drafter_is_refused_by_name(
-    tmp_path: Path, tokenizer: Tokenizer, spoil: Callable[[Path], object], message: str
-) -> None:
+def test_a_damaged_drafter_is_refused_by_name(tmp_path, tokenizer, spoil, message):
     target, _ = _save(tmp_path / "d", tokenizer)
     spoil(tmp_path / "d")
     with pytest.raises(ConfigError, match=message):
@@ -185,13 +175,7 @@ IDS = torch.tensor(DRAFT_IDS)
         ("sums/steps", lambda t: torch.ones(64), "holds 'sums/steps', .* which is not wanted"),
     ],
 )
-def test_a_tensor_that_no_kernel_may_see_is_refused(
-    tmp_path: Path,
-    tokenizer: Tokenizer,
-    name: str,
-    change: Callable[[torch.Tensor], torch.Tensor],
-    message: str,
-) -> None:
+def test_a_tensor_that_no_kernel_may_see_is_refused(tmp_path, tokenizer, name, change, message):
     path = tmp_path / "d"
     target, _ = _save(path, tokenizer, reduced=True)
     tensors = tensor_files.read(path / "drafter.safetensors")
@@ -202,9 +186,7 @@ def test_a_tensor_that_no_kernel_may_see_is_refused(
         load_drafter(path, target, tokenizer, strict_weights=False)
 
 
-def test_what_a_file_says_is_printed_without_what_a_terminal_obeys(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
+def test_what_a_file_says_is_printed_without_what_a_terminal_obeys(tmp_path, tokenizer):
     target, _ = _save(tmp_path / "d", tokenizer)
     evil = {"name": "\x1b]0;x\x07\u202e", "tokenizer": "\x1b[2J"}
     _describe(tmp_path / "d", lambda it: it["target"].update(evil))

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ def _regression(gram: Tensor, moment: Tensor, num_rows: int) -> Tensor:
     return torch.linalg.solve(scaled, moment * scale) * scale
 
 
-def test_each_slot_is_one_ridge_regression() -> None:
+def test_each_slot_is_one_ridge_regression():
     """`solve` eliminates a slot's own input; the reference regresses on all inputs at once."""
     model = tiny_model(dtype=torch.float64)
     read, signal = TextSums(model, SLOTS), []
@@ -98,9 +97,7 @@ def test_each_slot_is_one_ridge_regression() -> None:
 
 
 @pytest.mark.parametrize(("seed", "chunk"), [(0, 40), (1, 1), (2, 1000)])
-def test_law_sums_do_not_depend_on_who_adds_which_part_when(
-    seed: int, chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_law_sums_do_not_depend_on_who_adds_which_part_when(seed, chunk, monkeypatch):
     """To the bit: any order, cuts, interleaving and repetition, several sums, threads, chunks."""
     model = tiny_model()
     texts = _texts(model, (40, 3, 4, 71, 17))
@@ -137,7 +134,7 @@ def test_law_sums_do_not_depend_on_who_adds_which_part_when(
         assert found.tensors()[name].equal(again.tensors()[name]), f"{name}, earlier texts faded"
 
 
-def test_a_text_is_added_whole_or_not_at_all() -> None:
+def test_a_text_is_added_whole_or_not_at_all():
     """Not with tokens missing, and not before its end: it may be continued elsewhere."""
     model = tiny_model()
     (tokens, states), *_ = _texts(model, (40,)).values()
@@ -157,7 +154,7 @@ def test_a_text_is_added_whole_or_not_at_all() -> None:
     assert read.take().num_tokens == 36
 
 
-def test_training_reads_the_states_of_completions_and_restores() -> None:
+def test_training_reads_the_states_of_completions_and_restores():
     """Equals sums over each text alone; prompts are not learned."""
     model = tiny_model(dtype=torch.float64)
     trainer = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
@@ -196,7 +193,7 @@ def _asked(names: Sequence[str], tokens: Sequence[int]) -> list[Draftable]:
 
 
 @pytest.mark.parametrize("ids", [None, list(range(3, 120, 2))])
-def test_a_draft_is_the_draws_of_its_states(ids: list[int] | None) -> None:
+def test_a_draft_is_the_draws_of_its_states(ids):
     """Each node is argmax of its slot's logits plus the noise of its position."""
     model = tiny_model(dtype=torch.float64)
     chosen = None if ids is None else torch.tensor(ids)
@@ -223,7 +220,7 @@ def test_a_draft_is_the_draws_of_its_states(ids: list[int] | None) -> None:
     assert tree.parents == (0, 1, 2, 3)
 
 
-def test_a_request_is_drafted_only_after_the_token_before_its_root() -> None:
+def test_a_request_is_drafted_only_after_the_token_before_its_root():
     model = tiny_model(dtype=torch.float64)
     drafter, tokens = RidgeDrafter(_layer(model), model), text(12)
     states, strategy = _states(model, tokens), Strategy(depth=2, size=2)
@@ -243,7 +240,7 @@ def test_a_request_is_drafted_only_after_the_token_before_its_root() -> None:
 
 
 @pytest.mark.parametrize("strategy", [Strategy(depth=4), Strategy(depth=3, width=2, size=7)])
-def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy: Strategy) -> None:
+def test_new_weights_and_another_vocabulary_are_taken_over_in_mid_text(strategy):
     """The next draft is that of a drafter that had both from the start."""
     model, tokens = tiny_model(dtype=torch.float64), text(12)
     drafter = RidgeDrafter(_layer(model, 3), model, draft_ids=torch.arange(0, 128, 4))
@@ -273,7 +270,7 @@ def made() -> tuple[Transformer, Tokenizer, LoadedDrafter]:
     return model, tokenizer, loaded
 
 
-def test_a_saved_drafter_is_read_again(tmp_path: Path, made) -> None:
+def test_a_saved_drafter_is_read_again(tmp_path, made):
     model, tokenizer, saved = made
     saved.save(tmp_path / "d")
     loaded = load_drafter(tmp_path / "d", model, tokenizer, strict_weights=True)
@@ -301,7 +298,7 @@ def test_a_saved_drafter_is_read_again(tmp_path: Path, made) -> None:
         ("counts", lambda t: t[:, None], r"sums/counts is float64 of shape \[128, 1\]"),
     ],
 )
-def test_sums_that_no_text_has_are_refused(tmp_path: Path, made, name, change, message) -> None:
+def test_sums_that_no_text_has_are_refused(tmp_path, made, name, change, message):
     model, tokenizer, saved = made
     sums = {**saved.sums, "counts": saved.sums["counts"] + 1000}
     replace(saved, sums=sums | {name: change(sums[name])}).save(tmp_path / "d")
@@ -313,7 +310,7 @@ _NOT_DEFINITE = 1e12 * (2 * torch.eye(64, dtype=torch.float64) - 1)
 """Each product is at most that of the sizes, and some mixture of inputs has a negative square."""
 
 
-def test_an_export_drafts_like_the_first_slot(tmp_path: Path, made) -> None:
+def test_an_export_drafts_like_the_first_slot(tmp_path, made):
     model, tokenizer, saved = made
     export_drafter(tmp_path / "out", saved, model, tokenizer, torch.float32)
     eagle = load_published(tmp_path / "out", "toy", model, tokenizer).eagle

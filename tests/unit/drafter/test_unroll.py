@@ -36,9 +36,7 @@ def _inputs(layer: EagleLayer, num_tokens: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_recomputed_attention_has_the_same_gradient(
-    window: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_attention_has_the_same_gradient(window, monkeypatch):
     packed = _packed([9, 30])
     pairs = Pairs.of(packed)
 
@@ -57,7 +55,7 @@ def test_recomputed_attention_has_the_same_gradient(
     torch.testing.assert_close(gradient(), expected)
 
 
-def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
+def test_the_memory_of_a_window_is_linear_in_the_text():
     """A step has two chunks of scores a row, for every length."""
     layer = _layer(32)
     sizes = []
@@ -75,7 +73,7 @@ def test_the_memory_of_a_window_is_linear_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 5])
-def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window: int) -> None:
+def test_outputs_of_chosen_rows_and_their_gradients_are_those_of_all_rows(window):
     layer = _layer(window)
     packed = lay_out([tuple(range(5, 25)), tuple(range(6, 20)), (5, 6, 7)], [9, 6, 1])
     given, pairs = _inputs(layer, packed.num_tokens), Pairs.of(packed)
@@ -121,9 +119,7 @@ def _by_hand(scored: Tensor, ids: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("ids", [None, IDS])
 @pytest.mark.parametrize("max_logits", [1, 2 * VOCAB, 10**6])
-def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(
-    ids: Tensor | None, max_logits: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(ids, max_logits, monkeypatch):
     monkeypatch.setattr("longtail.drafter.eagle.loss.MAX_LOGITS", max_logits)
     weights = _normal(3, ROWS, seed=4)
     expected, found = _scored(), _scored()
@@ -136,7 +132,7 @@ def test_the_cross_entropy_and_its_gradient_are_those_of_autograd(
     torch.testing.assert_close(found.grad, expected.grad)
 
 
-def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_rejected() -> None:
+def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_rejected():
     p = F.linear(SEEN, HEAD).softmax(-1)
     q = torch.zeros(3, ROWS, VOCAB, dtype=torch.float64)
     scored = _scored().detach()
@@ -146,6 +142,6 @@ def test_agreement_and_overlap_count_tokens_outside_the_draft_vocabulary_as_reje
     assert rows.agreement.tolist() == (q.argmax(-1) == p.argmax(-1)).double().tolist()
 
 
-def test_the_expected_accept_length_multiplies_along_the_path() -> None:
+def test_the_expected_accept_length_multiplies_along_the_path():
     assert DepthReport().accept_len == 1
     assert DepthReport(overlap=(0.8, 0.5)).accept_len == pytest.approx(1 + 0.8 + 0.4)

@@ -40,9 +40,7 @@ class Sizes(TorchDispatchMode):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [ROWS_AT_ONCE, GENERATED])
-def test_scores_of_all_generated_tokens_exist_only_where_they_are_allowed_to(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_of_all_generated_tokens_exist_only_where_they_are_allowed_to(rows, monkeypatch):
     """Four times the limit are kept at most, which PyTorch's operations need for their copies."""
     monkeypatch.setattr("longtail.rl.learner.score", partial(score, max_logits=rows * VOCAB))
     model = PolicyTransformer(replace(tiny_config("qwen2", VOCAB), hidden_size=HIDDEN))

@@ -47,22 +47,20 @@ def saved(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("field", "size"), [("vocab_size", 2_000_000_000), ("num_hidden_layers", 2_000)]
 )
-def test_a_wrong_size_in_the_config_is_refused_before_it_is_allocated(
-    saved: Path, field: str, size: int
-) -> None:
+def test_a_wrong_size_in_the_config_is_refused_before_it_is_allocated(saved, field, size):
     edit(saved / "config.json", **{field: size, "head_dim": 16})
     with pytest.raises(ConfigError, match=r"wanted is .*2000000000|lacks"):
         load_model(saved)
 
 
-def test_tied_weights_stay_one_parameter(tmp_path: Path) -> None:
+def test_tied_weights_stay_one_parameter(tmp_path):
     save_model(tiny_model("qwen2"), tmp_path)
     loaded = load_model(tmp_path)
     assert loaded.head.weight is loaded.embedding.weight
     assert "lm_head.weight" not in load_file(tmp_path / WEIGHTS)
 
 
-def test_the_stored_dtype_is_the_default(tmp_path: Path) -> None:
+def test_the_stored_dtype_is_the_default(tmp_path):
     save_model(tiny_model(dtype=torch.bfloat16), tmp_path)
     assert stored_dtype(tmp_path) == torch.bfloat16
     assert load_model(tmp_path).dtype == torch.bfloat16
@@ -71,7 +69,7 @@ def test_the_stored_dtype_is_the_default(tmp_path: Path) -> None:
     assert torch.equal(widened.embedding.weight, rounded)
 
 
-def test_the_older_name_of_the_dtype_is_read(saved: Path) -> None:
+def test_the_older_name_of_the_dtype_is_read(saved):
     edit(saved / "config.json", dtype=None, torch_dtype="float16")
     assert stored_dtype(saved) == torch.float16
     edit(saved / "config.json", torch_dtype="int8")
@@ -79,7 +77,7 @@ def test_the_older_name_of_the_dtype_is_read(saved: Path) -> None:
         stored_dtype(saved)
 
 
-def test_saving_again_removes_the_earlier_files(tmp_path: Path) -> None:
+def test_saving_again_removes_the_earlier_files(tmp_path):
     save_model(tiny_model(seed=1), tmp_path, max_shard_bytes=30_000)
     (tmp_path / "notes.txt").write_text("mine")
     model = tiny_model(seed=2)
@@ -90,12 +88,12 @@ def test_saving_again_removes_the_earlier_files(tmp_path: Path) -> None:
     assert torch.equal(logits(load_model(tmp_path)), logits(model))
 
 
-def test_frequencies_in_older_files_are_ignored(saved: Path) -> None:
+def test_frequencies_in_older_files_are_ignored(saved):
     edit_weights(saved, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     assert torch.equal(logits(load_model(saved)), logits(tiny_model("llama")))
 
 
-def test_a_tied_model_may_repeat_its_head_but_not_change_it(tmp_path: Path) -> None:
+def test_a_tied_model_may_repeat_its_head_but_not_change_it(tmp_path):
     model = tiny_model("qwen2")
     save_model(model, tmp_path)
     edit_weights(tmp_path, {"lm_head.weight": model.embedding.weight.detach().clone()})
@@ -121,9 +119,7 @@ NORM = "model.layers.1.input_layernorm.weight"
         ({NORM: torch.tensor([torch.nan, torch.inf] + [1.0] * 30)}, [NORM, "2 values"]),
     ],
 )
-def test_the_error_names_a_tensor_that_does_not_fit(
-    saved: Path, changes: dict[str, Tensor | None], words: list[str]
-) -> None:
+def test_the_error_names_a_tensor_that_does_not_fit(saved, changes, words):
     edit_weights(saved, changes)
     with pytest.raises(ConfigError) as error:
         load_model(saved)
@@ -174,9 +170,7 @@ def of_another_architecture(saved: Path) -> None:
         (with_an_index('{"weight_map": {"a": "b.safetensors"}}'), ConfigError, "lacks 'b.safe"),
     ],
 )
-def test_a_damaged_directory_is_refused_by_name(
-    saved: Path, spoil: Callable[[Path], object], error: type[Exception], message: str
-) -> None:
+def test_a_damaged_directory_is_refused_by_name(saved, spoil, error, message):
     spoil(saved)
     with pytest.raises(error, match=message):
         load_model(saved)
@@ -191,12 +185,12 @@ def files_of_at_most_10_kb() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("files_of_at_most_10_kb")
-def test_a_failed_write_is_a_checkpoint_error(tmp_path: Path) -> None:
+def test_a_failed_write_is_a_checkpoint_error(tmp_path):
     with pytest.raises(CheckpointError, match=f"{tmp_path}.*free some space"):
         save_model(tiny_model(), tmp_path)
 
 
-def test_eos_and_bos_ids_are_saved_with_the_model(tmp_path: Path) -> None:
+def test_eos_and_bos_ids_are_saved_with_the_model(tmp_path):
     save_model(tiny_model(), tmp_path, eos_ids=(1, 7), bos_id=3)
     tiny_tokenizer().save(tmp_path)
     assert load_tokenizer(tmp_path).eos_ids == (1, 7)
@@ -204,7 +198,7 @@ def test_eos_and_bos_ids_are_saved_with_the_model(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "config.json").read_text())["bos_token_id"] == 3
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused():
     tokenizer = tiny_tokenizer()
     check_vocabulary(tokenizer, tiny_config(vocab_size=105))
     with pytest.raises(ConfigError, match=r"104.*vocab_size = 104"):

@@ -39,7 +39,7 @@ def llama(**changes: Any) -> ModelConfig:
 
 
 @pytest.mark.parametrize("kind", ["rope_type", "type"])
-def test_both_versions_of_the_rope_fields_are_equal(kind: str) -> None:
+def test_both_versions_of_the_rope_fields_are_equal(kind):
     old = llama(rope_theta=500_000, rope_scaling={kind: "llama3", **LLAMA3})
     new = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 500_000.0, **LLAMA3})
     assert old == new
@@ -53,7 +53,7 @@ def test_both_versions_of_the_rope_fields_are_equal(kind: str) -> None:
     )
 
 
-def test_absent_fields_have_the_defaults_of_the_familys_class() -> None:
+def test_absent_fields_have_the_defaults_of_the_familys_class():
     from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     classes: dict[str, Any] = {
@@ -94,12 +94,12 @@ YARN = {"max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", "facto
         ("Qwen2", {**UPPER, **KINDS}, {"windows": (16, 0, 16, 0)}),
     ],
 )
-def test_fields_are_read_as_transformers_means_them(architecture, changes, expected) -> None:
+def test_fields_are_read_as_transformers_means_them(architecture, changes, expected):
     config = read(f"{architecture}ForCausalLM", **changes)
     assert {name: getattr(config, name) for name in expected} == expected
 
 
-def test_yarn_without_original_positions_scales_the_models_own() -> None:
+def test_yarn_without_original_positions_scales_the_models_own():
     rope = read("Qwen2ForCausalLM", **YARN).rope
     assert (rope.original_max_positions, rope.factor) == (1024, 4.0)
 
@@ -118,7 +118,7 @@ def test_yarn_without_original_positions_scales_the_models_own() -> None:
         ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config"]),
     ],
 )
-def test_unsupported_fields_are_refused_by_name(changes: dict[str, Any], words: list[str]) -> None:
+def test_unsupported_fields_are_refused_by_name(changes, words):
     with pytest.raises(UnsupportedModelError) as error:
         llama(**changes)
     assert all(word in str(error.value) for word in words)
@@ -155,16 +155,14 @@ def test_unsupported_fields_are_refused_by_name(changes: dict[str, Any], words: 
         ({**QWEN2, "sliding_window": 0}, ["sliding_window", "from 1 to", "or null"]),
     ],
 )
-def test_the_error_names_the_field_with_an_impossible_value(
-    changes: dict[str, Any], words: list[str]
-) -> None:
+def test_the_error_names_the_field_with_an_impossible_value(changes, words):
     with pytest.raises(ConfigError) as error:
         llama(**changes)
     assert all(word in str(error.value) for word in ["config.json", *words])
 
 
 @pytest.mark.parametrize("keys", [("rope_parameters",), ("rope_theta", "rope_scaling")])
-def test_a_reader_of_one_version_finds_all_its_fields(keys: tuple[str, ...]) -> None:
+def test_a_reader_of_one_version_finds_all_its_fields(keys):
     rope = RopeConfig(scaling="llama3", factor=8.0, original_max_positions=64)
     config = replace(tiny_config("llama"), rope=rope)
     content = emit(config, torch.float32, ())
@@ -173,7 +171,7 @@ def test_a_reader_of_one_version_finds_all_its_fields(keys: tuple[str, ...]) -> 
     assert parse(Fields(content, "config.json")) == config
 
 
-def test_a_shape_outside_its_family_is_refused() -> None:
+def test_a_shape_outside_its_family_is_refused():
     for family, changes in (
         ("llama", {"qk_norm": True}),
         ("qwen2", {"qkv_bias": False}),

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -8,13 +7,12 @@ from tokenizers import models
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from longtail.model.transformer import Family
 from support.tiny_models import CHAT_TEMPLATE, byte_level_backend, tiny_model, tiny_tokenizer
 
 QUESTION = [{"role": "user", "content": "6*7?"}]
 
 
-def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
+def test_encoding_adds_nothing_and_reads_special_tokens():
     tokenizer = tiny_tokenizer()
     assert tokenizer.encode("") == ()
     digits = tokenizer.encode("10")
@@ -22,7 +20,7 @@ def test_encoding_adds_nothing_and_reads_special_tokens() -> None:
     assert tokenizer.encode("<user>10<eos>") == (3, *digits, 1)
 
 
-def test_special_tokens_come_once_before_a_text_and_never_behind() -> None:
+def test_special_tokens_come_once_before_a_text_and_never_behind():
     tokenizer = tiny_tokenizer(adds_special=True)
     digits = tokenizer.encode("10")
     assert digits == (6, 5)
@@ -33,7 +31,7 @@ def test_special_tokens_come_once_before_a_text_and_never_behind() -> None:
     assert tiny_tokenizer().encode("10", add_special_tokens=True) == digits
 
 
-def test_a_tokenizer_config_alone_can_ask_for_bos(tmp_path: Path) -> None:
+def test_a_tokenizer_config_alone_can_ask_for_bos(tmp_path):
     tiny_tokenizer().save(tmp_path)
     file = tmp_path / "tokenizer_config.json"
     fields = {"add_bos_token": True, "bos_token": "<user>", "tokenizer_class": "LlamaTokenizer"}
@@ -44,7 +42,7 @@ def test_a_tokenizer_config_alone_can_ask_for_bos(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["ab \u65e5 a\n", "\u00e9\U0001f600", "  abab"])
-def test_the_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
+def test_the_bytes_of_tokens_are_those_of_the_text(text):
     from transformers import PreTrainedTokenizerFast
 
     inner = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend(), eos_token="<eos>")
@@ -55,7 +53,7 @@ def test_the_bytes_of_tokens_are_those_of_the_text(text: str) -> None:
     assert tokenizer.token_bytes(999_999) == b""
 
 
-def test_tokens_of_sentencepiece_are_bytes_and_words_behind_a_space() -> None:
+def test_tokens_of_sentencepiece_are_bytes_and_words_behind_a_space():
     from transformers import PreTrainedTokenizerFast
 
     pieces = {"<0xE2>": 0, "\u2581word": 1, "\u00e9": 2}
@@ -64,7 +62,7 @@ def test_tokens_of_sentencepiece_are_bytes_and_words_behind_a_space() -> None:
     assert [tokenizer.token_bytes(i) for i in range(3)] == [b"\xe2", b" word", "\u00e9".encode()]
 
 
-def test_half_a_surrogate_pair_is_refused() -> None:
+def test_half_a_surrogate_pair_is_refused():
     """JSON and the command line accept one; the Rust library raises a TypeError for it."""
     tokenizer = tiny_tokenizer()
     with pytest.raises(DataError, match=r"'\\ud83d', half of a surrogate pair, as character 1"):
@@ -73,25 +71,25 @@ def test_half_a_surrogate_pair_is_refused() -> None:
         tokenizer.chat([{"role": "user", "content": "\ude00"}])
 
 
-def test_decoding_removes_special_tokens_and_keeps_spaces() -> None:
+def test_decoding_removes_special_tokens_and_keeps_spaces():
     tokenizer = tiny_tokenizer()
     text = "a , b .\n\tc 's"
     assert tokenizer.decode((3, *tokenizer.encode(text), 1, 0)) == text
 
 
-def test_ids_outside_the_vocabulary_decode_to_nothing() -> None:
+def test_ids_outside_the_vocabulary_decode_to_nothing():
     tokenizer = tiny_tokenizer()
     assert tokenizer.decode((5, 120, 6)) == "01"
 
 
-def test_the_chat_template_ends_where_the_answer_begins() -> None:
+def test_the_chat_template_ends_where_the_answer_begins():
     tokenizer = tiny_tokenizer()
     assert tokenizer.render(QUESTION) == "<user>6*7?<eos><assistant>"
     assert tokenizer.render(QUESTION, generation_prompt=False) == "<user>6*7?<eos>"
     assert tokenizer.chat(QUESTION) == (3, *tokenizer.encode("6*7?"), 1, 4)
 
 
-def test_messages_without_a_template_are_refused() -> None:
+def test_messages_without_a_template_are_refused():
     tokenizer = tiny_tokenizer(chat_template=None)
     assert not tokenizer.has_chat_template
     with pytest.raises(DataError, match="chat_template"):
@@ -110,13 +108,13 @@ def test_messages_without_a_template_are_refused() -> None:
         ("{% for m in", "unexpected 'end of template'"),
     ],
 )
-def test_a_template_that_fails_is_refused(template: str, reason: str) -> None:
+def test_a_template_that_fails_is_refused(template, reason):
     with pytest.raises(DataError, match=f"tokenizer.chat_template .*{reason}"):
         tiny_tokenizer(chat_template=template).render(QUESTION)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_the_tokenizer_file_decides_for_any_model_family(family: Family, tmp_path: Path) -> None:
+def test_the_tokenizer_file_decides_for_any_model_family(family, tmp_path):
     """AutoTokenizer would use qwen2's splitting for any qwen2 directory, against its file."""
     tokenizer = tiny_tokenizer()
     save_model(tiny_model(family), tmp_path)
@@ -128,7 +126,7 @@ def test_the_tokenizer_file_decides_for_any_model_family(family: Family, tmp_pat
     assert (loaded.eos_ids, loaded.vocab_size) == ((1,), 105)
 
 
-def test_saving_copies_the_files_that_were_read(tmp_path: Path) -> None:
+def test_saving_copies_the_files_that_were_read(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     tiny_tokenizer().save(first)
     (first / "chat_template.jinja").unlink()
@@ -152,15 +150,13 @@ def test_saving_copies_the_files_that_were_read(tmp_path: Path) -> None:
         ("config.json", 3, (1, 3)),
     ],
 )
-def test_the_tokenizers_own_eos_comes_first(
-    tmp_path: Path, name: str, value: object, expected: tuple[int, ...]
-) -> None:
+def test_the_tokenizers_own_eos_comes_first(tmp_path, name, value, expected):
     tiny_tokenizer().save(tmp_path)
     (tmp_path / name).write_text(json.dumps({"eos_token_id": value, "model_type": "llama"}))
     assert load_tokenizer(tmp_path).eos_ids == expected
 
 
-def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(DataError, match=r"tokenizer\.json"):
@@ -178,9 +174,7 @@ def test_a_missing_tokenizer_is_an_error(tmp_path: Path) -> None:
         ("generation_config.json", '{"eos_token_id": "two"}', ConfigError),
     ],
 )
-def test_a_malformed_file_is_refused_by_name(
-    tmp_path: Path, name: str, content: str, error: type[Exception]
-) -> None:
+def test_a_malformed_file_is_refused_by_name(tmp_path, name, content, error):
     tiny_tokenizer().save(tmp_path)
     (tmp_path / name).write_text(content)
     with pytest.raises(error, match=f"{name}|the tokenizer cannot be read"):

@@ -97,9 +97,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(
-    toy: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(toy, capfd):
     assert "torch" in sys.modules
     with GraderPool(toy) as pool:
         assert rewards(pool, "tuple", shape=((1, 2), {3: {4}})) == [1.0]
@@ -108,7 +106,7 @@ def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(
     assert capfd.readouterr().out == ""  # what a reward prints goes to stderr
 
 
-def test_more_graders_than_a_host_has_room_for_are_refused(toy, monkeypatch) -> None:
+def test_more_graders_than_a_host_has_room_for_are_refused(toy, monkeypatch):
     for cores, free, most in ((1, 10**12, 32), (2, 10**9, 22), (1, None, 32)):
         monkeypatch.setattr(machine, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setattr(machine, "memory", lambda free=free: Memory(total=free, available=free))
@@ -134,7 +132,7 @@ BAD = {
 
 
 @pytest.mark.slow
-def test_each_bad_task_fails_alone_and_all_others_are_graded(toy: str) -> None:
+def test_each_bad_task_fails_alone_and_all_others_are_graded(toy):
     texts = [text for number, bad in enumerate(BAD) for text in (f"ok {number}", bad)]
     with GraderPool(toy, workers=3, timeout_s=4.0) as pool:
         graded = pool.grade(pairs(*texts, "ok -1"))
@@ -146,9 +144,7 @@ def test_each_bad_task_fails_alone_and_all_others_are_graded(toy: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(
-    toy: str, tmp_path: Path
-) -> None:
+def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(toy, tmp_path):
     bad = {
         "raise": BAD["raise"],
         "sleep": KILLED,
@@ -167,12 +163,12 @@ def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(
 
 
 @pytest.mark.slow
-def test_a_time_limit_applies_to_one_completion_not_to_all(toy: str) -> None:
+def test_a_time_limit_applies_to_one_completion_not_to_all(toy):
     with GraderPool(toy, timeout_s=1.0) as pool:  # 5 completions of 0.3 s by one grader
         assert rewards(pool, *["slow 1"] * 5) == [1.0] * 5
 
 
-def test_a_row_that_cannot_be_sent_fails_alone() -> None:
+def test_a_row_that_cannot_be_sent_fails_alone():
     bad = pairs("42", helper=lambda: None)
     with GraderPool("exact") as pool:
         graded = pool.grade([*pairs("42"), *bad, *pairs("41")])
@@ -181,7 +177,7 @@ def test_a_row_that_cannot_be_sent_fails_alone() -> None:
     assert failure.error.startswith("the row cannot be sent to a grader: ")
 
 
-def test_an_interrupted_call_leaves_nothing_to_the_next(toy: str) -> None:
+def test_an_interrupted_call_leaves_nothing_to_the_next(toy):
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -196,9 +192,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(toy: str) -> None:
 
 
 @pytest.mark.slow
-def test_graders_that_died_between_calls_fail_no_task_and_closing_leaves_no_process(
-    toy: str,
-) -> None:
+def test_graders_that_died_between_calls_fail_no_task_and_closing_leaves_no_process(toy):
     with GraderPool(toy, workers=2, timeout_s=600.0) as pool:
         dead = {int(pid) for pid in rewards(pool, *["pid"] * 20)}
         for pid in dead:
@@ -212,7 +206,7 @@ def test_graders_that_died_between_calls_fail_no_task_and_closing_leaves_no_proc
 
 
 @pytest.mark.slow
-def test_graders_end_when_their_parent_is_killed(toy: str, tmp_path: Path) -> None:
+def test_graders_end_when_their_parent_is_killed(toy, tmp_path):
     (tmp_path / "hanging.py").write_text(
         "import os, re\n"
         "def act(**columns):\n"
@@ -262,8 +256,8 @@ def f(**columns): os._exit(1)
     ],
 )
 def test_a_reward_that_cannot_be_loaded_or_not_again_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, error: type, why: str
-) -> None:
+    tmp_path, monkeypatch, source, error, why
+):
     (tmp_path / "bad_start.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     wait_s = 1.5 if "sleep" in source else 60.0

@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
         yield directory
 
 
-def test_a_checkpoint_is_restored_exactly(run: RunDirectory) -> None:
+def test_a_checkpoint_is_restored_exactly(run):
     whole = torch.arange(12.0).reshape(3, 4)
     tensors = {
         "double": torch.tensor([0.1, -0.0, 5e-324, 1.7e308], dtype=torch.float64),
@@ -76,9 +76,7 @@ def test_a_checkpoint_is_restored_exactly(run: RunDirectory) -> None:
         assert _bits(back[name]) == _bits(tensor)
 
 
-def test_the_newest_of_several_checkpoints_is_loaded_and_the_oldest_is_removed(
-    run: RunDirectory,
-) -> None:
+def test_the_newest_of_several_checkpoints_is_loaded_and_the_oldest_is_removed(run):
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -117,9 +115,7 @@ FILES = ["state.json", "trainer.safetensors", "policy/config.json"]
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_passed_over_in_one_sentence(
-    run: RunDirectory, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], name: str
-) -> None:
+def test_a_damaged_checkpoint_is_passed_over_in_one_sentence(run, caplog, damage, name):
     _save(run, 1)
     _save(run, 2)
     newest = run.checkpoints / "step_000002"
@@ -140,7 +136,7 @@ def test_a_damaged_checkpoint_is_passed_over_in_one_sentence(
         again.load_latest()
 
 
-def test_a_damaged_later_checkpoint_does_not_outlive_the_next_one(run: RunDirectory) -> None:
+def test_a_damaged_later_checkpoint_does_not_outlive_the_next_one(run):
     for step in (2, 4):
         _save(run, step)
     _flip(run.checkpoints / "step_000004" / "trainer.safetensors")
@@ -153,7 +149,7 @@ EDITS = ({"sha256": "0" * 64}, {"files": {}}, {"state": []}, "[]", "NaN", "\xff"
 
 
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_state_is_damaged(run: RunDirectory, edit: dict[str, object] | str) -> None:
+def test_an_edited_state_is_damaged(run, edit):
     _save(run, 1)
     file = run.checkpoints / "step_000001" / "state.json"
     if not isinstance(edit, str):
@@ -163,9 +159,7 @@ def test_an_edited_state_is_damaged(run: RunDirectory, edit: dict[str, object] |
         run.load_latest()
 
 
-def test_a_reader_of_the_policy_needs_the_policy_alone(
-    run: RunDirectory, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_reader_of_the_policy_needs_the_policy_alone(run, caplog):
     _save(run, 1)
     _save(run, 2)
     first, newest = (run.checkpoints / f"step_00000{step}" / "policy" for step in (1, 2))
@@ -179,7 +173,7 @@ def test_a_reader_of_the_policy_needs_the_policy_alone(
             policy_directory(named)
 
 
-def test_nothing_of_a_resumed_run_is_written_before_it_goes_on(run: RunDirectory) -> None:
+def test_nothing_of_a_resumed_run_is_written_before_it_goes_on(run):
     _save(run, 4)
     left = run.checkpoints / ".new-step_000005"
     left.mkdir()
@@ -209,9 +203,7 @@ def _mortal(real: Callable[..., Any], left: Iterator[int]) -> Callable[..., Any]
     return call
 
 
-def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_killed_anywhere_in_a_save_resumes(tmp_path, monkeypatch):
     places = [
         (files, "sync"), (files, "sync_folder"), (tensor_files, "save"),
         (Path, "rename"), (Path, "mkdir"), (shutil, "rmtree"), (state_file, "digest"),
@@ -245,7 +237,7 @@ def test_a_run_that_is_killed_anywhere_in_a_save_resumes(
     assert kill_at > len(places)
 
 
-def test_a_run_of_another_version_is_refused_and_left_as_it_is(run: RunDirectory) -> None:
+def test_a_run_of_another_version_is_refused_and_left_as_it_is(run):
     folder = run.checkpoints / "step_000004"
     (folder / "policy").mkdir(parents=True)
     (folder / "policy" / "config.json").write_text("{}")
@@ -258,14 +250,14 @@ def test_a_run_of_another_version_is_refused_and_left_as_it_is(run: RunDirectory
     assert policy_directory(run.path) == folder / "policy"
 
 
-def test_a_used_directory_is_refused_when_resume_is_off(run: RunDirectory) -> None:
+def test_a_used_directory_is_refused_when_resume_is_off(run):
     (run.path / "metrics.jsonl").write_text('{"step": 1}\n')
     run.close()
     with pytest.raises(ConfigError, match=r"holds an earlier run.*run\.resume = true"):
         RunDirectory(run.path).start(CONFIG, resume=False)
 
 
-def test_an_unused_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> None:
+def test_an_unused_directory_is_accepted_when_resume_is_off(tmp_path):
     place = tmp_path / "a" / "b"
     for _ in range(2):
         with RunDirectory(place) as run:
@@ -277,7 +269,7 @@ def test_an_unused_directory_is_accepted_when_resume_is_off(tmp_path: Path) -> N
     assert RunDirectory(place).start(changed, resume=True) is None, "nothing is changed yet"
 
 
-def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(run: RunDirectory) -> None:
+def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(run):
     _save(run, 4)
     run.close()
     changed = configfile.render(
@@ -292,7 +284,7 @@ def test_a_configuration_that_changes_the_run_is_refused_with_the_fields(run: Ru
     assert (run.path / "config.toml").read_text() == CONFIG
 
 
-def test_fields_without_effect_on_weights_may_change(run: RunDirectory) -> None:
+def test_fields_without_effect_on_weights_may_change(run):
     _save(run, 4)
     run.close()
     words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
@@ -309,9 +301,7 @@ def test_fields_without_effect_on_weights_may_change(run: RunDirectory) -> None:
         (SftConfig(), "--train.steps=999", r"train\.steps: 400 -> 999"),
     ],
 )
-def test_the_number_of_steps_may_not_change_under_a_schedule(
-    tmp_path: Path, config: RunConfig | SftConfig, word: str, message: str
-) -> None:
+def test_the_number_of_steps_may_not_change_under_a_schedule(tmp_path, config, word, message):
     (tmp_path / "run.toml").write_text(configfile.render(config))
     with RunDirectory(tmp_path / "run") as run:
         run.start(configfile.render(config), resume=True)
@@ -322,7 +312,7 @@ def test_the_number_of_steps_may_not_change_under_a_schedule(
 
 
 @pytest.mark.slow
-def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
+def test_two_processes_do_not_share_a_run_directory(run):
     script = (
         "import sys\n"
         "from pathlib import Path\n"
@@ -338,7 +328,7 @@ def test_two_processes_do_not_share_a_run_directory(run: RunDirectory) -> None:
     RunDirectory(run.path).start("", resume=True)
 
 
-def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run: RunDirectory) -> None:
+def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run):
     _save(run, 1)
     _save(run, 2)
     newest = run.checkpoints / "step_000002"
@@ -347,7 +337,7 @@ def test_a_policy_is_found_in_a_model_a_checkpoint_and_a_run(run: RunDirectory) 
     assert policy_directory(run.checkpoints / "step_000001").parent.name == "step_000001"
 
 
-def test_a_path_without_a_policy_is_refused_with_the_alternatives(tmp_path: Path) -> None:
+def test_a_path_without_a_policy_is_refused_with_the_alternatives(tmp_path):
     with pytest.raises(ConfigError, match="no such directory; give a Hugging Face directory"):
         policy_directory(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="neither a model nor a run"):

@@ -3,7 +3,6 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -39,9 +38,7 @@ def _report(num_running: int) -> StepReport:
     )
 
 
-def test_a_step_is_one_line_on_any_terminal_width(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_is_one_line_on_any_terminal_width(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     Console().step(7, 100, METRICS)
     out, err = capsys.readouterr()
@@ -52,9 +49,7 @@ def test_a_step_is_one_line_on_any_terminal_width(
     )
 
 
-def test_ungraded_completions_are_counted_and_a_logged_line_is_printed_verbatim(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ungraded_completions_are_counted_and_a_logged_line_is_printed_verbatim(capsys):
     said = "reward module:function:smile: in runs/[bold]x[/bold] " + "long " * 50
     Console().step(1, 1, {**METRICS, "reward/failures": 3.0})
     Console().log(said)
@@ -74,9 +69,7 @@ def _lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return err.splitlines()
 
 
-def test_without_a_terminal_ten_silent_seconds_are_followed_by_a_line(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_without_a_terminal_ten_silent_seconds_are_followed_by_a_line(capsys):
     clock = _Clock()
     console = Console("bench: ", clock=clock)
     with console.phase("step", "1/2"), console.phase("learning"):
@@ -95,7 +88,7 @@ def test_without_a_terminal_ten_silent_seconds_are_followed_by_a_line(
     assert _lines(capsys) == []
 
 
-def test_a_phase_beats_while_its_work_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_phase_beats_while_its_work_blocks(monkeypatch):
     seen, before = threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(Console, "beat", lambda _: seen.set())
     with Console().phase("loading"):
@@ -103,7 +96,7 @@ def test_a_phase_beats_while_its_work_blocks(monkeypatch: pytest.MonkeyPatch) ->
     assert set(threading.enumerate()) <= before
 
 
-def test_a_phase_of_parts_is_extrapolated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_phase_of_parts_is_extrapolated(capsys):
     clock = _Clock()
     console = Console(clock=clock)
     with console.phase("training", total=8):
@@ -125,7 +118,7 @@ def test_a_phase_of_parts_is_extrapolated(capsys: pytest.CaptureFixture[str]) ->
     ]
 
 
-def test_the_first_text_is_shown_once_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_text_is_shown_once_on_one_line(capsys):
     clock = _Clock()
     console = Console(clock=clock)
     texts = ["", "  12 + 30\n\x1b[31m= 42\x07" + "!" * 1000, "later"]
@@ -151,9 +144,7 @@ def test_the_first_text_is_shown_once_on_one_line(capsys: pytest.CaptureFixture[
         ({"speculates": True, "verified": (DRAFT,)}, " drafting,"),
     ],
 )
-def test_a_terminal_shows_a_live_line_and_clears_it(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], word: str
-) -> None:
+def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch, changes, word):
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "60")
@@ -167,7 +158,7 @@ def test_a_terminal_shows_a_live_line_and_clears_it(
     assert terminal.getvalue().endswith("\r\x1b[2Kdone\n")
 
 
-def test_the_summary_keeps_paths_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_keeps_paths_whole_in_a_file(capsys):
     summary = summarize_run([], steps=0, reward_after=None, seconds=1.0)
     run = Path("/somewhere") / ("deep/" * 15) / "[red]" / "run"
     Console().summary(summary, run)

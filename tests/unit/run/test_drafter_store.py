@@ -25,7 +25,7 @@ def kept(path: Path) -> list[str]:
     return sorted(each.name for each in path.iterdir())
 
 
-def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path: Path) -> None:
+def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path):
     store = DrafterStore(tmp_path / "drafter", keep=2)
     for step in (1, 2, 3):
         store.save(step, state(step))
@@ -39,7 +39,7 @@ def test_the_newest_that_is_not_younger_than_the_checkpoint_comes_back(tmp_path:
     assert DrafterStore(tmp_path / "none").load(5) is None
 
 
-def test_a_disk_that_refuses_is_told(tmp_path: Path) -> None:
+def test_a_disk_that_refuses_is_told(tmp_path):
     (tmp_path / "drafter").write_text("a file in the way")
     store = DrafterStore(tmp_path / "drafter")
     with pytest.raises(CheckpointError, match=r"the drafter cannot be written .* free some space"):
@@ -66,7 +66,7 @@ def norm_of(path: Path, target: Target) -> tuple[float, LoadedDrafter]:
     return loaded.layer.norm.weight[0].item(), loaded
 
 
-def test_a_run_means_its_newest_drafter_and_a_step_its_own(run: tuple[Path, Target]) -> None:
+def test_a_run_means_its_newest_drafter_and_a_step_its_own(run):
     path, target = run
     first, initial = norm_of(path / "drafter" / INITIAL, target)
     assert norm_of(path / "drafter" / "step_000002", target)[0] == first
@@ -79,9 +79,7 @@ def test_a_run_means_its_newest_drafter_and_a_step_its_own(run: tuple[Path, Targ
     assert run_drafters(path.parent) is None
 
 
-def test_what_a_run_taught_its_drafter_is_said_and_what_was_true_before_is_not(
-    run: tuple[Path, Target],
-) -> None:
+def test_what_a_run_taught_its_drafter_is_said_and_what_was_true_before_is_not(run):
     path, target = run
     _, initial = norm_of(path / "drafter" / INITIAL, target)
     assert initial.training == RECORD
@@ -91,7 +89,7 @@ def test_what_a_run_taught_its_drafter_is_said_and_what_was_true_before_is_not(
     assert newest.training.overlap == ()
 
 
-def test_a_run_with_weights_of_another_drafter_is_refused(run: tuple[Path, Target]) -> None:
+def test_a_run_with_weights_of_another_drafter_is_refused(run):
     path, target = run
     tensors = {"drafter/fc.weight": torch.ones(2, 2)}
     store = DrafterStore(path / "drafter")

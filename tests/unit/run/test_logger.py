@@ -66,7 +66,7 @@ def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> set[s
     return {path.name for path in directory.iterdir()}
 
 
-def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -> None:
+def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path):
     names = _written(tmp_path)
     assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}, "none of speculation"
     assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
@@ -87,7 +87,7 @@ def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path: Path) -
     assert _lines(tmp_path / "b" / "rollouts.jsonl") == []
 
 
-def test_drafted_characters_stand_apart_from_the_texts(tmp_path: Path) -> None:
+def test_drafted_characters_stand_apart_from_the_texts(tmp_path):
     for directory, drafted in (("a", {}), ("b", {"p@0#0": (0, 2)})):
         _written(tmp_path / directory, series=SERIES, drafted=drafted)
     assert _lines(tmp_path / "b" / "drafts.jsonl") == [{"step": 1, "drafted": {"p@0#0": [0, 2]}}]
@@ -96,9 +96,7 @@ def test_drafted_characters_stand_apart_from_the_texts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("last_step", "kept"), [(None, [4]), (1, [1, 4]), (9, [1, 2, 3, 4])])
-def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
-    tmp_path: Path, last_step: int | None, kept: list[int]
-) -> None:
+def test_a_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path, last_step, kept):
     _written(tmp_path, steps=3, series=SERIES)
     series = SERIES.line(TRAINING, 0)
     lines = _lines(tmp_path / "speculation.jsonl")
@@ -112,7 +110,7 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
 
 
-def test_the_file_of_speculation_is_bounded(tmp_path: Path) -> None:
+def test_the_file_of_speculation_is_bounded(tmp_path):
     logger = RunLogger(RunSection(speculation_mb=1), tmp_path, last_step=None, shown={})
     for step in (1, 2):
         long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB

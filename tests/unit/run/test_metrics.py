@@ -15,9 +15,7 @@ def _steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(
-    tmp_path: Path,
-) -> None:
+def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(tmp_path):
     text, nan, inf = "\ud83d and ü", float("nan"), float("inf")
     path = tmp_path / "m.jsonl"
     lines = JsonLines(path)
@@ -35,7 +33,7 @@ def test_a_line_can_be_read_while_the_file_is_open_and_odd_values_are_written(
         JsonLines(tmp_path / "folder")
 
 
-def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path):
     lines = JsonLines(tmp_path / "metrics.jsonl")
     lines.close()
     for written in (OSError(errno.ENOSPC, "No space left on device"), 7):
@@ -44,7 +42,7 @@ def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
             lines.write(1, {"x": 1.0})
 
 
-def test_tensorboard_gets_the_same_metrics(tmp_path: Path) -> None:
+def test_tensorboard_gets_the_same_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = MetricLog(["tensorboard"], tmp_path, last_step=None, config={})
@@ -58,9 +56,7 @@ def test_tensorboard_gets_the_same_metrics(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
-def test_a_writer_that_is_not_installed_is_named_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_writer_that_is_not_installed_is_named_with_the_command(tmp_path, monkeypatch, name):
     module = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}[name]
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"'{name}'.*pip install .*longtail|\[{name}\]"):
@@ -68,7 +64,7 @@ def test_a_writer_that_is_not_installed_is_named_with_the_command(
 
 
 @pytest.mark.parametrize("most", [1, 24, 25, 49, 50, 51])
-def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path: Path, most: int) -> None:
+def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path, most):
     path = tmp_path / "lines.jsonl"
     lines = JsonLines(path, most_bytes=most)
     for step in range(1, 10):

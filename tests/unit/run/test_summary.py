@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from longtail.errors import CheckpointError
@@ -33,7 +31,7 @@ def _summary(rows: list[dict[str, float | None]] = ROWS) -> Summary:
     return summarize_run(rows, steps=len(rows), reward_after=0.5, seconds=30.0)
 
 
-def test_shares_of_a_summary_are_weighted_by_time() -> None:
+def test_shares_of_a_summary_are_weighted_by_time():
     assert _summary() == {
         "reward_before": 0.25,  # from the first row
         "reward_after": 0.5,
@@ -57,14 +55,14 @@ def test_shares_of_a_summary_are_weighted_by_time() -> None:
     }
 
 
-def test_metrics_that_are_null_or_missing_count_as_zero() -> None:
+def test_metrics_that_are_null_or_missing_count_as_zero():
     assert _summary([_row(**{"rollout/tail_idle_share": None})])["tail_idle_share"] == 0.0
     nothing = _summary([])
     assert nothing["reward_before"] is None
     assert nothing["tokens_per_s"] == nothing["rollout_share"] == nothing["other_share"] == 0
 
 
-def test_a_run_is_finished_if_its_last_checkpoint_has_its_summary(tmp_path: Path) -> None:
+def test_a_run_is_finished_if_its_last_checkpoint_has_its_summary(tmp_path):
     summary = _summary()
     checkpoint = Checkpoint(step=2, path=tmp_path, state={})
     assert finished_summary(tmp_path, checkpoint, 2) is None  # no summary
@@ -79,7 +77,7 @@ def test_a_run_is_finished_if_its_last_checkpoint_has_its_summary(tmp_path: Path
         write_summary(tmp_path / "nowhere", summary)
 
 
-def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
+def test_the_lines_list_rewards_costs_and_files(tmp_path):
     lines = dict(summary_lines(_summary(), tmp_path))
     assert lines["held-out reward"] == "0.250 before, 0.500 after 2 steps"
     assert lines["rollout speed"] == "50 tokens/s"
@@ -92,7 +90,7 @@ def test_the_lines_list_rewards_costs_and_files(tmp_path: Path) -> None:
     assert "held-out reward" not in dict(unknown)
 
 
-def test_the_lines_list_what_was_drafted(tmp_path: Path) -> None:
+def test_the_lines_list_what_was_drafted(tmp_path):
     plain = {"speculation/switches": 1.0, "speculation/tuner_share": 0.002}
     drafted = {
         "speculation/switches": 3.0,

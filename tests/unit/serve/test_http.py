@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,7 +73,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_the_served_model_is_listed_and_others_are_not_found(client: httpx.Client) -> None:
+def test_the_served_model_is_listed_and_others_are_not_found(client):
     assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [NAME]
     assert client.get(f"/v1/models/{NAME}").json()["max_model_len"] == OPTIONS.max_len
     for answer in (client.get("/v1/models/a/b"), client.post(CHAT, json=chat(model="a/b"))):
@@ -82,7 +81,7 @@ def test_the_served_model_is_listed_and_others_are_not_found(client: httpx.Clien
         assert "does not exist here" in answer.json()["error"]["message"]
 
 
-def test_a_response_has_openais_format_and_counts_its_tokens(client: httpx.Client) -> None:
+def test_a_response_has_openais_format_and_counts_its_tokens(client):
     answer = client.post(CHAT, json=chat(n=2))
     found = answer.json()
     assert found["object"] == "chat.completion"
@@ -96,7 +95,7 @@ def test_a_response_has_openais_format_and_counts_its_tokens(client: httpx.Clien
     assert found["longtail"]["accept_length"] is None  # no drafter
 
 
-def test_a_drawn_seed_is_reported_and_reproduces_the_text(client: httpx.Client) -> None:
+def test_a_drawn_seed_is_reported_and_reproduces_the_text(client):
     first = client.post(TEXT, json=prompt(seed=None)).json()
     other = client.post(TEXT, json=prompt(seed=None)).json()
     again = client.post(TEXT, json=prompt(seed=first["longtail"]["seed"])).json()
@@ -104,7 +103,7 @@ def test_a_drawn_seed_is_reported_and_reproduces_the_text(client: httpx.Client) 
     assert first["choices"] == again["choices"]
 
 
-def test_events_are_lines_for_every_client() -> None:
+def test_events_are_lines_for_every_client():
     """Some clients end a line at U+0085, U+2028 and U+2029, too."""
     event = server._event({"text": "a\u2028b\u0085c\u2029d\r\x00\u65e5"})
     assert event.endswith("\n\n")
@@ -112,7 +111,7 @@ def test_events_are_lines_for_every_client() -> None:
     assert json.loads(event.removeprefix("data: "))["text"] == "a\u2028b\u0085c\u2029d\r\x00\u65e5"
 
 
-def test_a_text_begins_with_bos_unless_the_caller_says_no() -> None:
+def test_a_text_begins_with_bos_unless_the_caller_says_no():
     routes = replace(make_model_server(make_engine()), tokenizer=tiny_tokenizer(adds_special=True))
     with live(routes) as client:
         asked = prompt(return_token_ids=True)
@@ -124,7 +123,7 @@ def test_a_text_begins_with_bos_unless_the_caller_says_no() -> None:
     assert told == [[0, *plain], plain, [0, *plain]]
 
 
-def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> None:
+def test_logprobs_cover_every_token_streamed_or_not(client):
     whole = client.post(CHAT, json=chat(logprobs=True)).json()
     (choice,) = whole["choices"]
     rows = choice["logprobs"]["content"]
@@ -142,9 +141,7 @@ def test_logprobs_cover_every_token_streamed_or_not(client: httpx.Client) -> Non
     assert len(listed["tokens"]) == len(listed["token_logprobs"])
 
 
-def test_token_ids_of_prompts_and_texts_are_told_and_answered_as_texts(
-    client: httpx.Client,
-) -> None:
+def test_token_ids_of_prompts_and_texts_are_told_and_answered_as_texts(client):
     asked = {"return_token_ids": True, "return_tokens_as_token_ids": True, "n": 2}
     text = client.post(TEXT, json=prompt(logprobs=0, **asked)).json()
     ids = list(shared_tokenizer().encode("3+4="))
@@ -179,30 +176,26 @@ def test_token_ids_of_prompts_and_texts_are_told_and_answered_as_texts(
         (CHAT, chat(temperature=1e-30), 400, "temperature = 1e-30: it must be 0"),
     ],
 )
-def test_calls_beyond_the_limits_are_refused(
-    client: httpx.Client, path: str, body: dict[str, Any], status: int, said: str
-) -> None:
+def test_calls_beyond_the_limits_are_refused(client, path, body, status, said):
     answer = client.post(path, json=body)
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
 
 
-def test_a_chat_without_max_tokens_may_fill_the_context(client: httpx.Client) -> None:
+def test_a_chat_without_max_tokens_may_fill_the_context(client):
     found = client.post(CHAT, json=chat("x" * 90, max_tokens=None)).json()
     reason, total = found["choices"][0]["finish_reason"], found["usage"]["total_tokens"]
     assert reason == "stop" or total == OPTIONS.max_len
 
 
-def test_unknown_routes_and_methods_get_openais_error_body(client: httpx.Client) -> None:
+def test_unknown_routes_and_methods_get_openais_error_body(client):
     for path, status in (("/v1/nothing", 404), (TEXT, 405), ("/docs", 404)):
         answer = client.get(path)
         assert answer.status_code == status
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_is_refused_as_soon_as_it_is_too_large(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_is_refused_as_soon_as_it_is_too_large(client, monkeypatch):
     monkeypatch.setattr(server, "_MAX_BODY", 4096)
     sent = 0
 
@@ -219,7 +212,7 @@ def test_a_body_is_refused_as_soon_as_it_is_too_large(
     assert client.post(TEXT, content=b" " * 4097).status_code == 413
 
 
-def test_every_route_needs_the_key() -> None:
+def test_every_route_needs_the_key():
     key = "sixteen-letters-or-more"
     paths = ("/v1/models", "/health", "/metrics", "/v1/models/a")
     with live(make_model_server(make_engine(), api_key=key)) as client:
@@ -236,7 +229,7 @@ def test_every_route_needs_the_key() -> None:
             assert client.get("/v1/models", headers=known).status_code == 200, scheme
 
 
-def test_without_a_key_host_and_origin_must_be_this_machine(client: httpx.Client) -> None:
+def test_without_a_key_host_and_origin_must_be_this_machine(client):
     for host in ("example.org", "127.0.0.1.example.org", "[", ""):
         assert client.get("/v1/models", headers={"Host": host}).status_code in (400, 403), host
     for host in ("localhost", "127.0.0.1:99", "[::1]:80", "LOCALHOST"):
@@ -251,7 +244,7 @@ def counts(client: httpx.Client) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
-def test_metrics_count_tokens_and_all_kv_is_free_once_the_caller_has_its_response() -> None:
+def test_metrics_count_tokens_and_all_kv_is_free_once_the_caller_has_its_response():
     with live(make_model_server(make_engine())) as client:
         assert client.get("/health").json() == {"status": "ok"}
         usage = client.post(TEXT, json=prompt(n=2)).json()["usage"]
@@ -264,7 +257,7 @@ def test_metrics_count_tokens_and_all_kv_is_free_once_the_caller_has_its_respons
     assert found["longtail_kv_free_tokens"] == found["longtail_kv_total_tokens"]
 
 
-def test_a_drafter_is_exchanged_while_texts_are_generated_and_changes_none() -> None:
+def test_a_drafter_is_exchanged_while_texts_are_generated_and_changes_none():
     def history() -> Speculation:
         return Speculation.fixed(HistoryDrafter(), Strategy(depth=4, size=4))
 
@@ -281,7 +274,7 @@ def test_a_drafter_is_exchanged_while_texts_are_generated_and_changes_none() -> 
     assert drafted["choices"] == plain["choices"]
 
 
-def test_a_drafter_that_no_kernel_may_read_is_answered_with_400(tmp_path: Path) -> None:
+def test_a_drafter_that_no_kernel_may_read_is_answered_with_400(tmp_path):
     engine, tokenizer, path = make_engine(), shared_tokenizer(), tmp_path / "d"
     our_drafter(engine.model, tokenizer, reduced=True, layers=(0, 1)).save(path)
     tensors = tensor_files.read(path / TENSORS)
@@ -295,7 +288,7 @@ def test_a_drafter_that_no_kernel_may_read_is_answered_with_400(tmp_path: Path) 
         assert client.post(TEXT, json=prompt()).status_code == 200
 
 
-def test_requests_and_health_fail_once_the_engine_has_failed() -> None:
+def test_requests_and_health_fail_once_the_engine_has_failed():
     with live(make_model_server(make_engine(FailingEngine))) as client:
         streamed = client.post(CHAT, json=chat(max_tokens=50, stream=True))
         *_, last = [line for line in streamed.text.split("\n\n") if line]
@@ -307,7 +300,7 @@ def test_requests_and_health_fail_once_the_engine_has_failed() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_kv(stream: bool) -> None:
+def test_a_client_that_disconnects_frees_its_kv(stream):
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
     gate = engine.hold()
@@ -325,7 +318,7 @@ def test_a_client_that_disconnects_frees_its_kv(stream: bool) -> None:
 
 
 @pytest.mark.slow
-def test_unfinished_requests_get_an_error_when_the_server_stops() -> None:
+def test_unfinished_requests_get_an_error_when_the_server_stops():
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
     gate, server = engine.hold(), make_model_server(engine, replace(OPTIONS, drain_s=0.2))

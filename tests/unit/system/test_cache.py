@@ -27,9 +27,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "deep" / "cache"
 
 
-def test_the_environment_sets_the_cache_directory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_environment_sets_the_cache_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "here"))
     assert cache_directory() == tmp_path / "here"
@@ -41,9 +39,7 @@ def test_the_environment_sets_the_cache_directory(
     assert cache_directory() == Path.home() / ".cache" / "longtail"
 
 
-def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(root, caplog):
     entry = build_once("kernels", "1f", _library, announce="compiling, once")
     assert build_once("kernels", "1f", _refuse, announce="compiling, once") == entry
     assert caplog.messages == ["compiling, once"]
@@ -55,9 +51,7 @@ def test_an_entry_is_announced_and_built_once_and_only_its_user_can_write_to_it(
     assert root.stat().st_mode & 0o777 == 0o755
 
 
-def test_an_entry_with_a_damaged_or_missing_file_is_built_anew(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_entry_with_a_damaged_or_missing_file_is_built_anew(root, caplog):
     library = build_once("kernels", "1f", _library) / "library.so"
     for damage in (lambda: library.write_bytes(b"co"), library.unlink):
         damage()
@@ -69,9 +63,7 @@ def test_an_entry_with_a_damaged_or_missing_file_is_built_anew(
 
 
 @pytest.mark.parametrize("place", ["", "kernels", "kernels/1f", "kernels/1f/library.so"])
-def test_files_of_another_user_are_refused(
-    monkeypatch: pytest.MonkeyPatch, root: Path, place: str
-) -> None:
+def test_files_of_another_user_are_refused(monkeypatch, root, place):
     build_once("kernels", "1f", _library)
     real, foreign = Path.stat, root / place
 
@@ -85,13 +77,13 @@ def test_files_of_another_user_are_refused(
     assert str(foreign) in str(caught.value)
 
 
-def test_the_error_of_an_unwritable_cache_names_the_remedy(root: Path) -> None:
+def test_the_error_of_an_unwritable_cache_names_the_remedy(root):
     root.parent.write_text("")
     with pytest.raises(ConfigError, match=r"cannot be written.*set LONGTAIL_CACHE"):
         build_once("kernels", "1f", _library)
 
 
-def test_a_failed_build_leaves_nothing_and_raises_its_own_error(root: Path) -> None:
+def test_a_failed_build_leaves_nothing_and_raises_its_own_error(root):
     def fail(folder: Path) -> None:
         folder.mkdir()
         (folder / "half").write_bytes(b"half")
@@ -115,7 +107,7 @@ print(build_once("kernels", "1f", build), flush=True)
 """
 
 
-def test_a_process_waits_for_another_that_builds_the_same_entry(root: Path) -> None:
+def test_a_process_waits_for_another_that_builds_the_same_entry(root):
     command = [sys.executable, "-c", _BUILDER]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **pipes) as first:

@@ -15,7 +15,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> None:
+def test_the_first_signal_waits_for_the_next_check(number):
     with Interruption() as interruption:
         _receive(number)
         for _ in range(2):
@@ -24,13 +24,13 @@ def test_the_first_signal_waits_for_the_next_check(number: signal.Signals) -> No
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_second_signal_interrupts_at_once(number: signal.Signals) -> None:
+def test_the_second_signal_interrupts_at_once(number):
     with Interruption(), pytest.raises(KeyboardInterrupt):  # noqa: PT012
         _receive(signal.SIGINT)
         _receive(number)
 
 
-def test_handlers_are_restored_at_the_end() -> None:
+def test_handlers_are_restored_at_the_end():
     before = [signal.getsignal(number) for number in SIGNALS]
     with pytest.raises(ZeroDivisionError), Interruption():  # noqa: PT012
         assert signal.getsignal(signal.SIGINT) not in before
@@ -39,9 +39,7 @@ def test_handlers_are_restored_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_every_signal_raises_keyboard_interrupt_outside_an_interruption(
-    number: signal.Signals,
-) -> None:
+def test_every_signal_raises_keyboard_interrupt_outside_an_interruption(number):
     before = signal.getsignal(number)
     with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
         _receive(number)
@@ -49,7 +47,7 @@ def test_every_signal_raises_keyboard_interrupt_outside_an_interruption(
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_delayed_signal_arrives_after_the_body(number: signal.Signals) -> None:
+def test_a_delayed_signal_arrives_after_the_body(number):
     done = False
     with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c(), signals_delayed():  # noqa: PT012
         _receive(number)
@@ -57,7 +55,7 @@ def test_a_delayed_signal_arrives_after_the_body(number: signal.Signals) -> None
     assert done
 
 
-def test_sighup_stays_ignored_under_nohup() -> None:
+def test_sighup_stays_ignored_under_nohup():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with signals_as_ctrl_c(), Interruption() as interruption:
@@ -67,7 +65,7 @@ def test_sighup_stays_ignored_under_nohup() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_signals_are_not_handled_in_another_thread() -> None:
+def test_signals_are_not_handled_in_another_thread():
     with ThreadPoolExecutor(1) as pool:
         before = signal.getsignal(signal.SIGTERM)
         assert pool.submit(_handlers_inside).result() == before

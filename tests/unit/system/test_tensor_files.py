@@ -26,7 +26,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "x.safetensors"
 
 
-def test_what_was_saved_is_read_with_every_bit(path: Path) -> None:
+def test_what_was_saved_is_read_with_every_bit(path):
     whole = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
     mine = _good() | {"a": whole[2:]}
     tensor_files.save(mine, path)
@@ -52,27 +52,25 @@ def test_what_was_saved_is_read_with_every_bit(path: Path) -> None:
         ({"b\x1b[2J": torch.ones(1)}, r"holds 'b\\x1b\[2J', float32 of shape \[1\]"),
     ],
 )
-def test_another_tensor_is_refused_with_file_and_remedy(
-    path: Path, changed: dict[str, Tensor], said: str
-) -> None:
+def test_another_tensor_is_refused_with_file_and_remedy(path, changed, said):
     tensor_files.save(_good() | changed, path)
     with pytest.raises(ConfigError, match=rf"x\.safetensors.*{said}.*: train it anew") as error:
         tensor_files.read(path, WANTED, "train it anew")
     assert "\n" not in str(error.value)
 
 
-def test_a_missing_tensor_is_named(path: Path) -> None:
+def test_a_missing_tensor_is_named(path):
     tensor_files.save({"a": torch.ones(2, 3)}, path)
     with pytest.raises(ConfigError, match=r"x\.safetensors lacks ids: copy the file again"):
         tensor_files.read(path, WANTED)
 
 
-def test_no_ids_are_ids(path: Path) -> None:
+def test_no_ids_are_ids(path):
     tensor_files.save(_good() | {"ids": torch.zeros(0, dtype=torch.int64)}, path)
     assert not len(tensor_files.read(path, WANTED)["ids"])
 
 
-def test_what_is_no_file_of_tensors_is_refused_and_a_pipe_is_not_waited_for(path: Path) -> None:
+def test_what_is_no_file_of_tensors_is_refused_and_a_pipe_is_not_waited_for(path):
     def refused(said: str) -> None:
         with pytest.raises(ConfigError, match=f"is not a readable safetensors file .*{said}"):
             tensor_files.read(path)

@@ -85,8 +85,8 @@ def test_a_pause_ends_when_one_percent_of_it_pays_for_another_trial():
 @pytest.mark.parametrize(("longest", "more"), [(0.0, 0.0), (6.0, MOST + 6.0)])
 @given(data=st.data())
 def test_no_steps_lose_more_than_an_account_and_the_share_and_reading_no_more_than_another(
-    longest: float, more: float, data: st.DataObject
-) -> None:
+    longest, more, data
+):
     """Reading after pauses takes up to `longest` plain steps and may lose `more` of them."""
     numbers = (st.floats(0.5, 0.99 * STALL), st.integers(0, 8), st.floats(0.0, longest))
     guard, lost, total = make_guard(), 0.0, 0.0
@@ -104,9 +104,7 @@ def test_no_steps_lose_more_than_an_account_and_the_share_and_reading_no_more_th
 
 
 @given(pauses=st.integers(1, MOST))
-def test_reading_what_was_written_in_a_pause_ends_no_trial_and_is_paid_before_the_next(
-    pauses: int,
-) -> None:
+def test_reading_what_was_written_in_a_pause_ends_no_trial_and_is_paid_before_the_next(pauses):
     guard = make_guard()
     lose(guard)
     plain = pause_length(guard)

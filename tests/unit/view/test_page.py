@@ -135,7 +135,7 @@ PANELS = {
 }  # fmt: skip
 
 
-def test_each_panel_shows_the_runs_own_numbers(open_page: Callable[..., Page], run: Path) -> None:
+def test_each_panel_shows_the_runs_own_numbers(open_page, run):
     page = open_page(run)
     for panel, columns in PANELS.items():
         rows = [row for row in numbers(page, panel) if row["step"] != "0"]
@@ -152,9 +152,7 @@ def test_each_panel_shows_the_runs_own_numbers(open_page: Callable[..., Page], r
     assert min(canvases) > 300
 
 
-def test_the_panels_of_a_step_show_its_own_numbers(
-    open_page: Callable[..., Page], run: Path
-) -> None:
+def test_the_panels_of_a_step_show_its_own_numbers(open_page, run):
     page = open_page(run)
     bars = page.locator("#panel-timeline rect")
     classes = bars.evaluate_all("(all) => all.map((bar) => bar.getAttribute('class'))")
@@ -183,7 +181,7 @@ def test_the_panels_of_a_step_show_its_own_numbers(
     sync_api.expect(page.locator("#rollout-line")).to_have_value("0")
 
 
-def test_rollouts_are_read_as_text_in_any_order(open_page: Callable[..., Page], run: Path) -> None:
+def test_rollouts_are_read_as_text_in_any_order(open_page, run):
     page = open_page(run)
     rows = rollout_rows(6)
     expected = rows[0]["text"]
@@ -200,7 +198,7 @@ def test_rollouts_are_read_as_text_in_any_order(open_page: Callable[..., Page], 
     assert page.locator("#rows .option .tokens").all_inner_texts()[0].startswith("80")
 
 
-def test_the_page_follows_a_run_that_grows(open_page: Callable[..., Page], tmp_path: Path) -> None:
+def test_the_page_follows_a_run_that_grows(open_page, tmp_path):
     run = tmp_path / "young"
     run.mkdir()
     (run / "config.toml").write_text("[run]\nsteps = 9\n")
@@ -220,7 +218,7 @@ def test_the_page_follows_a_run_that_grows(open_page: Callable[..., Page], tmp_p
     assert [row["step"] for row in numbers(page, "panel-speed")] == ["1", "2", "3", "4"]
 
 
-def test_the_keyboard_chooses_steps_and_zooms(open_page: Callable[..., Page], run: Path) -> None:
+def test_the_keyboard_chooses_steps_and_zooms(open_page, run):
     page = open_page(run)
     plot = page.locator("#panel-reward .plot")
     plot.focus()
@@ -246,7 +244,7 @@ def test_the_keyboard_chooses_steps_and_zooms(open_page: Callable[..., Page], ru
     page.wait_for_selector("body[data-step='3']")
 
 
-def test_a_narrow_dark_screen_shows_every_panel(open_page: Callable[..., Page], run: Path) -> None:
+def test_a_narrow_dark_screen_shows_every_panel(open_page, run):
     page = open_page(run, width=390, dark=True)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     for panel in (*PANELS, "panel-timeline", "panel-rollout", "panel-lengths-of-step"):
@@ -257,7 +255,7 @@ def test_a_narrow_dark_screen_shows_every_panel(open_page: Callable[..., Page], 
     assert max(int(part) for part in re.findall(r"\d+", paper)) < 60
 
 
-def test_two_runs_stand_over_each_other(open_page: Callable[..., Page], tmp_path: Path) -> None:
+def test_two_runs_stand_over_each_other(open_page, tmp_path):
     for name, steps in (("off", 5), ("on", 4)):
         append_steps(tmp_path / name, 1, steps)
     page = open_page(tmp_path / "off", tmp_path / "on")
@@ -276,7 +274,7 @@ def test_two_runs_stand_over_each_other(open_page: Callable[..., Page], tmp_path
     sync_api.expect(page.locator("#panel-metrics .readout")).to_contain_text("of on")
 
 
-def test_the_report_shows_what_the_page_shows(open_page: Callable[..., Page], run: Path) -> None:
+def test_the_report_shows_what_the_page_shows(open_page, run):
     """Every table and text of two steps, read after the run's own files are gone."""
     shown = {}
     for is_report in (False, True):
@@ -306,9 +304,7 @@ def test_the_report_shows_what_the_page_shows(open_page: Callable[..., Page], ru
     assert requests == []
 
 
-def test_a_report_of_many_steps_has_the_newest_in_detail(
-    open_page: Callable[..., Page], run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_many_steps_has_the_newest_in_detail(open_page, run, monkeypatch):
     monkeypatch.setattr(report, "MOST_BYTES", 25_000)
     page = open_page(run, as_report=True)
     assert [row["step"] for row in numbers(page, "panel-speed")] == list("123456")

@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -12,9 +11,7 @@ from longtail.view.report import write_report
 from support.synthetic_run import append_steps, rollout_rows
 
 
-def test_a_report_is_one_file_with_the_data_of_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_is_one_file_with_the_data_of_the_run(tmp_path, capsys):
     append_steps(tmp_path, 1, 2)
     with (tmp_path / "rollouts.jsonl").open("a") as file:
         row = rollout_rows(2)[0] | {"text": "</script><script>alert(1)</script>\ud83d"}
@@ -32,9 +29,7 @@ def test_a_report_is_one_file_with_the_data_of_the_run(
     assert found["/api/runs/0/overview"]["num_steps"] == 2
 
 
-def test_a_report_needs_a_run_and_a_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_a_run_and_a_place(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "no run has written there" in capsys.readouterr().err
     append_steps(tmp_path, 1, 1)

@@ -39,7 +39,7 @@ def everything(directory: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_page_gets_the_runs_own_numbers(run: Path) -> None:
+def test_a_page_gets_the_runs_own_numbers(run):
     found = everything(run)
     columns = found["overview"]["columns"]
     assert columns["step"] == [1, 2, 3]
@@ -64,7 +64,7 @@ def test_a_page_gets_the_runs_own_numbers(run: Path) -> None:
     assert RunFiles(run, "run").texts(2)[0]["drafted"] is None
 
 
-def test_a_rollout_is_joined_in_slices_with_its_totals(run: Path) -> None:
+def test_a_rollout_is_joined_in_slices_with_its_totals(run):
     files, row = RunFiles(run, "run"), speculation_row(2)
     rollout = files.rollouts(2)[1]
     assert [line["worker"] for line in files.step(2)["rollouts"]] == [1, 0]
@@ -78,7 +78,7 @@ def test_a_rollout_is_joined_in_slices_with_its_totals(run: Path) -> None:
     assert sum(long["plain_share"]) / MOST_SLICES == pytest.approx(long["plain_time_share"], 0.05)
 
 
-def test_a_summary_adds_the_last_held_out_reward(run: Path) -> None:
+def test_a_summary_adds_the_last_held_out_reward(run):
     (run / "summary.json").write_text('{"steps": 3, "reward_after": 0.75, "seconds": 30.5}')
     files = RunFiles(run, "run")
     assert files.describe()["state"] == "finished"
@@ -86,7 +86,7 @@ def test_a_summary_adds_the_last_held_out_reward(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_half_written_last_line_is_left_out(run: Path, name: str) -> None:
+def test_a_half_written_last_line_is_left_out(run, name):
     whole = everything(run)
     with (run / name).open() as file:
         last = file.readlines()[-1]
@@ -99,7 +99,7 @@ def test_a_half_written_last_line_is_left_out(run: Path, name: str) -> None:
         os.truncate(run / name, size)
 
 
-def test_files_that_are_missing_are_left_out(run: Path) -> None:
+def test_files_that_are_missing_are_left_out(run):
     for path in [each for each in run.iterdir() if each.is_file()]:
         path.unlink()
     found = everything(run)
@@ -109,7 +109,7 @@ def test_files_that_are_missing_are_left_out(run: Path) -> None:
     assert found["texts"][0] == []
 
 
-def test_a_run_is_followed_as_it_grows_and_is_cut_back(run: Path) -> None:
+def test_a_run_is_followed_as_it_grows_and_is_cut_back(run):
     files, path = RunFiles(run, "run"), run / "metrics.jsonl"
     assert files.steps == [1, 2, 3]
     stamp = files.stamp()
@@ -126,7 +126,7 @@ def test_a_run_is_followed_as_it_grows_and_is_cut_back(run: Path) -> None:
     assert files.steps == [1]
 
 
-def test_the_data_of_a_page_is_bounded_whatever_the_number_of_steps(tmp_path: Path) -> None:
+def test_the_data_of_a_page_is_bounded_whatever_the_number_of_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [json.dumps(metrics_row(step)) + "\n" for step in range(1, 2001)]
     for steps in (500, 2000):
@@ -140,7 +140,7 @@ def test_the_data_of_a_page_is_bounded_whatever_the_number_of_steps(tmp_path: Pa
     assert close["step"] == list(range(1000, 1200))
 
 
-def test_of_many_spans_the_longest_are_shown(tmp_path: Path) -> None:
+def test_of_many_spans_the_longest_are_shown(tmp_path):
     events = [
         {
             "name": "idle", "ph": "X", "ts": 1000.0 * index, "dur": 100.0 + index % 2, "pid": 0,
@@ -154,7 +154,7 @@ def test_of_many_spans_the_longest_are_shown(tmp_path: Path) -> None:
     assert [span[2] for span in spans] == [(2 * n + 1) / 1000 for n in range(MOST_SPANS)]
 
 
-def test_directories_without_a_run_are_refused_and_names_differ(tmp_path: Path) -> None:
+def test_directories_without_a_run_are_refused_and_names_differ(tmp_path):
     for place in ("a/run", "b/run"):
         append_steps(tmp_path / place, 1, 1)
     runs = open_runs([str(tmp_path / "a/run"), str(tmp_path / "b/run")])
@@ -167,7 +167,7 @@ def _read(path: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line.rstrip(b",\n")) for line in lines_of_step(path, step)]
 
 
-def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> None:
+def test_the_lines_of_every_step_are_found_without_an_index(tmp_path):
     path = tmp_path / "log"
 
     @given(
@@ -191,9 +191,7 @@ def test_the_lines_of_every_step_are_found_without_an_index(tmp_path: Path) -> N
     law()
 
 
-def test_a_step_and_a_line_are_read_up_to_a_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_and_a_line_are_read_up_to_a_bound(tmp_path, monkeypatch):
     path = tmp_path / "log"
     rows = [json.dumps({"step": 1, "n": n}) + "\n" for n in range(9)]
     path.write_text("".join(rows))

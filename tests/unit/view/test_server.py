@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -48,9 +47,7 @@ def client(directory: Path) -> Iterator[httpx.Client]:
         ("/docs", 404), ("/openapi.json", 404),
     ],
 )  # fmt: skip
-def test_files_and_data_are_served_under_the_pages_policy(
-    client: httpx.Client, path: str, status: int
-) -> None:
+def test_files_and_data_are_served_under_the_pages_policy(client, path, status):
     response = client.get(path)
     assert response.status_code == status
     assert response.headers["content-security-policy"] == POLICY
@@ -60,16 +57,16 @@ def test_files_and_data_are_served_under_the_pages_policy(
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
-def test_the_page_only_reads(client: httpx.Client, method: str) -> None:
+def test_the_page_only_reads(client, method):
     assert client.request(method, "/api/runs").status_code == 405
 
 
-def test_other_names_of_this_machine_are_refused_without_a_token(client: httpx.Client) -> None:
+def test_other_names_of_this_machine_are_refused_without_a_token(client):
     assert client.get("/api/runs", headers={"Host": "evil.example"}).status_code == 403
     assert client.get("/api/runs", headers={"Host": "localhost:99"}).status_code == 200
 
 
-def test_a_token_is_needed_once_and_then_kept_in_a_cookie(directory: Path) -> None:
+def test_a_token_is_needed_once_and_then_kept_in_a_cookie(directory):
     runs = open_runs([str(directory)])
     with viewing(runs, token=TOKEN) as url, httpx.Client(base_url=url) as guarded:
         for path in ("/", "/api/runs", "/static/page.js", "/events", "/?token=no", "/?token=%ff"):
@@ -84,7 +81,7 @@ def test_a_token_is_needed_once_and_then_kept_in_a_cookie(directory: Path) -> No
         assert guarded.get("/api/runs", headers={"Cookie": f"{COOKIE}=no"}).status_code == 401
 
 
-def test_events_tell_which_runs_have_grown(directory: Path, client: httpx.Client) -> None:
+def test_events_tell_which_runs_have_grown(directory, client):
     with client.stream("GET", "/events") as events:
         lines = (line for line in events.iter_lines() if line.startswith("data:"))
         assert next(lines) == "data: [0]"
@@ -102,16 +99,14 @@ def test_events_tell_which_runs_have_grown(directory: Path, client: httpx.Client
         ({}, "no run has written there"),
     ],
 )
-def test_wrong_options_are_named(
-    change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_options_are_named(change, message, monkeypatch):
     monkeypatch.delenv("LONGTAIL_VIEW_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=message):
         command.run(command.ViewOptions(**{"runs": ("nowhere",), "port": 0} | change))
 
 
 @pytest.mark.slow
-def test_the_command_serves_without_torch_until_a_signal(directory: Path) -> None:
+def test_the_command_serves_without_torch_until_a_signal(directory):
     code = (
         "import sys; from longtail.cli.main import main; "
         "code = main(sys.argv[1:]); sys.exit(3 if 'torch' in sys.modules else code)"

@@ -1,5 +1,4 @@
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from support.timelines import LETTERS, drawn
 PLAIN = drawn("G.L", "G.L")
 
 
-def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
+def test_a_plot_shows_each_state_in_its_own_colour(tmp_path):
     path = tmp_path / "timeline.png"
     for states in ("".join(LETTERS), "s."):
         draw([("step", drawn(states))], path)
@@ -30,7 +29,7 @@ def test_a_plot_shows_each_state_in_its_own_colour(tmp_path: Path) -> None:
         assert shown == {LETTERS[letter] for letter in states}
 
 
-def test_a_plot_has_a_transparent_background_and_is_the_same_file_each_time(tmp_path: Path) -> None:
+def test_a_plot_has_a_transparent_background_and_is_the_same_file_each_time(tmp_path):
     files = [tmp_path / name for name in ("a.svg", "b.svg")]
     for file in files:
         draw([("off", PLAIN)], file)
@@ -39,9 +38,7 @@ def test_a_plot_has_a_transparent_background_and_is_the_same_file_each_time(tmp_
     assert imread(tmp_path / "c.png")[0, 0, 3] == 0
 
 
-def test_without_matplotlib_the_error_names_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_matplotlib_the_error_names_the_remedy(tmp_path, monkeypatch):
     do_without(monkeypatch, "matplotlib")
     with pytest.raises(ConfigError, match=rf"matplotlib: {sys.executable} -m pip install"):
         draw([("off", PLAIN)], tmp_path / "timeline.png")

@@ -1,6 +1,5 @@
 """The scheduler drafts where that pays by its own steps' seconds, and decodes plainly elsewhere."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,7 +65,7 @@ class Recording(Tuner):
         self.learned.append(outcome)
 
 
-def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
+def test_a_depth_is_kept_for_six_steps_while_as_many_run():
     scheduler: Any = Scheduler(0)
     Depths(scheduler, Recording(2, 3, 4))
     found = []
@@ -77,7 +76,7 @@ def test_a_depth_is_kept_for_six_steps_while_as_many_run() -> None:
     assert found == [2] * 6 + [3] * 2 + [4]
 
 
-def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() -> None:
+def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts():
     scheduler: Any = Scheduler(2)
     tuner = Recording(2, 3)
     Depths(scheduler, tuner)
@@ -95,9 +94,7 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts() ->
 @pytest.mark.parametrize(
     ("tuner", "depth"), [(OffTuner, 0), (lambda: FixedTuner(Strategy(depth=20)), DEPTH)]
 )
-def test_plain_decoding_and_the_deepest_table_are_bounds(
-    tuner: Callable[[], Tuner], depth: int
-) -> None:
+def test_plain_decoding_and_the_deepest_table_are_bounds(tuner, depth):
     scheduler: Any = Scheduler(3)
     Depths(scheduler, tuner())
     scheduler.schedule()
@@ -106,9 +103,7 @@ def test_plain_decoding_and_the_deepest_table_are_bounds(
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(("stands", "slope", "best"), [(0.9, 0.05, DEPTH), (0.1, 0.4, 0)])
-def test_depth_follows_what_steps_took_and_yielded(
-    monkeypatch: pytest.MonkeyPatch, stands: float, slope: float, best: int, ahead: bool
-) -> None:
+def test_depth_follows_what_steps_took_and_yielded(monkeypatch, stands, slope, best, ahead):
     clock = [0.0]
     monkeypatch.setattr(depths.time, "perf_counter", lambda: clock[0])
     scheduler: Any = Scheduler(8, ahead)
