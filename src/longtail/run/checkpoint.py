@@ -22,8 +22,8 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -135,29 +135,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         another version of longtail, or if the configuration changes the run; CheckpointError if no
         checkpoint is whole.
         """
-        with self._named_errors():
+        try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             self._claim()
             latest = self._resume_point(config_text, resume)
             if latest is None:
                 self._set_aside()
-        self._config_text = config_text
-        if latest is None:
-            self.write_config()
-        return latest
-
-    def write_config(self) -> None:
-        """Write config.toml, now that the run goes on, and remove what a killed process left."""
-        with self._named_errors():
-            for partial in self.path.glob("*/.*-step_*"):
-                shutil.rmtree(partial, ignore_errors=True)
-            write_atomically(self.path / CONFIG_FILE, self._config_text)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """Raise ConfigError with the path for an OSError."""
-        try:
-            yield
         except CheckpointError:
             raise
         except OSError as error:
@@ -165,6 +148,17 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 f"run.dir = {str(self.path)!r}: {error.filename or 'it'} cannot be written "
                 f"({error.strerror}); give a directory that can"
             ) from error
+        self._config_text = config_text
+        if latest is None:
+            self.write_config()
+        return latest
+
+    def write_config(self) -> None:
+        """Write config.toml, now that the run goes on, and remove what a killed process left."""
+        for partial in self.path.glob("*/.*-step_*"):
+            shutil.rmtree(partial, ignore_errors=True)
+        with writing("the configuration", self.path / CONFIG_FILE, SPACE):
+            write_atomically(self.path / CONFIG_FILE, self._config_text)
 
     def load_latest(self, part: str = "") -> Checkpoint | None:
         """Return the newest checkpoint whose files in the folder `part` are as they were written.

@@ -8,9 +8,10 @@ error is a ConfigError with file, tensor, what it is, what is wanted, and the re
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, final
 
@@ -51,10 +52,8 @@ class Kind:
 
     def admits(self, found: "Kind") -> bool:
         """Return whether a tensor that is `found` has an admitted shape and type."""
-        sizes = zip(self.shape, found.shape, strict=False)
-        is_shaped = len(self.shape) == len(found.shape) and all(
-            mine in (None, theirs) for mine, theirs in sizes
-        )
+        sizes = zip_longest(self.shape, found.shape, fillvalue=-1)
+        is_shaped = all(mine in (None, theirs) and theirs != -1 for mine, theirs in sizes)
         return is_shaped and found.dtypes[0] in self.dtypes
 
     def fault(self, tensor: Tensor) -> str:
@@ -88,7 +87,8 @@ Wanted = Mapping[str, Kind]
 def require(where: object, found: Wanted, wanted: Wanted, remedy: str = _AGAIN) -> None:
     """Raise ConfigError, beginning with `where`, unless exactly the wanted tensors are there."""
     if missing := wanted.keys() - found.keys():
-        raise ConfigError(f"{where} lacks {_listed(missing)}: {remedy}")
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ConfigError(f"{where} lacks {min(missing)}{more}: {remedy}")
     for name, kind in found.items():
         if name not in wanted:
             raise ConfigError(f"{where} holds {name!a}, {kind}, which is not wanted: {remedy}")
@@ -160,9 +160,3 @@ def disk_errors() -> Iterator[None]:
         yield
     except SafetensorError as error:
         raise OSError(str(error)) from error
-
-
-def _listed(names: Iterable[str]) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
-    return ", ".join(ordered[:3]) + more
