@@ -48,6 +48,8 @@ OF_RAY = {
 STEPS = 4
 TIMEOUT_S = 40
 TWO = ("--cluster.workers=2", f"--cluster.worker_timeout_s={TIMEOUT_S}")
+RAYS_VOICE = re.compile(r"\(raylet|\(Actor|pid=|\[20\d\d-\d\d-\d\d |Worker ID")
+"""What Ray prints, which a run keeps to itself as long as Ray works."""
 START_S, STOP_S = 200.0, 30.0
 """Most seconds for the start of a run, and from a signal to its end, times the patience."""
 RUN = (
@@ -213,6 +215,8 @@ class Chaos:
         code, killed, said = process.exitcode, lines(journal)[before:], log.read_text()
         has_word = "longtail: " in said
         assert "Traceback" not in said, said
+        ray_works = set(killed) <= {"worker", "none", *SIGNALS}
+        assert not (ray_works and RAYS_VOICE.search(said)), said
         assert (
             code == 0
             or (code == -signal.SIGKILL and "driver" in killed)

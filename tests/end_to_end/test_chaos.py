@@ -1,5 +1,6 @@
 """Runs with kills that are chosen, not drawn; `make chaos` draws them for an hour."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -24,20 +25,22 @@ def chaos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chaos:
 @pytest.mark.parametrize(
     ("learner", "drafter"), [("adapters", "fresh+history"), ("dynamic sampling", "eagle")]
 )
-def test_kills_and_signals_change_no_bit(chaos: Chaos, learner: str, drafter: str) -> None:
+def test_kills_and_signals_change_no_bit(chaos, learner, drafter):
     task = "solve_drafter" if drafter == "fresh+history" else "generate"
-    plan = _kills(("driver", task), ("SIGTERM", "learn"), ("driver", "save_policy"))
+    stopped = "learn" if drafter == "eagle" else "generate"
+    plan = _kills(("driver", task), ("SIGTERM", stopped), ("driver", "save_policy"))
     trial = Trial(learner=learner, drafter=drafter, workers=1, moves=False, plan=plan)
     chaos.disturb(trial, "run")
     assert sum(chaos.kills.values()) == len(plan)
 
 
 @pytest.mark.slow
-def test_a_run_on_ray_goes_on_without_a_worker_and_ends_with_a_sentence_without_ray(
-    chaos: Chaos,
-) -> None:
+def test_a_run_on_ray_goes_on_without_a_worker_and_ends_with_a_sentence_without_ray(chaos):
+    """One worker is lost as it learns ahead, another as it hands requests over."""
     pytest.importorskip("ray")
-    plan = _kills(("worker", "generate"), ("dashboard agent", "learn"), ("SIGTERM", "start"))
+    workers = (("worker", "accumulate"), ("worker", "release"))
+    plan = _kills(*workers, ("dashboard agent", "learn"), ("SIGTERM", "start"))
     trial = Trial(learner="adapters", drafter="fresh+history", workers=2, moves=True, plan=plan)
     chaos.disturb(trial, "run")
-    assert chaos.kills.keys() == {kill.what for kill in plan}
+    assert chaos.kills == Counter(kill.what for kill in plan)
+    assert chaos.runs <= 3, "Ray's end and the signal end a run each, or one; lost workers end none"

@@ -1,6 +1,6 @@
-"""Several workers on Ray write and learn what one does, also when they or their driver are killed.
+"""Shards on Ray: who can reach the processes of a run, and what it leaves behind; faults of Ray.
 
-Who can reach the processes of such a run, what it says, and what it leaves behind.
+What kills leave of texts and weights: test_chaos.py.
 """
 
 import json
@@ -17,14 +17,11 @@ import numpy as np
 import pytest
 
 from end_to_end import processes
+from end_to_end.chaos import folder_of
 from end_to_end.workshop import EXACT, Workshop, build, save_untaught
-from longtail.cluster import rollout
-from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
-from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.system.files import process_of
-from support import moves
 from support.listening import family, listening
 
 pytest.importorskip("ray")
@@ -42,7 +39,6 @@ UNEVEN = (
     "--data.heldout_size=0",
 )
 """A worker decodes two at a time, and one has twice as many requests: the other becomes idle."""
-RAYS_VOICE = re.compile(r"\(raylet|\(Actor|pid=|\[20\d\d-\d\d-\d\d |Worker ID|Traceback")
 
 
 @pytest.fixture
@@ -63,18 +59,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BaseProcess
     yield begin
     for process in started:
         process.kill()
-
-
-def folder_of(pid: int) -> Path | None:
-    """The folder of a run's own Ray, as the processes of Ray know it."""
-    for member in family(pid):
-        try:
-            command = Path(f"/proc/{member}/cmdline").read_text()
-        except OSError:
-            continue
-        if found := re.search(r"=(\S*?/longtail-ray-\w+)/ray/", command):
-            return Path(found[1])
-    return None
 
 
 def wait_until_gone(pids: list[int], folder: Path) -> None:
@@ -124,8 +108,7 @@ def test_shards_listen_on_loopback_leave_nothing_when_killed_and_one_worker_resu
     assert saved, log.read_text()
     check_ports(pid)
     assert process_of(workshop.path / "run") == pid
-    folder, pids = folder_of(pid), family(pid)
-    assert folder is not None
+    folder, pids = Path(folder_of(pid)), family(pid)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / "token").stat().st_mode & 0o777 == 0o600
     token = (folder / "token").read_text()
@@ -144,60 +127,6 @@ def test_shards_listen_on_loopback_leave_nothing_when_killed_and_one_worker_resu
     plain = ("--speculation.drafter=none", f"--run.steps={steps}", "--learner.sharding=none")
     assert workshop.train("one", *words, *plain).code == 0
     assert workshop.texts("run") == workshop.texts("one")
-
-
-def test_requests_that_move_and_workers_killed_meanwhile_change_no_bit(
-    workshop, monkeypatch, capfd
-):
-    """In float32: a worker is killed as it learns ahead, another as it hands requests over.
-
-    Then the run is stopped, and says where.
-    """
-    left = {"ahead": 2, "release": 3}
-    """Number of the micro-batch and of the move that kill their worker."""
-    start, tell = WorkerPool.start, WorkerPool.tell
-
-    def kill(pool: WorkerPool, worker: int, what: str) -> None:
-        pids = [pool.ask(each, lambda own: os.getpid()) for each in (0, 1)]
-        if pool.workers(State.STARTING) or None in pids:
-            return  # with both workers the policy would be lost
-        left[what] -= 1
-        if left[what] == 0:
-            os.kill(pids[worker], signal.SIGKILL)
-
-    def deadly_start(pool: WorkerPool, worker: int, task: Any, *args: Any) -> None:
-        start(pool, worker, task, *args)
-        if task is Worker.accumulate:
-            kill(pool, worker, "ahead")
-        elif task is Worker.publish and worker == 0 and max(left.values()) <= 0:
-            os.kill(os.getpid(), signal.SIGHUP)
-
-    def deadly_tell(pool: WorkerPool, worker: int, message: Any, *args: Any) -> bool:
-        told = tell(pool, worker, message, *args)
-        if message is Worker.release:
-            kill(pool, worker, "release")
-        return told
-
-    words = ("--speculation.drafter=fresh+history", *UNEVEN)
-    with monkeypatch.context() as patch:
-        patch.setattr(rollout, "_SHARE_S", moves.SHARE_S)
-        patch.setattr(rollout, "best_move", moves.half_of_the_most)
-        patch.setattr(WorkerPool, "start", deadly_start)
-        patch.setattr(WorkerPool, "tell", deadly_tell)
-        said = workshop.train("moved", "--run.steps=100", *words, *TWO)
-    assert said.code == 130, said.err
-    assert said.err.count("is gone") == said.err.count("it is replaced") == 2
-    printed = capfd.readouterr()
-    assert not RAYS_VOICE.search(said.err + printed.out + printed.err), said.err
-    stopped = re.search(r"stopped after step (\d+); the same command continues", said.err)
-    assert stopped is not None, said.err
-    steps = int(stopped[1])
-    assert folder_of(os.getpid()) is None
-    assert workshop.train("whole", f"--run.steps={steps}", *words).code == 0
-    assert workshop.texts("moved") == workshop.texts("whole")
-    weights = [workshop.policy(run, steps) / "model.safetensors" for run in ("moved", "whole")]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert workshop.drafter("moved", steps) == workshop.drafter("whole", steps) is not None
 
 
 def test_a_dead_worker_and_a_full_object_store_are_reported_and_cost_a_worker_at_most(monkeypatch):
