@@ -142,7 +142,6 @@ def test_verbs_that_read_a_checkpoint_do_not_use_a_damaged_policy(
 
 
 SMALL = (
-    "--run.keep_checkpoints=2",
     "--data.max_len=64",
     "--train.schedule=constant",
     "--run.checkpoint_every=1",

@@ -108,7 +108,5 @@ class SupervisedRunSection(CommonRunSection):
 
     checkpoint_every: Count = 100
     """Number of steps between checkpoints; the last step always makes one."""
-    keep_checkpoints: Count = 1
-    """Number of newest checkpoints to keep."""
     log_every: Count = 10
     """Number of steps between lines on the terminal; metrics.jsonl gets every step."""
