@@ -64,7 +64,7 @@ def main(steps: int = 12, run_dir: str = "runs/rl-loop", drafter: str = "auto") 
             prompts = []
             for number in range(PROMPTS):
                 question, answer = make_sum(rng)
-                text = tokenizer.render([{"role": "user", "content": question}])
+                text = tokenizer.template.render([{"role": "user", "content": question}])
                 prompts.append(
                     Prompt(
                         prompt_id=f"{step}/{number}",

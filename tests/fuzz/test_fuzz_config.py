@@ -126,4 +126,4 @@ def test_any_chat_template_is_rendered_or_refused(template):
     (path / "config.json").write_text(json.dumps(content))  # the test above leaves any text
     (path / "chat_template.jinja").write_text(template)
     with contextlib.suppress(DataError):
-        load_tokenizer(path).render([{"role": "user", "content": "two and two"}])
+        load_tokenizer(path).template.render([{"role": "user", "content": "two and two"}])

@@ -72,7 +72,7 @@ def test_the_chat_is_that_of_transformers(directory: Path) -> None:
     ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "6*7?"}]
     text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert ours.render(messages) == text
+    assert ours.template.render(messages) == text
     tokens = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.chat(messages) == tuple(tokens)
     assert ours.eos_ids == (theirs.eos_token_id,)

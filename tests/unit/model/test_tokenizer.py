@@ -84,8 +84,8 @@ def test_ids_outside_the_vocabulary_decode_to_nothing():
 
 def test_the_chat_template_ends_where_the_answer_begins():
     tokenizer = tiny_tokenizer()
-    assert tokenizer.render(QUESTION) == "<user>6*7?<eos><assistant>"
-    assert tokenizer.render(QUESTION, generation_prompt=False) == "<user>6*7?<eos>"
+    assert tokenizer.template.render(QUESTION) == "<user>6*7?<eos><assistant>"
+    assert tokenizer.template.render(QUESTION, generation_prompt=False) == "<user>6*7?<eos>"
     assert tokenizer.chat(QUESTION) == (3, *tokenizer.encode("6*7?"), 1, 4)
 
 
@@ -110,7 +110,7 @@ def test_messages_without_a_template_are_refused():
 )
 def test_a_template_that_fails_is_refused(template, reason):
     with pytest.raises(DataError, match=f"tokenizer.chat_template .*{reason}"):
-        tiny_tokenizer(chat_template=template).render(QUESTION)
+        tiny_tokenizer(chat_template=template).template.render(QUESTION)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
@@ -122,7 +122,7 @@ def test_the_tokenizer_file_decides_for_any_model_family(family, tmp_path):
     loaded = load_tokenizer(tmp_path)
     text = "<user>Hi there, 12+3 = ?\n\tok<eos>"
     assert loaded.encode(text) == tokenizer.encode(text)
-    assert loaded.render(QUESTION) == tokenizer.render(QUESTION)
+    assert loaded.template.render(QUESTION) == tokenizer.template.render(QUESTION)
     assert (loaded.eos_ids, loaded.vocab_size) == ((1,), 105)
 
 
@@ -135,7 +135,7 @@ def test_saving_copies_the_files_that_were_read(tmp_path):
     (first / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = load_tokenizer(first)
     tokenizer.save(second)
-    assert tokenizer.render(QUESTION) == "<user>6*7?<eos><assistant>"
+    assert tokenizer.template.render(QUESTION) == "<user>6*7?<eos><assistant>"
     names = {file.name for file in first.iterdir()}
     assert names == {file.name for file in second.iterdir()}
     assert all((first / name).read_bytes() == (second / name).read_bytes() for name in names)

@@ -8,7 +8,7 @@ from longtail.rl.data.prompts import Encoder
 from support.tiny_models import tiny_tokenizer
 
 WORDS = tiny_tokenizer()
-ENCODER = Encoder(encode=WORDS.encode, render=WORDS.render)
+ENCODER = Encoder(encode=WORDS.encode, render=WORDS.template.render)
 PLAIN = Encoder(encode=WORDS.encode, render=None)
 EOS = WORDS.eos_ids[0]
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}

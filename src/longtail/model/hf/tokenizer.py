@@ -1,10 +1,8 @@
-"""Tokenizers of transformers: text to token ids and back, and the chat template.
+"""Tokenizers of transformers: text to token ids and back. `chat.py` has the chat template.
 
 transformers takes seconds to import, so it is imported when the first tokenizer is made.
 """
 
-import inspect
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
+from longtail.model.hf.chat import ChatTemplate
 from longtail.model.transformer import ModelConfig
 from longtail.system.files import find_surrogate, parse_json
 
@@ -32,7 +31,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 @final
 class Tokenizer:
-    """A vocabulary with its chat template.
+    """A vocabulary, and `template`, its chat template.
 
     Special tokens that are written in a text, as the chat template does, are encoded as such.
     """
@@ -53,17 +52,12 @@ class Tokenizer:
         self.vocab_size = 1 + max(inner.get_vocab().values())
         """One more than the largest token id."""
         self._first = _first_tokens(inner)
+        self.template = ChatTemplate(inner)
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether there is a chat template, which `render` and `chat` need."""
-        return self._inner.chat_template is not None
-
-    @property
-    def chat_template(self) -> str | None:
-        """Source of the chat template; None if there is none."""
-        template = self._inner.chat_template
-        return template if template is None or isinstance(template, str) else json.dumps(template)
+        """Whether there is a chat template, which `chat` needs."""
+        return self.template.source is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
         """Return the tokens of a text. Raises DataError for a lone surrogate.
@@ -116,53 +110,9 @@ class Tokenizer:
             return bytes.fromhex(byte[1])
         return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so
 
-    @property
-    def template_arguments(self) -> frozenset[str]:
-        """Names that the chat template reads and a caller may set, as `enable_thinking`."""
-        taken = set(inspect.signature(self._inner.apply_chat_template).parameters)
-        taken = taken - {"tools", "documents"} | {"messages", *self._inner.special_tokens_map}
-        template = self._inner.chat_template
-        if template is None:
-            return frozenset()
-        several = [template] if isinstance(template, str) else template.values()
-        return frozenset().union(*map(_variables, several)) - taken
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        generation_prompt: bool = True,
-        arguments: Mapping[str, Any] | None = None,
-    ) -> str:
-        """Apply the chat template to messages, up to the start of the assistant's answer.
-
-        Without `generation_prompt` the text ends after the last message. `arguments` are variables
-        of the template, of `template_arguments`. Raises DataError if there is no chat template or
-        if it refuses the messages.
-        """
-        if not self.has_chat_template:
-            raise DataError(
-                "tokenizer.chat_template is missing but the prompts are chat messages: add a "
-                "chat_template.jinja to the model directory, or give prompts as plain text"
-            )
-        conversation = [dict(message) for message in messages]
-        try:
-            return self._inner.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **(arguments or {}),
-            )
-        except Exception as error:  # a template is a program and can raise any error
-            roles = [message.get("role") for message in conversation]
-            raise DataError(
-                f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
-                "the messages or the template"
-            ) from error
-
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens of `render`."""
-        return self.encode(self.render(messages))
+        """Return the tokens of messages, up to the start of the assistant's answer."""
+        return self.encode(self.template.render(messages))
 
     def save(self, path: Path | str) -> None:
         """Write the tokenizer's files into a directory; files that were read stay unchanged."""
@@ -172,21 +122,6 @@ class Tokenizer:
             (path / name).write_bytes(content)
         if not self._files:
             self._inner.save_pretrained(str(path))
-
-
-def _variables(template: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none of a malformed one.
-
-    Example: "{% set x = 1 %}{{ x }}{{ messages }}{{ raise_exception('no') }}" reads messages.
-    """
-    from jinja2 import Environment, TemplateError, meta
-
-    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own tag
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except (TemplateError, RecursionError, ValueError):
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(tree)) - {"raise_exception", "strftime_now"}
 
 
 def _first_tokens(inner: Any) -> tuple[int, ...]:

@@ -69,14 +69,16 @@ class Encoder:
                         "chat_template.jinja"
                     )
             return Encoder(encode=tokenizer.encode, render=None)
-        known = tokenizer.template_arguments
+        known = tokenizer.template.arguments
         if unknown := [name for name in arguments or {} if name not in known]:
             names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
             raise ConfigError(
                 f"data.chat_template_kwargs.{unknown[0]}: the tokenizer's chat template reads no "
                 f"such argument; {names}"
             )
-        render: Callable[[Messages], str] = partial(tokenizer.render, arguments=arguments or {})
+        render: Callable[[Messages], str] = partial(
+            tokenizer.template.render, arguments=arguments or {}
+        )
         if system_prompt is not None:
             render = system_first(render, system_prompt)
         return Encoder(encode=tokenizer.encode, render=render)
