@@ -20,6 +20,7 @@ from hypothesis import given
 from torch import Tensor
 
 from longtail.cluster.work.drafter_versions import DrafterState
+from longtail.config.rl import LoraSection
 from longtail.drafter.architecture import make_drafter
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
@@ -31,15 +32,22 @@ from longtail.drafter.formats.eagle_files import export_drafter, load_published
 from longtail.drafter.ridge.layer import RidgeConfig
 from longtail.drafter.ridge.sums import TextSums
 from longtail.errors import LongtailError
+from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import DrafterStore
+from longtail.run.summary import read_metrics, summarize_run
 from longtail.speculation.strategy import Strategy
+from longtail.system.cache import build_once
+from longtail.view.report import render
+from longtail.view.run_files import open_runs
+from support.causal import random_model
 from support.eagle_requests import ridge_layer, text
 from support.engine_requests import draftable, features_of, observed
 from support.published import our_drafter, target_of_six
+from support.synthetic_run import append_steps
 from support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 CONFIG = '[model]\npath = "m"\n'
@@ -144,6 +152,34 @@ def read_state(path: Path) -> Any:
     return None if found is None else (dict(found.numbers), sizes(dict(found.tensors)))
 
 
+@cache
+def adapted() -> AdaptedModel:
+    return AdaptedModel(random_model("olmo2"), LoraSection(rank=2), 0)
+
+
+def read_adapters(path: Path) -> Any:
+    return sizes(dict(adapted().read(path)))
+
+
+def cached(path: Path) -> Any:
+    """Build an entry of the cache, or use what is there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LONGTAIL_CACHE", str(path))
+        return (build_once("kernels", "one", build) / "kernel.c").read_text()
+
+
+def build(path: Path) -> None:
+    path.mkdir()
+    (path / "kernel.c").write_text("int x;" * 99)
+
+
+def read_logs(path: Path) -> Any:
+    assert "</html>" in render(open_runs([str(path)])[0])
+    return summarize_run(
+        read_metrics(path / "metrics.jsonl"), steps=2, reward_after=1.0, seconds=1.0
+    )
+
+
 PLACES = {
     "ridge drafter": Place(lambda path: ridge().save(path), read_drafter),
     "eagle drafter": Place(lambda path: eagle().save(path), read_drafter),
@@ -151,6 +187,9 @@ PLACES = {
     "model": Place(save_tiny, read_model),
     "run": Place(write_run, read_run, has_digests=True),
     "drafter of a run": Place(write_state, read_state, has_digests=True),
+    "adapters": Place(lambda path: adapted().save(path, ()), read_adapters),
+    "cache": Place(cached, cached, has_digests=True),
+    "logs": Place(lambda path: append_steps(path, 1, 2), read_logs),
 }
 
 

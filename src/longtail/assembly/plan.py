@@ -16,6 +16,7 @@ from longtail.model.hf.model import load_config
 from longtail.model.transformer import ModelConfig
 from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
+from longtail.run.models import Base
 from longtail.system.machine import vllm_version
 from longtail.vllm.guards import TESTED, TESTED_VERSIONS
 
@@ -38,10 +39,12 @@ class RunPlan:
     """GPUs of a worker: 0 on a CPU; below 1 several workers share one."""
     on_vllm: bool
     """Whether vLLM generates."""
+    base: Base | None = None
+    """What the model in `directory` must be; workers that are started later read it again."""
 
 
-def plan_run(config: RunConfig, directory: Path) -> RunPlan:
-    """Return the plan of a run with the model in `directory`.
+def plan_run(config: RunConfig, directory: Path, base: Base | None = None) -> RunPlan:
+    """Return the plan of a run with the model in `directory`, and its base if it has one.
 
     Raises ConfigError if this machine lacks what the run needs, or the model cannot be had so.
     """
@@ -60,6 +63,7 @@ def plan_run(config: RunConfig, directory: Path) -> RunPlan:
         device=device,
         gpus=gpus,
         on_vllm=_uses_vllm(config, lacking),
+        base=base,
         shape=equal_decoder(directory) if shape is None else shape,
     )
 

@@ -20,7 +20,7 @@ from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.rl.data.prompts import PromptSource
 from longtail.rl.grading.pool import Check
-from longtail.run.models import model_directory
+from longtail.run.models import Base, model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
@@ -39,17 +39,19 @@ class TrainerComponents:
 def assemble(
     config: RunConfig,
     directory: Path,
+    base: Base | None,
     check: Check,
     log: Callable[[str], None] = to_stderr,
     on_progress: Callable[[Progress], None] = lambda progress: None,
 ) -> TrainerComponents:
-    """Build all components from the model in `directory`.
+    """Build all components from the model in `directory`, and its base if the run needs one.
 
     `check` finds the rows that the reward cannot grade: they are refused, or left out if so
     configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
     configuration, model and data do not fit together.
     """
-    plan, tokenizer = memory.fitted(plan_run(config, directory), log), load_tokenizer(directory)
+    plan = memory.fitted(plan_run(config, directory, base), log)
+    tokenizer = load_tokenizer(directory)
     memory.check(plan)
     check_vocabulary(tokenizer, plan.shape)
     prompts = load_prompts(config, tokenizer, check, log)

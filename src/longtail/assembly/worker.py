@@ -30,6 +30,7 @@ from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
 from longtail.rl.policy import open_policy
+from longtail.run.models import check_base
 from longtail.system.device import (
     DTYPES,
     is_multithreaded,
@@ -59,6 +60,8 @@ def build_components(
     """Build the components of a worker."""
     config, device, hidden_size = plan.config, plan.device, plan.shape.hidden_size
     plan = replace(plan, directory=place.local(plan.directory))
+    if plan.base is not None and config.cluster.workers > 1:
+        check_base(config, plan.base, plan.directory)
     names = [str(place.local(Path(name))) for name in drafters]
     tokenizer = load_tokenizer(plan.directory)
     home = "cpu" if config.is_sharded else device  # shards move to the device in the team

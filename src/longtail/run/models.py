@@ -44,15 +44,21 @@ def find_base(
     directory = there if there and there.is_dir() else model_directory(name, log)
     if own.lora is None and not own.kl_coef:
         return directory, None
-    base = {"directory": str(directory.absolute()), "sha256": _digest(directory)}
-    if saved is not None and saved["sha256"] != base["sha256"]:
-        reason = "the adapters belong" if own.lora is not None else "learner.kl_coef refers"
+    if saved is None:
+        return directory, {"directory": str(directory.absolute()), "sha256": _digest(directory)}
+    check_base(config, saved, directory)
+    return directory, saved
+
+
+def check_base(config: RunConfig, saved: Base, directory: Path) -> None:
+    """Raise ConfigError if a directory holds another model than the base of a run."""
+    if (found := _digest(directory)) != saved["sha256"]:
+        reason = "learner.kl_coef refers" if config.learner.lora is None else "the adapters belong"
         raise ConfigError(
-            f"model.path = {name!r}: {reason} to the model that was in {saved['directory']} "
-            f"(SHA-256 {saved['sha256']:.16}), and {directory} holds another one "
-            f"({base['sha256']:.16}); put that model back, or give another run.dir"
+            f"model.path = {config.model.path!r}: {reason} to the model that was in "
+            f"{saved['directory']} (SHA-256 {saved['sha256']:.16}), and {directory} holds another "
+            f"one ({found:.16}); put that model back, or give another run.dir"
         )
-    return directory, saved or base
 
 
 def _digest(directory: Path) -> str:

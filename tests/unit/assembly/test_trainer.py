@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +16,7 @@ from longtail.config.rl import RunConfig, load
 from longtail.engine.request import EngineLimits
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.hf.model import save_model
+from longtail.run.models import find_base
 from support.tiny_models import tiny_model
 
 DRAFTERS = ("fresh", "history")
@@ -28,7 +32,7 @@ def _config(workshop: Workshop, *words: str) -> RunConfig:
 
 
 def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
-    return assemble(_config(workshop, *words), workshop.model, lambda rows: {})
+    return assemble(_config(workshop, *words), workshop.model, None, lambda rows: {})
 
 
 def _components(workshop: Workshop, *words: str) -> WorkerComponents:
@@ -107,3 +111,15 @@ def test_shards_are_refused_where_pytorch_is_too_old(workshop, monkeypatch):
     monkeypatch.setattr(torch, "__version__", type(torch.__version__)("2.12.1+cpu"))
     with pytest.raises(ConfigError, match=r"learner.sharding = 'full' needs PyTorch 2.13 .* 2.12"):
         _assemble(workshop, *words)
+
+
+def test_a_worker_that_is_started_later_reads_the_same_base(workshop, tmp_path):
+    words = ("--learner.lora.rank=2", "--cluster.workers=2")
+    model = Path(shutil.copytree(workshop.model, tmp_path / "model"))
+    config = _config(workshop, *words, f"--model.path={model}")
+    plan = plan_run(config, *find_base(config, None))
+    limits = EngineLimits(max_running=4, max_step_tokens=64, max_len=64)
+    build_components(plan, DRAFTERS, limits, Place())
+    save_model(tiny_model(seed=9), model)
+    with pytest.raises(ConfigError, match=r"the adapters belong to the model that was in .*/model"):
+        build_components(plan, DRAFTERS, limits, Place())
