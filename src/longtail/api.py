@@ -11,9 +11,11 @@
 `longtail serve`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from typing import Any, final
+from itertools import count
+from typing import Any, cast, final
 
 import torch
 
@@ -42,6 +44,8 @@ OnStep = Callable[[StepReport], None]
 @final
 class Engine:
     """A model that writes completions, with speculative decoding where it is faster.
+
+    Calls may overlap, in turns or in threads: they share the engine's steps.
 
     `model` is a name as for `--model.path`: a directory, a run of `longtail train` (its newest
     checkpoint), a hub id, a .gguf file, or "smollm2". `drafter` is a name as for
@@ -74,6 +78,7 @@ class Engine:
             max_running=max_running,
             max_len=self.max_positions,
         )
+        self._calls = count()
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:
         """Return the tokens of a prompt after which `max_tokens` more fit into the model.
@@ -93,7 +98,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[PromptInput],
+        prompts: PromptInput | Sequence[PromptInput],
         params: SamplingParams | None = None,
         *,
         n: int = 1,
@@ -102,17 +107,18 @@ class Engine:
     ) -> list[Completion]:
         """Return `n` completions of each prompt, those of one prompt next to each other.
 
-        Completion i of a prompt depends on weights, prompt, params, seed and i alone, not on the
-        other prompts. Raises RequestError before any work if a prompt cannot be served.
+        A text, or one chat, is one prompt. Completion i of a prompt depends on weights, prompt,
+        params, seed and i alone, not on other prompts. Raises RequestError before any work if a
+        prompt cannot be served.
         """
-        params = params or SamplingParams()
-        tokens = [self.encode(prompt, params.max_tokens) for prompt in prompts]
-        requests = [
-            self._request(each, params, f"{place}", seed, index)
-            for place, each in enumerate(tokens)
-            for index in range(n)
-        ]
-        return self._engines.ready(requests).generate(requests, on_step)
+        is_one = isinstance(prompts, (str, Mapping)) or any(isinstance(p, Mapping) for p in prompts)
+        each = cast("Sequence[PromptInput]", [prompts] if is_one else prompts)
+        requests = self._requests(each, params or SamplingParams(), n, seed)
+        done: dict[str, Completion] = {}
+        with closing(self._engines.run(requests, on_step)) as reports:
+            for report in reports:
+                done.update((completion.request_id, completion) for completion in report.finished)
+        return [done[request.request_id] for request in requests]
 
     def stream(
         self,
@@ -123,36 +129,42 @@ class Engine:
         on_step: OnStep | None = None,
     ) -> "TextStream":
         """Return an iterator over the pieces of one completion, as they are generated."""
-        params = params or SamplingParams()
-        tokens = self.encode(prompt, params.max_tokens)
-        request = self._request(tokens, params, "0", seed, 0)
-        engine = self._engines.ready([request])
-        return TextStream(stream(engine, self.tokenizer.decode, request, on_step))
+        (request,) = self._requests([prompt], params or SamplingParams(), 1, seed)
+        reports = self._engines.run([request], on_step)
+        return TextStream(stream(reports, self.tokenizer.decode, request))
 
-    def _request(
-        self, tokens: tuple[int, ...], params: SamplingParams, group: str, seed: int, index: int
-    ) -> Request:
-        stops = params.stop_token_ids or self.tokenizer.eos_ids
-        return Request(
-            request_id=f"{group}#{index}",
-            prompt_tokens=tokens,
-            noise_key=completion_key(seed, index),
-            sampling=replace(params, stop_token_ids=stops),
-            group_id=group,
-        )
+    def _requests(
+        self, prompts: Sequence[PromptInput], params: SamplingParams, n: int, seed: int
+    ) -> list[Request]:
+        """Return the requests of a call, with ids of its own."""
+        call, stops = next(self._calls), params.stop_token_ids or self.tokenizer.eos_ids
+        tokens = [self.encode(prompt, params.max_tokens) for prompt in prompts]
+        return [
+            Request(
+                request_id=f"{call}-{place}#{index}",
+                prompt_tokens=each,
+                noise_key=completion_key(seed, index),
+                sampling=replace(params, stop_token_ids=stops),
+                group_id=f"{call}-{place}",
+            )
+            for place, each in enumerate(tokens)
+            for index in range(n)
+        ]
 
     def _open(self) -> Target:
         return open_model(self._name, self._path, self.tokenizer, self._dtype, self._device)
 
 
 @final
-class TextStream:
+class TextStream(AbstractContextManager["TextStream"]):
     """The pieces of one completion; `completion` is the whole of it once the iteration has ended.
+
+    `close`, or the end of a `with` block, aborts what is left to generate.
 
     Example: for piece in stream: print(piece.text, end="", flush=True)
     """
 
-    def __init__(self, pieces: Iterator[Piece | Completion]) -> None:
+    def __init__(self, pieces: Generator[Piece | Completion]) -> None:
         self._pieces = pieces
         self.completion: Completion | None = None
 
@@ -163,6 +175,13 @@ class TextStream:
                 self.completion = piece
             else:
                 yield piece
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop generating; closing twice has no effect."""
+        self._pieces.close()
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -4,12 +4,14 @@ import ast
 import inspect
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import longtail
 from longtail import Completion, Engine, SamplingParams
+from longtail.api import PromptInput
 from longtail.errors import ConfigError, RequestError
 
 NAMES = (
@@ -55,7 +57,8 @@ def test_an_engine_takes_longer_requests_later(model_path: Path) -> None:
     short = engine.generate(["1+1="], SamplingParams(max_tokens=4))
     long = engine.generate(["1+1="] * 3, SamplingParams(max_tokens=100))
     assert long[0].text.startswith(short[0].text)
-    assert engine.generate(["1+1="], SamplingParams(max_tokens=4)) == short
+    again = engine.generate(["1+1="], SamplingParams(max_tokens=4))
+    assert [each.tokens for each in again] == [each.tokens for each in short]
 
 
 def test_a_stream_yields_the_text_of_its_completion(model_path: Path) -> None:
@@ -64,6 +67,36 @@ def test_a_stream_yields_the_text_of_its_completion(model_path: Path) -> None:
     text = "".join(piece.text for piece in stream)
     assert stream.completion is not None
     assert text == stream.completion.text == engine.generate(["1+1="], params, seed=3)[0].text
+
+
+def test_calls_in_turns_and_in_threads_get_the_texts_that_they_get_alone(model_path: Path) -> None:
+    """The second stream used to get the tokens of the first one's id, or those of no step."""
+    engine, params = Engine(str(model_path), drafter="history"), SamplingParams(max_tokens=30)
+    alone = [engine.generate(["1+1="], params, seed=seed)[0].tokens for seed in range(4)]
+    left = engine.stream("1+1=", params, seed=9)
+    next(iter(left))
+    pair = [engine.stream("1+1=", params, seed=seed) for seed in (0, 1)]
+    for _ in zip(*pair, strict=False):
+        pass
+    with ThreadPoolExecutor(2) as threads:  # two prompts: the engine is replaced by a larger one
+        calls = [
+            threads.submit(engine.generate, ["1+1=", "2"], params, seed=seed) for seed in (2, 3)
+        ]
+    for each in pair:  # the longer one is read on
+        list(each)
+    found = [each.completion for each in pair] + [each.result()[0] for each in calls]
+    assert [each and each.tokens for each in found] == alone
+    with left:
+        pass
+    assert list(left) == []
+    assert left.completion is None
+
+
+@pytest.mark.parametrize("prompts", ["1+1=", [{"role": "user", "content": "hi"}]])
+def test_a_text_or_a_chat_alone_is_one_prompt(model_path: Path, prompts: PromptInput) -> None:
+    engine, params = Engine(str(model_path), drafter="none"), SamplingParams(max_tokens=4)
+    (one,), (same,) = engine.generate(prompts, params), engine.generate([prompts], params)
+    assert one.tokens == same.tokens
 
 
 def test_chat_messages_go_through_the_chat_template(model_path: Path) -> None:

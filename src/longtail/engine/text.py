@@ -4,12 +4,13 @@ A token need not be a whole character, and a decoder may treat the first token s
 readers decode a short window with some context before it.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import final
 
-from longtail.generator import Generator, StepReport
+from longtail.generator import StepReport
 from longtail.types import Completion, Request
 
 Decode = Callable[[Sequence[int]], str]
@@ -106,23 +107,16 @@ class Piece:
 
 
 def stream(
-    generator: Generator,
-    decode: Decode,
-    request: Request,
-    on_step: Callable[[StepReport], None] | None = None,
-) -> Iterator[Piece | Completion]:
+    reports: Generator[StepReport], decode: Decode, request: Request
+) -> Generator[Piece | Completion]:
     """Yield the text of one request piece by piece, then its completion.
 
-    The pieces concatenated are the completion's `text`, without any stop string.
+    `reports` are the steps until it is finished. The pieces concatenated are the completion's
+    `text`, without any stop string.
     """
     name, reader = request.request_id, Reader(decode, request.sampling.stop)
-    generator.submit(request)
-    try:
-        while generator.is_unfinished(name):
-            report = generator.step()
-            report.raise_failure({name})
-            if on_step is not None:
-                on_step(report)
+    with closing(reports):  # also if the consumer stops reading
+        for report in reports:
             own = [each.token for each in report.emitted if each.request_id == name]
             drafted = sum(each.num_accepted for each in report.verified if each.request_id == name)
             for tokens, is_drafted in ((own[:drafted], True), (own[drafted:], False)):
@@ -133,9 +127,6 @@ def stream(
                     if text := reader.finish(completion.text):
                         yield Piece(text=text, drafted=False)
                     yield completion
-    finally:  # also if the consumer stops reading
-        if generator.is_unfinished(name):
-            generator.abort(name)
 
 
 @final

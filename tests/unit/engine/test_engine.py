@@ -1,9 +1,12 @@
 """The engine from outside: how completions end, what is refused, what is left behind (nothing)."""
 
+from collections.abc import Generator
+
 import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.growing import GrowingEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Piece, stream
@@ -57,12 +60,17 @@ def test_a_stop_ends_a_completion(request_, tokens, text):
     assert (done.finish_reason is FinishReason.STOP) == (request_.prompt_tokens == (0,))
 
 
+def reading(engine: RolloutEngine, request: Request) -> Generator[Piece | Completion]:
+    one = GrowingEngine(lambda _: engine, DECODE, max_running=4, max_len=64)
+    return stream(one.run([request]), DECODE, request)
+
+
 def test_a_stream_marks_drafted_pieces():
     text = (0, *range(1, len(PIECES)))
     drafter = ScriptedDrafter({"a": text}, RIGHT, vocab_size=len(PIECES))
     engine = scripted_engine()
     engine.speculate(Speculation.fixed(drafter, Strategy(depth=2, size=2)))
-    *pieces, done = stream(engine, DECODE, ask(stop_token_ids=(EOS,)))
+    *pieces, done = reading(engine, ask(stop_token_ids=(EOS,)))
     assert isinstance(done, Completion)
     assert joined(pieces) == done.text
     assert is_idle(engine)
@@ -75,10 +83,10 @@ def test_a_stream_marks_drafted_pieces():
 
 def test_closing_a_stream_aborts_the_request():
     engine = scripted_engine()
-    reading = stream(engine, DECODE, ask())
-    next(reading)
+    pieces = reading(engine, ask())
+    next(pieces)
     assert not is_idle(engine)
-    reading.close()
+    pieces.close()
     assert is_idle(engine)
 
 
@@ -86,10 +94,10 @@ def test_a_stream_ends_when_someone_aborts_its_request():
     """It used to go on stepping, for ever while others were in progress."""
     engine = scripted_engine()
     engine.submit(ask("other"))
-    reading = stream(engine, DECODE, ask())
-    assert next(reading) == Piece(text=" ans", drafted=False)
+    pieces = reading(engine, ask())
+    assert next(pieces) == Piece(text=" ans", drafted=False)
     engine.abort("a")
-    assert list(reading) == []
+    assert list(pieces) == []
     assert engine.num_unfinished == 1
 
 
