@@ -25,15 +25,29 @@ VOCAB_SIZE = len(tokens()) + 1
 """One embedding more than there are tokens."""
 
 
+def vocabulary() -> dict[str, Any]:
+    """Return the metadata of `tokens`, without the prefix tokenizer.ggml of their names."""
+    words = tokens()
+    return {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "tokens": words,
+        "token_type": [3 if word in SPECIAL else 1 for word in words],
+        "merges": list(MERGES),
+        "eos_token_id": words.index("<|end|>"),
+    }
+
+
 def write_gguf(
     path: Path,
     model: Transformer,
     *,
+    words: Mapping[str, Any] | None = None,
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a model of the family llama, and more metadata and tensors."""
-    config, words = model.config, tokens()
+    """Write a model of the family llama, its vocabulary, and more metadata and tensors."""
+    config = model.config
     writer = gguf.GGUFWriter(path, config.family)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_positions)
@@ -45,15 +59,13 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word in SPECIAL else 1 for word in words])
-    writer.add_token_merges(list(MERGES))
-    writer.add_eos_token_id(words.index("<|end|>"))
     writer.add_chat_template(CHAT_TEMPLATE.replace("<eos>", "<|end|>"))
-    for name, value in (metadata or {}).items():
-        writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
+    named = {f"tokenizer.ggml.{name}": value for name, value in (words or vocabulary()).items()}
+    for name, value in {**named, **(metadata or {})}.items():
+        if isinstance(value, list):
+            writer.add_array(name, value)
+        else:
+            writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
     for name, tensor in hf_rows(model).items():
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
