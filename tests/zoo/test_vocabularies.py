@@ -14,8 +14,8 @@ from zoo.menagerie import HERE
 
 pytest.importorskip("transformers", minversion="5.23")  # older ones convert tokenizers wrongly
 VOCABULARIES = sorted((HERE / "vocabularies").glob("*.json"))
-PROMISED = {"llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2"}
-"""Vocabularies that are never refused."""
+READ = ("gpt-2", "llama-bpe", "llama-spm", "phi-3", "qwen2")
+"""Vocabularies that are read; the others are refused."""
 _BETWEEN = "\n__ggml_vocab_test__\n"
 CASES = (HERE / "vocabularies" / "cases.inp").read_text("utf-8").split(_BETWEEN)
 
@@ -29,12 +29,11 @@ def test_the_ids_of_a_vocabulary_are_those_of_llama_cpp_or_it_is_refused_by_name
     ids = words.pop("ids")
     model = tiny_model("llama", len(ids))
     write_gguf(tmp_path / "words.gguf", model, words=words)
-    try:
-        convert(tmp_path / "words.gguf", tmp_path / "model", "model.path", print)
-    except ConfigError as error:
-        assert file.stem not in PROMISED, error
-        assert f"{words['pre']!r}" in str(error)
+    if file.stem not in READ:
+        with pytest.raises(ConfigError, match=f"'{words['pre']}'"):
+            convert(tmp_path / "words.gguf", tmp_path / "model", "model.path", print)
         return
+    convert(tmp_path / "words.gguf", tmp_path / "model", "model.path", print)
     tokenizer = load_tokenizer(tmp_path / "model")
     assert tokenizer.vocab_size == len(ids)
     expected = file.with_suffix(".out").read_text("utf-8").split("\n")
