@@ -1,13 +1,22 @@
 """Random models and tokenizers that run in milliseconds, shared by all tests."""
 
 import string
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from tokenizers import Tokenizer as Backend
 
 from longtail.model.hf.model import PolicyTransformer, save_model
@@ -88,6 +97,41 @@ def byte_level_backend() -> Backend:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<eos>"])
     return backend
+
+
+def sentencepiece_tokenizer(added: Sequence[str] = (), *, special: bool = True) -> Tokenizer:
+    """Return a tokenizer like Llama 2's: a text begins with a space, unknown letters are bytes."""
+    from transformers import PreTrainedTokenizerFast
+
+    merges = [("\u2581", "\u2581"), ("\u2581", "a"), ("\u2581a", "b")]
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        *"ab</>",
+    ]
+    words += ["".join(pair) for pair in merges]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    backend = Backend(
+        models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    space = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_tokens([AddedToken(word, special=special, normalized=False) for word in added])
+    inner = PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    return Tokenizer(inner, (2,))
 
 
 def tiny_tokenizer(

@@ -1,7 +1,7 @@
 """Incremental decoding of tokens to text: stop strings, streaming, and drafted characters.
 
-A token need not be a whole character, and a decoder may treat the first token specially. So both
-readers decode a short window with some context before it.
+A token need not be a whole character: of one that is unfinished the text ends in U+FFFD. The text
+of tokens behind a whole character does not depend on those before (`Tokenizer.decode`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -16,7 +16,7 @@ from longtail.types import Completion, Request
 Decode = Callable[[Sequence[int]], str]
 
 _CONTEXT = 8
-"""Tokens of context before new ones: enough for any multi-byte character or leading space."""
+"""Tokens of context before new ones: enough for any character."""
 
 
 def find_stop(text: str, stops: Sequence[str]) -> int | None:
@@ -36,11 +36,7 @@ def ends_in_stop(generated: Sequence[int], stops: Sequence[str], decode: Decode)
     if not stops:
         return False
     window = max(len(stop.encode()) for stop in stops) + _CONTEXT
-    for start in range(-window, -window - 4, -1):
-        text = decode(generated[start:])
-        if not text.startswith("\ufffd"):  # else the window begins inside a character
-            break
-    if find_stop(text, stops) is None:
+    if find_stop(decode(generated[-window:]), stops) is None:
         return False
     return find_stop(decode(generated), stops) is not None
 
@@ -56,17 +52,15 @@ class Reader:
     """Streams the text of one request without its stop strings.
 
     A piece is held back while it ends in an unfinished character, or in what may become a stop
-    string. Decoding also starts after a whole character: some decoders garble a run of bytes that
-    begins or ends inside a character.
+    string.
     Lifecycle: feed* -> finish; the pieces concatenated are the text of the completion.
     """
 
     def __init__(self, decode: Decode, stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
         self._held_len = max((len(stop) for stop in stops), default=1) - 1
-        self._tokens: list[int] = []
-        self._ends = [0]
-        """Ends of recent pieces; decoding starts at the first one, and output ends at the last."""
+        self._unread: list[int] = []
+        """Tokens behind the last whole character."""
         self._held = ""
         self._shown = 0
 
@@ -81,16 +75,12 @@ class Reader:
 
     def _decoded(self, tokens: Sequence[int]) -> str:
         """Add tokens; return the text that they complete, possibly empty."""
-        self._tokens += tokens
-        start, read = self._ends[0], self._ends[-1]
-        before = self._decode(self._tokens[start:read])
-        now = self._decode(self._tokens[start:])
-        if len(now) <= len(before) or now.endswith("\ufffd"):
+        self._unread += tokens
+        text = self._decode(self._unread)
+        if text.endswith("\ufffd"):
             return ""
-        self._ends.append(len(self._tokens))
-        while len(self._ends) > 2 and self._ends[1] <= read - _CONTEXT:
-            del self._ends[0]
-        return now[len(before) :]
+        self._unread = []
+        return text
 
     def finish(self, text: str) -> str:
         """Return the held-back text, given the text of the completion."""
@@ -161,16 +151,13 @@ class AcceptedSpans:
 
 @final
 class TokenTexts:
-    """Texts of tokens behind another token, decoded once each.
+    """Texts of tokens, decoded once each.
 
     Tokens that are parts of a character are decoded together.
     """
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        self._anchor: list[int] = []
-        """A token before the decoded ones: some decoders drop the space of a first token."""
-        self._anchor_len = 0
         self._texts: dict[tuple[int, ...], str] = {}
 
     def characters(
@@ -189,17 +176,17 @@ class TokenTexts:
         return tuple(min(ends[min(place, len(tokens))], len(text)) for place in places)
 
     def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each token completes; joined, they are the text of most tokens."""
-        pieces = [self._decode(tokens[:1])]
-        if not self._anchor and pieces[0] and "\ufffd" not in pieces[0]:
-            self._anchor, self._anchor_len = [tokens[0]], len(pieces[0])
+        """Return the text that each token completes; joined, they are the text of all."""
+        pieces: list[str] = []
         part: tuple[int, ...] = ()
-        for token in tokens[1:]:
+        for token in tokens:
             part = (*part, token)
             if part not in self._texts:
-                self._texts[part] = self._decode([*self._anchor, *part])[self._anchor_len :]
+                self._texts[part] = self._decode(part)
             text = self._texts[part]
-            is_whole = "\ufffd" not in text or len(part) == _CONTEXT
+            is_whole = not text.endswith("\ufffd") or len(part) == _CONTEXT
             pieces.append(text if is_whole else "")
             part = () if is_whole else part
+        if part:  # the text ends inside a character
+            pieces[-1] = text
         return pieces

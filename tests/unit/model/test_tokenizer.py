@@ -1,14 +1,22 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from hypothesis import given
+from hypothesis import strategies as st
 
+from longtail.engine.text import TokenTexts
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from support.tiny_models import CHAT_TEMPLATE, byte_level_backend, tiny_model, tiny_tokenizer
+from support.tiny_models import (
+    CHAT_TEMPLATE,
+    byte_level_backend,
+    sentencepiece_tokenizer,
+    tiny_model,
+    tiny_tokenizer,
+)
 
+SENTENCEPIECE = sentencepiece_tokenizer()
 QUESTION = [{"role": "user", "content": "6*7?"}]
 
 
@@ -53,13 +61,41 @@ def test_the_bytes_of_tokens_are_those_of_the_text(text):
     assert tokenizer.token_bytes(999_999) == b""
 
 
-def test_tokens_of_sentencepiece_are_bytes_and_words_behind_a_space():
-    from transformers import PreTrainedTokenizerFast
+@given(text=st.text(alphabet="ab \n</>\u00e9\U0001f999", max_size=12))
+def test_a_completion_of_sentencepiece_keeps_its_spaces_and_gets_none(text):
+    tokenizer = SENTENCEPIECE
+    tokens = tokenizer.encode(text, goes_on=True)
+    assert tokenizer.decode(tokens) == text
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
+    if text:
+        assert tokenizer.decode(tokenizer.encode(text)) == f" {text}"  # a whole text
 
-    pieces = {"<0xE2>": 0, "\u2581word": 1, "\u00e9": 2}
-    backend = Backend(models.WordLevel(pieces, unk_token="\u00e9"))
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend), ())
-    assert [tokenizer.token_bytes(i) for i in range(3)] == [b"\xe2", b" word", "\u00e9".encode()]
+
+def test_a_completion_of_other_tokenizers_is_encoded_as_a_text():
+    tokenizer = tiny_tokenizer()
+    assert tokenizer.encode(" \n10", goes_on=True) == tokenizer.encode(" \n10")
+
+
+def test_a_newline_that_is_a_byte_is_kept_beside_a_cut_character():
+    newline, part, other = (SENTENCEPIECE.encode(x, goes_on=True)[0] for x in ("\n", "\u00e9", "a"))
+    assert SENTENCEPIECE.decode([newline, part]) == "\n\ufffd"
+    assert SENTENCEPIECE.decode([part, other, newline]) == "\ufffda\n"
+
+
+def test_added_spaces_of_sentencepiece_are_spaces():
+    """Gemma's runs of spaces and newlines are added tokens."""
+    tokenizer = sentencepiece_tokenizer(["\u2581\u2581\u2581", "\n\n"], special=False)
+    last = tokenizer.vocab_size
+    assert [tokenizer.token_bytes(i) for i in (last - 2, last - 1)] == [b"   ", b"\n\n"]
+
+
+def test_markup_in_pairs_is_text_even_if_it_is_special():
+    names = ["<think>", "</think>", "[THINK]", "[/THINK]", "<|turn|>", "<end>"]
+    tokenizer = sentencepiece_tokenizer(names)
+    last = tokenizer.vocab_size
+    tokens = [1, *range(last - 6, last), 2]  # <s>, these names, </s>
+    assert tokenizer.decode(tokens) == "<think></think>[THINK][/THINK]"
+    assert "".join(TokenTexts(tokenizer.decode).pieces(tokens)) == tokenizer.decode(tokens)
 
 
 def test_half_a_surrogate_pair_is_refused():

@@ -3,14 +3,13 @@
 transformers takes seconds to import, so it is imported when the first tokenizer is made.
 """
 
-import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import ChatTemplate
+from longtail.model.hf.decoding import TokenDecoder
 from longtail.model.transformer import ModelConfig
 from longtail.system.files import find_surrogate, parse_json
 
@@ -25,8 +24,8 @@ _FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""A token of SentencePiece that is a byte."""
+_BEFORE = "\n"
+"""Text before an encoded completion: SentencePiece merges it with no other."""
 
 
 @final
@@ -52,19 +51,26 @@ class Tokenizer:
         self.vocab_size = 1 + max(inner.get_vocab().values())
         """One more than the largest token id."""
         self._first = _first_tokens(inner)
+        before, word, both = map(self._plain, (_BEFORE, "a", _BEFORE + "a"))
+        self._before = () if both == (*before, *word) else before
+        """Tokens of a text before completions; () if a whole text is encoded like a completion."""
         self.template = ChatTemplate(inner)
+        self._decoder = TokenDecoder(inner, eos_ids)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template, which `chat` needs."""
         return self.template.source is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> tuple[int, ...]:
+    def encode(
+        self, text: str, *, add_special_tokens: bool = False, goes_on: bool = False
+    ) -> tuple[int, ...]:
         """Return the tokens of a text. Raises DataError for a lone surrogate.
 
         With `add_special_tokens` it begins once with the tokens that the tokenizer puts before a
         text (BOS), as models are trained on text that no chat template wrote. What the tokenizer
-        puts behind a text is left out: the text goes on.
+        puts behind a text is left out. A text that `goes_on`, a completion, gets no first space of
+        a whole text, which SentencePiece puts there.
         """
         index = find_surrogate(text)
         if index is not None:
@@ -72,43 +78,30 @@ class Tokenizer:
                 f"a text holds {text[index]!a}, half of a surrogate pair, as character {index}: "
                 "give the whole character"
             )
-        tokens = tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+        before = self._before if goes_on else ()
+        if before and (tokens := self._plain(_BEFORE + text))[: len(before)] == before:
+            return tokens[len(before) :]
+        tokens = self._plain(text)
         first = self._first if add_special_tokens else ()
         return tokens if tokens[: len(first)] == first else (*first, *tokens)
 
+    def _plain(self, text: str) -> tuple[int, ...]:
+        return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens without special tokens."""
-        return self._inner.decode(
-            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        """Return the text of tokens that go on a text, their first space with it.
 
-    @cached_property
-    def _byte_of(self) -> dict[str, int]:
-        """The byte of each letter of byte-level BPE; of another tokenizer, nothing."""
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        backend = getattr(self._inner, "backend_tokenizer", None)
-        decoder = None if backend is None else backend.decoder
-        if decoder is None or b'"ByteLevel"' not in decoder.__getstate__():
-            return {}
-        alphabet = bytes_to_unicode()  # type: ignore[no-untyped-call]
-        return {letter: byte for byte, letter in alphabet.items()}
+        Left out are special tokens but pairs of markup as <think> and </think>. Bytes that are no
+        character become U+FFFD.
+        """
+        return self._decoder.text(tokens)
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character.
 
         Special tokens are written out; an unknown id has no bytes.
         """
-        piece = self._inner.convert_ids_to_tokens(token)
-        if piece is None:
-            return b""
-        if token in self._inner.added_tokens_decoder:
-            return piece.encode()
-        if self._byte_of and all(letter in self._byte_of for letter in piece):
-            return bytes(self._byte_of[letter] for letter in piece)
-        if byte := _BYTE.fullmatch(piece):
-            return bytes.fromhex(byte[1])
-        return piece.replace("\u2581", " ").encode()  # SentencePiece writes a space so
+        return self._decoder.token_bytes(token)
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens of messages, up to the start of the assistant's answer."""

@@ -8,6 +8,7 @@ separately and followed by the end-of-text token, as the model generates it.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from longtail.errors import DataError, did_you_mean
@@ -57,7 +58,9 @@ def make_examples(
     kept: list[Example] = []
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        completion = encode_at(where, encoder.encode, prompt.data["completion"])
+        completion = encode_at(
+            where, partial(encoder.encode, goes_on=True), prompt.data["completion"]
+        )
         tokens = (*prompt.tokens, *completion, eos_id)
         if len(tokens) <= max_len:
             kept.append(Example(tokens=tokens, prompt_len=len(prompt.tokens)))

@@ -40,7 +40,7 @@ class Encoder:
     """Functions of a tokenizer."""
 
     encode: Callable[..., Sequence[int]]
-    """`Tokenizer.encode`: convert text to tokens, behind special ones if `add_special_tokens`."""
+    """`Tokenizer.encode`: convert text to tokens, behind special ones or behind a prompt."""
     render: Callable[[Messages], str] | None
     """Convert chat messages to text with the generation prompt; None without a chat template."""
 
