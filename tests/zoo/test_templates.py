@@ -52,5 +52,8 @@ def test_templates_of_other_licences_are_rewritten_from_what_they_render(tmp_pat
         for case, text in texts.items():
             if text is not None:
                 assert text == inner.apply_chat_template(
-                    cases[case], tokenize=False, add_generation_prompt=case != "answered"
+                    cases[case],
+                    tokenize=False,
+                    add_generation_prompt=case != "answered",
+                    date_string="26 Jul 2024",
                 ), (name, case)
