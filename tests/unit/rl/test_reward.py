@@ -104,6 +104,8 @@ def test_the_last_box_is_balanced_and_a_tagged_answer_keeps_drawings():
     assert last_boxed(r"\boxed{a} \boxed{\{b\}}") == r"\{b\}"
     assert last_boxed(r"\boxed{a} \boxed{b") is None
     assert last_boxed("none") is None
+    assert last_boxed(r"\boxed{a} \fbox {b} in \boxed form") == "b"
+    assert last_boxed(r"$\boxed 4$ or $\boxed \frac12$, so") == r"\frac12"
     assert tagged_answer("<think>no</think><answer>\n####\n#  #\n</answer>") == "####\n#  #"
 
 
@@ -126,11 +128,13 @@ def named(name):
         ("exact", "42", 42.0, 1.0),
         ("exact", "42 apples", "42", 0.0),
         ("exact", "", "42", 0.0),
+        ("exact", r"\fbox{42}", r"so \boxed {42}", 1.0),
         ("math_verify", r"\boxed{1/2}", "0.5", 1.0),
         ("math_verify", r"$1 + x^2$", "x^2+1", 1.0),
         ("math_verify", r"\boxed{\{2, 1\}}", r"\{1,2\}", 1.0),
         ("math_verify", "<think>$7$</think> x = -3", "-3", 1.0),
         ("math_verify", r"\boxed{3}", "We find $x=3$.", 1.0),
+        ("math_verify", r"\fbox{3}, not 4", "3", 1.0),
         ("math_verify", r"\boxed{x < 3}", "0.5", 0.0),
         ("math_verify", r"\boxed{\int_0^", "0.5", 0.0),
     ],
@@ -182,6 +186,26 @@ def test_a_function_sees_lists_of_one_with_every_column(module, prompt, completi
     assert reward_factory(f"{name}:echo")().grade_group(asked) == [0.25]
     columns = {"answer": ["42"], "level": [3]}
     assert sys.modules[name].calls == [([prompt], [completion], [[5, 1]], columns)]
+
+
+ASYNC = """
+import asyncio
+ready = asyncio.Event()  # is of the loop that first waits for it
+async def f(completions, **columns):
+    ready.set()
+    await asyncio.gather(ready.wait(), asyncio.sleep(0))
+    return [0.5]
+class Called:
+    async def __call__(self, completions, **columns): return await f(completions)
+called = Called()
+"""
+
+
+@pytest.mark.parametrize("function", ["f", "called"])
+def test_an_async_function_is_awaited_in_one_loop(module, function):
+    reward = reward_factory(f"{module(ASYNC, 'awaited')}:{function}")()
+    with reward.runner:
+        assert [reward.grade_group([task("42")]) for _ in range(2)] == [[0.5]] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import SupportsFloat
 
 from longtail.errors import GradingError
 
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 _PLAIN = rf"{_UNSIGNED}(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
 _SIGN = r"(?:(?<![A-Za-z0-9_)\]}])[-+\u2212])?"
@@ -19,14 +20,24 @@ _NUMBER = re.compile(
 )
 
 
+def with_plain_boxes(text: str) -> str:
+    r"""Return a text whose `\fbox{...}` and `\boxed {...}` are written `\boxed{...}`."""
+    return _BOX.sub(r"\\boxed{", text)
+
+
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last balanced `\boxed{...}`, or None.
+    r"""Return the content of the last balanced `\boxed{...}` or `\fbox{...}`, or None.
+
+    Without any, that is what follows the last `\boxed ` in its line, up to a `$`.
 
     Example: last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     """
-    _, opened, after = text.rpartition(r"\boxed{")
+    _, opened, after = with_plain_boxes(text).rpartition(r"\boxed{")
+    if not opened:
+        _, marked, after = text.rpartition(r"\boxed ")
+        return re.split(r"[$\n]", after)[0] if marked else None
     depth = 1
-    for brace in re.finditer(r"[{}]", after if opened else ""):
+    for brace in re.finditer(r"[{}]", after):
         depth += 1 if brace.group() == "{" else -1
         if depth == 0:
             return after[: brace.start()]

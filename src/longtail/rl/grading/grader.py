@@ -37,6 +37,7 @@ def start(reward_name: str, path: Sequence[str]) -> None:
             os._exit(1)
         _limit_memory()
     os.dup2(2, 1)  # stdout belongs to the run
+    sys.stdout = sys.stderr  # which escapes what its encoding cannot write
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:] = path
     try:

@@ -5,10 +5,12 @@ They run in grader processes, so this module imports neither torch nor `longtail
 """
 
 import abc
+import asyncio
+import inspect
 import logging
 import math
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, final
@@ -21,6 +23,7 @@ from longtail.rl.grading.answers import (
     last_number,
     tagged_answer,
     whole_number,
+    with_plain_boxes,
 )
 from longtail.system.machine import import_extra
 
@@ -146,7 +149,7 @@ class MathVerifyReward(NamedReward):
     def grade(self, task: GradingTask) -> float:
         """Compare the two mathematically, in any notation."""
         gold = self.reference(task.data)
-        return float(self._equal(gold, self._extract(after_thinking(task.text))))
+        return float(self._equal(gold, self._extract(with_plain_boxes(after_thinking(task.text)))))
 
     def reference(self, data: Mapping[str, Any]) -> list[Any]:
         """Parse the row's answer."""
@@ -205,13 +208,14 @@ class FunctionReward(Reward):
 
     Its arguments are `prompts`, `completions`, `completion_ids` and every column of the row, each a
     list with one entry per completion; it returns as many numbers. None means that it does not
-    apply to a completion. For chat prompts, completions are messages.
+    apply to a completion. For chat prompts, completions are messages. An async one is awaited.
     """
 
     _OURS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.runner = asyncio.Runner()  # one loop for all calls: sessions are bound to theirs
         try:
             self._function = pkgutil.resolve_name(name)
         except ImportError as error:
@@ -235,6 +239,8 @@ class FunctionReward(Reward):
             completion_ids=[list(task.tokens) for task in tasks],
             **{key: [task.data[key] for task in tasks] for key in columns},
         )
+        if inspect.isawaitable(rewards):
+            rewards = self.runner.run(_awaited(rewards))
         source = f"reward {self._name!r}"
         is_list = isinstance(rewards, Sized) and isinstance(rewards, Iterable)
         if not is_list or isinstance(rewards, (str, bytes, Mapping)):
@@ -249,6 +255,10 @@ class FunctionReward(Reward):
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Accept every row: the columns that the function needs are unknown."""
+
+
+async def _awaited(rewards: Awaitable[Any]) -> Any:
+    return await rewards
 
 
 def _completion(task: GradingTask) -> str | Messages:
