@@ -184,7 +184,9 @@ class Trainer:
             saved = None if checkpoint is None else checkpoint.state["base"]
             directory, base = find_base(config, saved, console.log)
         with console.phase("loading the model and the data"):
-            parts = assemble(config, directory, base, grader.check, console.log, self._on_progress)
+            parts = assemble(
+                config, directory, base, grader.check, console.log, self._on_progress, run.begun
+            )
         self.workers, self._source = parts.workers, parts.source
         self._step = TrainingStep(
             rollout=config.rollout,

@@ -14,14 +14,17 @@ from hypothesis import given
 
 from longtail.errors import ConfigError, DataError
 from longtail.rl.data.examples import make_examples
-from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
+from longtail.rl.data.prompts import Encoder, PromptSource, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.pool import gradable
 from longtail.rl.grading.reward import ExactReward
 from longtail.system.files import find_surrogate
 
 COLUMNS = st.sampled_from(
-    ["prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model", "x"]
+    [
+        *("prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model"),
+        *("conversations", "instruction", "input", "output", "system", "tools", "context", "x"),
+    ]
 )
 TEXTS = st.one_of(st.text(max_size=20), st.just("\ud83d"), st.just("####"), st.just("\\boxed{}"))
 PLAIN = st.one_of(
@@ -33,7 +36,12 @@ PLAIN = st.one_of(
     st.sampled_from([10**300, 10**4000, -1e308]),
 )
 MESSAGES = st.lists(
-    st.dictionaries(st.sampled_from(["role", "content", "x"]), TEXTS, max_size=3), max_size=3
+    st.dictionaries(
+        st.sampled_from(["role", "content", "from", "value", "x"]),
+        TEXTS | st.sampled_from(["human", "gpt", "user", "assistant"]),
+        max_size=3,
+    ),
+    max_size=3,
 )
 VALUES = st.recursive(
     PLAIN,
@@ -67,8 +75,11 @@ def encode(text: str, **_: bool) -> list[int]:
     return list(text.encode())
 
 
-def render(messages: list[dict[str, Any]]) -> str:
-    return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+def render(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    assert all(
+        isinstance(message[name], str) for message in messages for name in ("role", "content")
+    )
+    return f"{tools}" + "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
 def exact(rows: Sequence[Row]) -> dict[int, str]:
@@ -93,7 +104,6 @@ def train_on(rows: list[Row], source: str, encoder: Encoder) -> None:
     prompts = make_prompts(rows, source=source, encoder=encoder, max_prompt_len=64, drop_long=True)
     assert len(prompts.prompts) == len(prompts.rows) == len(rows) - prompts.num_dropped
     assert PromptSource(prompts, seed=0).take(1)[0].prompt in prompts.prompts
-    fingerprint(prompts.prompts)
     for prompt in gradable(prompts, "exact", exact, drop=True).prompts:
         answer = prompt.data["answer"]
         assert not isinstance(answer, float) or math.isfinite(answer)

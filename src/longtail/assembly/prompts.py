@@ -1,6 +1,7 @@
 """Prompts of a training run: from the data section of its configuration to tokenized prompts."""
 
 from collections.abc import Callable
+from datetime import datetime
 
 from longtail.config.rl import RunConfig
 from longtail.model.hf.tokenizer import Tokenizer
@@ -20,14 +21,16 @@ def load_prompts(
     tokenizer: Tokenizer,
     check: Check | None,
     log: Callable[[str], None] = lambda line: None,
+    now: datetime | None = None,
 ) -> HeldOut:
     """Load the training prompts and the held-out prompts, of which there may be none.
 
     `check` finds the rows that the reward cannot grade; None: nothing is graded. What is left out
-    is logged. Raises ConfigError or DataError, naming the field, for anything that does not fit.
+    is logged. `now` is the time that a chat template may write. Raises ConfigError or DataError,
+    naming the field, for anything that does not fit.
     """
     data = config.data
-    encoder = Encoder.of(tokenizer, data.system_prompt, data.chat_template_kwargs)
+    encoder = Encoder.of(tokenizer, data, now)
 
     def load(source: str, size: int, field: str) -> PromptSet:
         prompts = make_prompts(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -43,18 +44,19 @@ def assemble(
     check: Check,
     log: Callable[[str], None] = to_stderr,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    now: datetime | None = None,
 ) -> TrainerComponents:
     """Build all components from the model in `directory`, and its base if the run needs one.
 
     `check` finds the rows that the reward cannot grade: they are refused, or left out if so
-    configured. `on_progress` is called during rollouts and may raise. Raises ConfigError if
-    configuration, model and data do not fit together.
+    configured. `on_progress` is called during rollouts and may raise. `now` is the time that a chat
+    template may write. Raises ConfigError if configuration, model and data do not fit together.
     """
     plan = memory.fitted(plan_run(config, directory, base), log)
     tokenizer = load_tokenizer(directory)
     memory.check(plan)
     check_vocabulary(tokenizer, plan.shape)
-    prompts = load_prompts(config, tokenizer, check, log)
+    prompts = load_prompts(config, tokenizer, check, log, now)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
     return TrainerComponents(

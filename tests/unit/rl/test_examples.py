@@ -27,6 +27,8 @@ def make(rows, encoder=PLAIN, **options):
         {"prompt": [USER], "completion": "yo"},
         {"prompt": [USER], "completion": [ASSISTANT]},
         {"messages": [USER, ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {"instruction": "hi", "input": "", "output": "yo"},
     ],
 )
 def test_every_layout_gives_the_same_example(row):
@@ -94,5 +96,6 @@ def test_a_restored_cursor_goes_on_with_the_very_next_batch():
         source.take()
     other.restore(source.state())
     assert [other.take() for _ in range(9)] == [source.take() for _ in range(9)]
-    with pytest.raises(DataError, match="other texts"):
-        ExampleBatches(EXAMPLES[1:], 20, seed=3).restore(source.state())
+    for state, words in (({}, "num_examples = None"), ({"num_examples": 20}, "other rows")):
+        with pytest.raises(DataError, match=f"the run began with {words}"):
+            ExampleBatches(EXAMPLES, 20, 3, {"rows": "x"}).restore(state)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts, system_first
+from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
 
 PLAIN = Encoder(encode=lambda text, **_: tuple(text.encode()), render=None)
 BEGUN = Encoder(
@@ -16,7 +16,9 @@ BEGUN = Encoder(
 )
 CHAT = Encoder(
     encode=lambda text, **_: tuple(text.encode()),
-    render=lambda messages: "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<bot>",
+    render=lambda messages, tools: (
+        "".join(f"<{m['role']}>{m['content']}" for m in [*(tools or ()), *messages]) + "<bot>"
+    ),
 )
 
 
@@ -50,26 +52,6 @@ def test_text_or_messages_are_rendered_and_the_row_is_kept_for_the_reward(prompt
     (found,) = prompts_of([row], encoder).prompts
     assert (found.prompt_id, found.text, found.tokens) == ("train/0", text, tuple(text.encode()))
     assert found.data == {**row, "answer": "42"}
-
-
-def test_a_system_prompt_stands_before_every_prompt_but_those_with_their_own():
-    brief = Encoder(encode=CHAT.encode, render=system_first(CHAT.render, "Be brief."))
-    own = [{"role": "system", "content": "Be long."}, {"role": "user", "content": "b"}]
-    rows = [{"prompt": "a"}, {"prompt": own}, {"prompt": own[1:]}]
-    assert [prompt.text for prompt in prompts_of(rows, brief).prompts] == [
-        "<system>Be brief.<user>a<bot>",
-        "<system>Be long.<user>b<bot>",
-        "<system>Be brief.<user>b<bot>",
-    ]
-    assert prompts_of(rows, brief).prompts[0].data["prompt"] == "a"
-
-
-def test_a_template_that_leaves_the_system_prompt_out_is_refused():
-    deaf = Encoder(
-        encode=CHAT.encode, render=system_first(lambda chat: chat[-1]["content"], "Be brief.")
-    )
-    with pytest.raises(DataError, match=r"data\.system_prompt = 'Be brief\.'.*leaves system"):
-        prompts_of([{"prompt": "a"}], deaf)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +140,7 @@ def test_columns_that_cannot_be_used_are_named(rows, options, message):
 
 
 def test_messages_that_the_template_refuses_are_named_by_row():
-    def refuse(messages):
+    def refuse(messages, tools):
         raise ConfigError("roles must alternate")
 
     with pytest.raises(DataError, match="row 0: roles must alternate"):
@@ -196,16 +178,17 @@ def test_a_restored_source_goes_on_where_the_saved_one_stood(before, after, coun
 def test_plain_prompts_begin_with_special_tokens():
     rows = [{"prompt": "ab"}, {"prompt": "c"}]
     assert [each.tokens for each in prompts_of(rows, BEGUN).prompts] == [(0, 97, 98), (0, 99)]
-    chat = replace(BEGUN, render=lambda messages: messages[0]["content"])
+    chat = replace(BEGUN, render=lambda messages, tools: messages[0]["content"])
     assert [each.tokens for each in prompts_of(rows, chat).prompts] == [(97, 98), (99,)]
 
 
 @pytest.mark.parametrize(
     ("order", "change", "message"),
     [
-        ({}, {"fingerprint": "x"}, r"train\.jsonl': .* fingerprint = 'x', now it is .* run\.dir"),
-        ({"seed": 1}, {}, "made with seed = "),
-        ({"shuffle": False}, {}, "made with shuffle = "),
+        ({}, {"rows": "x"}, r"^data\.source: the run began with other rows; .* run\.dir"),
+        ({}, {"settings": "x"}, "began with another chat template, or settings of it; restore"),
+        ({"seed": 1}, {}, "began with seed = "),
+        ({"shuffle": False}, {}, "began with shuffle = "),
         ({}, {"position": 6}, "cursor is damaged"),
         ({}, {"position": "1"}, "cursor is damaged"),
         ({}, {"epoch": -1}, "cursor is damaged"),
@@ -217,13 +200,64 @@ def test_a_cursor_of_another_order_or_a_damaged_one_is_refused(order, change, me
         PromptSource(numbered(5), **{"seed": 0, **order}).restore({**state, **change})
 
 
-def test_the_fingerprint_sees_ids_tokens_and_answers():
+def test_the_fingerprint_sees_all_of_a_row():
     base = [{"prompt": "a", "answer": (1, {2: object()})}, {"prompt": "b"}]
     changed = [
-        [{"prompt": "a", "answer": (1, {2: object()})}, {"prompt": "c"}],
-        [{"prompt": "a", "answer": (1, {2: object()}), "id": 5}, {"prompt": "b", "id": 6}],
-        [{"prompt": "a", "answer": (3, {2: object()})}, {"prompt": "b"}],
+        [base[0], {"prompt": "c"}],
+        [{**base[0], "id": 5}, base[1]],
+        [{"prompt": "a", "answer": (3, {2: object()})}, base[1]],
         base[:1],
     ]
-    seen = {fingerprint(prompts_of(rows).prompts) for rows in [base, base, *changed]}
-    assert len(seen) == 1 + len(changed)
+    assert len({fingerprint(rows) for rows in [base, base, *changed]}) == 1 + len(changed)
+
+
+def test_a_source_is_resumed_though_its_template_writes_another_date():
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    first, later = (
+        PromptSource(prompts_of(rows, replace(CHAT, render=lambda *_, day=day, **__: day)), seed=0)
+        for day in ("Friday", "Saturday")
+    )
+    first.take(1)
+    later.restore(first.state())
+    assert later.take(1)[0].prompt.prompt_id == first.take(1)[0].prompt.prompt_id
+
+
+CHAT_LOG = [{"from": "human", "value": "6*7="}, {"from": "gpt", "value": "42"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"instruction": "Add.", "input": "6, 7", "output": "13"}, "<user>Add.\n\n6, 7<bot>"),
+        ({"instruction": "Add.", "input": "", "output": "13"}, "<user>Add.<bot>"),
+        ({"instruction": "Add.", "context": "6, 7", "response": "13"}, "<user>Add.\n\n6, 7<bot>"),
+        ({"conversations": CHAT_LOG}, "<user>6*7=<bot>"),
+        ({"conversations": CHAT_LOG, "system": "Be brief."}, "<system>Be brief.<user>6*7=<bot>"),
+        ({"messages": [USER]}, "<user>6*7=<bot>"),
+        ({"question": "6*7=", "system_prompt": "So."}, "<system>So.<user>6*7=<bot>"),
+        ({"prompt": [CHAT_LOG[0]]}, "<user>6*7=<bot>"),
+        ({"prompt": "a", "tools": '[{"name": "f", "role": 1, "content": 2}]'}, "<1>2<user>a<bot>"),
+    ],
+)
+def test_all_that_a_known_format_has_is_in_the_prompt(row, text):
+    assert prompts_of([row], CHAT).prompts[0].text == text
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"question": "a", "choices": ["b"]}, {}, r"beside 'question' .* 'choices', which would"),
+        ({"instruction": "a", "input": {"b": 1}}, {}, r"data\.prompt_column = 'instruction'$"),
+        ({"prompt": "a", "tools": "[{}]"}, {}, "row 0: the column 'tools' is '\\[{}\\]', expected"),
+        ({"prompt": "a", "tools": ["saw"]}, {}, "row 0: the column 'tools' is"),
+    ],
+)
+def test_what_would_be_missing_in_a_prompt_is_named(row, options, message):
+    with pytest.raises(DataError, match=message):
+        prompts_of([row], CHAT, **options)
+
+
+def test_a_named_column_is_the_whole_prompt():
+    row = {"instruction": "no", "input": "6*7=", "question": "no", "context": "no"}
+    for column, text in (("input", "<user>6*7=<bot>"), ("question", "<user>no<bot>")):
+        assert prompts_of([row], CHAT, prompt_column=column).prompts[0].text == text

@@ -1,12 +1,55 @@
-"""Chat templates: messages to text, through transformers' sandbox."""
+"""Chat templates: messages to the text that a model reads, for all that render any.
+
+`ChatTemplate.render` maps names of roles, adds the system prompt, gives tools and the time to the
+template, continues an assistant's message, and refuses what the template leaves out.
+"""
 
 import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from typing import Any, final
 
 from longtail.errors import DataError
+from longtail.model.hf.template_reads import variables
+
+Messages = list[dict[str, Any]]
+
+_ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
+"""Roles by the names that data sets give them."""
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_THINK, _END_THINK = "<think>", "</think>"
+_BEGUN = re.compile(rf"({_THINK}\s*)?({_END_THINK}\s*)?\Z")
+"""A thought at the end of a prompt: open, or closed and empty."""
+
+
+def conversation(prompt: Any, *, where: str) -> Messages:
+    """Return a prompt as messages; a text is the user's. Raises DataError for anything else.
+
+    Messages in ShareGPT's form have `from` and `value`. Fields without a value are left out.
+
+    Example: [{"from": "gpt", "value": "hi"}] is [{"role": "assistant", "content": "hi"}]
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    found = Messages()
+    for message in prompt if isinstance(prompt, list) else [None]:
+        fields = dict(message) if isinstance(message, Mapping) else {}
+        if {"from", "value"} <= fields.keys() and "role" not in fields:
+            fields |= {"role": fields.pop("from"), "content": fields.pop("value")}
+        fields = {name: value for name, value in fields.items() if value not in (None, [], {})}
+        role, calls = fields.get("role"), fields.get("tool_calls", [])
+        content = fields.setdefault("content", "") if calls else fields.get("content")
+        is_called = isinstance(calls, list) and all(map(tool_name, calls))
+        if not (isinstance(role, str) and isinstance(content, str) and is_called):
+            raise DataError(
+                f"{where}: the prompt is {type(prompt).__name__} {prompt!r:.80}, expected text or "
+                "a list of messages like {'role': 'user', 'content': '...'}"
+            )
+        found.append({**fields, "role": _ROLES.get(role, role)})
+    return found
 
 
 @final
@@ -31,52 +74,121 @@ class ChatTemplate:
         if template is None:
             return frozenset()
         several = [template] if isinstance(template, str) else template.values()
-        return frozenset().union(*map(_variables, several)) - taken
+        return frozenset().union(*map(variables, several)) - taken
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         generation_prompt: bool = True,
+        system_prompt: str | None = None,
         arguments: Mapping[str, Any] | None = None,
+        now: datetime | None = None,
     ) -> str:
-        """Apply the chat template to messages, up to the start of the assistant's answer.
+        """Apply the chat template to messages, up to where the assistant writes on.
 
-        Without `generation_prompt` the text ends after the last message. `arguments` are values of
-        the property of that name. Raises DataError if there is no chat template or if it refuses
-        the messages.
+        That is the start of its answer, or the end of its message if that is the last one. Without
+        `generation_prompt` the text ends after the last message. `system_prompt` stands before
+        messages that do not begin with one of their own. `arguments` are values of the property of
+        that name, and `now` is the time that the template may write; None is the present.
+
+        Raises DataError if there is no chat template, if it refuses the messages, or if it leaves
+        out a message, a call or a tool. A message of role `developer` that it leaves out or refuses
+        is a system message.
         """
         if self.source is None:
             raise DataError(
                 "tokenizer.chat_template is missing but the prompts are chat messages: add a "
                 "chat_template.jinja to the model directory, or give prompts as plain text"
             )
-        conversation = [dict(message) for message in messages]
-        try:
-            return self._inner.apply_chat_template(
-                conversation,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **(arguments or {}),
-            )
-        except Exception as error:  # a template is a program and can raise any error
-            roles = [message.get("role") for message in conversation]
-            raise DataError(
-                f"tokenizer.chat_template refuses messages with roles {roles}: {error}; change "
-                "the messages or the template"
-            ) from error
+        chat = conversation(list(messages), where="messages")
+        own = bool(chat) and chat[0]["role"] in ("system", "developer")
+        if system_prompt is not None and not own:
+            chat = [{"role": "system", "content": system_prompt}, *chat]
+        given = {**(arguments or {}), **({"tools": list(tools)} if tools else {})}
+        problem, cause = "", None
+        for system in ("developer", "system"):
+            roles = [system if each["role"] == "developer" else each["role"] for each in chat]
+            chat = [each | {"role": role} for each, role in zip(chat, roles, strict=True)]
+            try:
+                text = self._apply(chat, given, generation_prompt, now or datetime.now())
+            except Exception as error:  # noqa: BLE001 - a template is a program: any error
+                problem = f"refuses messages with roles {roles}: {error}{self._needs(error, given)}"
+                cause = error
+            else:
+                left_out = _left_out(text, chat, tools or ())
+                if left_out is None:
+                    return text
+                problem, cause = f"leaves out {left_out}", None
+            if "developer" not in roles:
+                break
+        named = f"data.system_prompt = {system_prompt!r:.80}: " if len(chat) > len(messages) else ""
+        raise DataError(
+            f"{named}tokenizer.chat_template {problem}; change the messages or the template"
+        ) from cause
+
+    def _apply(
+        self, chat: Messages, given: Mapping[str, Any], generation_prompt: bool, now: datetime
+    ) -> str:
+        template = self._inner.chat_template
+        if isinstance(template, dict) and not {"default", "tool_use"} & template.keys():
+            raise ValueError(f"none of its templates, {', '.join(template)}, is called default")
+        source = self._inner.get_chat_template(None, given.get("tools"))
+        source = _NOW.sub(lambda found: json.dumps(now.strftime(found[2])), source)
+        apply = partial(
+            self._inner.apply_chat_template, chat_template=source, tokenize=False, **given
+        )
+        if not generation_prompt or not chat or chat[-1]["role"] != "assistant":
+            return apply(chat, add_generation_prompt=generation_prompt)
+        begun = chat[-1]["content"].lstrip()
+        if not begun.startswith(_THINK) or _THINK not in source:
+            return apply(chat, continue_final_message=True)
+        # Templates move or drop thoughts of messages, and the prompt of an answer may begin one
+        return _BEGUN.sub("", apply(chat[:-1], add_generation_prompt=True)) + begun
+
+    def _needs(self, error: Exception, given: Mapping[str, Any]) -> str:
+        """Return which argument of the template is missing, if that is why it fails."""
+        text, names = str(error), self.arguments - given.keys()
+        named = [name for name in sorted(names) if f"'{name}' is undefined" in text]
+        if "tools" in names and "'NoneType' object is not iterable" in text:
+            named.append("tools")
+        return f" (it reads {named[0]}, and none are given)" if named else ""
 
 
-def _variables(template: str) -> frozenset[str]:
-    """Return the variables that a template reads and does not set; none of a malformed one.
+def _left_out(
+    text: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Return which content of messages and tools a text lacks; None if it has all.
 
-    Example: "{% set x = 1 %}{{ x }}{{ messages }}{{ raise_exception('no') }}" reads messages.
+    The contents must come in the order of the messages, but for those of system messages, without
+    white space at their ends, as they are or within JSON. Thoughts may be left out.
     """
-    from jinja2 import Environment, TemplateError, meta
+    for tool in tools:
+        if tool_name(tool) not in text:
+            return f"the tool {tool_name(tool)!r}"
+    place = 0
+    for message in chat:
+        role, content = message["role"], message["content"]
+        start = 0 if role == "system" else place
+        if role == "assistant":
+            content = content.rpartition(_END_THINK)[2]
+        written = content.strip()
+        forms = (written, json.dumps(written, ensure_ascii=False)[1:-1])
+        ends = [at + len(form) for form in forms if (at := text.find(form, start)) >= 0]
+        if not ends:
+            return f"the content of a message with role {role!r}: {written!r:.80}"
+        calls = message.get("tool_calls", ())
+        for call in calls:
+            if text.find(tool_name(call), start) < 0:
+                return f"the tool call {tool_name(call)!r} of a message with role {role!r}"
+        if role != "system" and not calls:  # beside calls a content may stand behind their results
+            place = min(ends)
+    return None
 
-    source = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # transformers' own tag
-    try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(source)
-    except (TemplateError, RecursionError, ValueError):
-        return frozenset()
-    return frozenset(meta.find_undeclared_variables(tree)) - {"raise_exception", "strftime_now"}
+
+def tool_name(tool: Any) -> str:
+    """Return the name of a tool, or of a call of one; empty if it has none."""
+    inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) else ""

@@ -11,7 +11,7 @@ from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import ChatTemplate
 from longtail.model.hf.decoding import TokenDecoder
 from longtail.model.transformer import ModelConfig
-from longtail.system.files import find_surrogate, parse_json
+from longtail.system.files import find_surrogate, parse_json, read_object
 
 _FILES = (
     "tokenizer.json",
@@ -174,6 +174,9 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
         ) from error
     if _asks_for_bos(files) and inner.bos_token is not None and not _first_tokens(inner):
         inner.add_bos_token = True  # the generic class reads it from tokenizer.json alone
+    if inner.chat_template is None and "chat_template.json" in files:
+        file = path / "chat_template.json"  # of transformers' processors
+        inner.chat_template = read_object(file, chat_template=str)["chat_template"]
     begins = _ids(path, inner, "bos_token_id")
     return Tokenizer(
         inner,

@@ -5,14 +5,15 @@ the completion. The prompt is tokenized as in RL (`rl.data.prompts`); the comple
 separately and followed by the end-of-text token, as the model generates it.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any, final
 
 from longtail.errors import DataError, did_you_mean
-from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts
+from longtail.rl.data.columns import chat_column, chat_of
+from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts, refuse_other
 from longtail.rl.data.sources import Row
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
@@ -43,6 +44,7 @@ def make_examples(
     Raises DataError in the cases of `make_prompts`, for a missing or empty completion, and for an
     example longer than `max_len` tokens (unless `drop_long`).
     """
+    is_chat = completion_column is None and chat_column(rows[0]) is not None
     plain = [
         _prompt_and_completion(row, i, source, completion_column) for i, row in enumerate(rows)
     ]
@@ -52,7 +54,7 @@ def make_examples(
         encoder=encoder,
         max_prompt_len=max_len,  # of the whole example, below
         drop_long=drop_long,
-        prompt_column=prompt_column if "messages" not in plain[0] else "prompt",
+        prompt_column="prompt" if is_chat else prompt_column,
         limit_fields=("data.max_len", "data.drop_long"),
     )
     kept: list[Example] = []
@@ -84,11 +86,17 @@ class ExampleBatches:
     Each epoch's order is drawn from (seed, epoch), so the cursor is two numbers.
     """
 
-    def __init__(self, examples: Sequence[Example], batch_tokens: int, seed: int) -> None:
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        batch_tokens: int,
+        seed: int,
+        origin: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """`origin` is what the examples are made from, as `origin_of` returns it."""
         assert examples, "there is no text to train on"
         self._examples, self._budget, self._seed = examples, batch_tokens, seed
-        content = repr([(each.prompt_len, each.tokens) for each in examples])
-        self._fingerprint = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self._origin = {"num_examples": len(examples), **origin}
         self._go_to(0, 0)
 
     @property
@@ -119,17 +127,11 @@ class ExampleBatches:
 
     def state(self) -> dict[str, Any]:
         """Return the cursor, fit for JSON."""
-        cursor = {"epoch": self._epoch, "position": self._position}
-        return {"fingerprint": self._fingerprint, **cursor}
+        return {**self._origin, "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a saved cursor; DataError if it belongs to other examples."""
-        if state["fingerprint"] != self._fingerprint:
-            raise DataError(
-                "the checkpoint was made with other texts, or by a version of longtail that put no "
-                "special tokens (BOS) before plain text; restore the data of that run, or start "
-                "anew in another run.dir"
-            )
+        refuse_other(state, self._origin)
         self._go_to(state["epoch"], state["position"])
 
     def _go_to(self, epoch: int, position: int) -> None:
@@ -142,8 +144,9 @@ def _prompt_and_completion(
 ) -> dict[str, Any]:
     """Return a row in the form {..., "prompt": ..., "completion": text}."""
     where = f"data.source = {source!r}, row {index}"
-    messages = row.get("messages")
-    if completion_column is None and isinstance(messages, list) and messages:
+    chat = chat_column(row) if completion_column is None else None
+    if chat is not None:
+        messages = chat_of(row, chat, where=where)
         completion: Any = messages[-1:]
         plain = {**row, "prompt": messages[:-1]}
     else:

@@ -1,8 +1,7 @@
 """Prompts: rows to tokenized prompts, and the order in which a run visits them.
 
-Owns column layouts (TRL's, verl's, or the user's own), prompt ids, the length limit, the held-out
-share and the resumable cursor. `longtail.rl.data.sources` reads rows, and the caller passes the
-tokenizer.
+Owns prompt ids, the length limit, the held-out share and the resumable cursor. `columns` beside it
+knows the layouts of rows, `sources` reads them, and the caller passes the tokenizer.
 
     rows --make_prompts--> PromptSet --hold_out--> train, heldout
                                                      `--PromptSource.take--> (prompt, epoch), ...
@@ -10,29 +9,28 @@ tokenizer.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from typing import Any, final
 
-from longtail.errors import ConfigError, DataError, did_you_mean
+from longtail.config.sections import PromptSection
+from longtail.errors import ConfigError, DataError
+from longtail.model.hf.chat import conversation
 from longtail.model.hf.tokenizer import Tokenizer
+from longtail.rl.data.columns import (
+    ANSWER_COLUMNS,
+    PROMPT_COLUMNS,
+    find_column,
+    ids_of,
+    listed,
+    prompt_of,
+    tools_of,
+    with_answer,
+)
 from longtail.rl.data.sources import Row, source_label
 from longtail.types import Prompt
-
-PROMPT_COLUMNS = ("prompt", "question", "problem", "query", "input")
-"""Prompt columns in order of preference, for unset `data.prompt_column`."""
-
-ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target", "reward_model")
-"""Answer columns in order of preference, for unset `data.answer_column`; verl: the last."""
-
-ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
-"""Columns whose values, if they are unique, become ids."""
-
-_MAX_LISTED = 20
-"""Most columns that an error lists."""
-
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +39,10 @@ class Encoder:
 
     encode: Callable[..., Sequence[int]]
     """`Tokenizer.encode`: convert text to tokens, behind special ones or behind a prompt."""
-    render: Callable[[Messages], str] | None
-    """Convert chat messages to text with the generation prompt; None without a chat template."""
+    render: Callable[..., str] | None
+    """`ChatTemplate.render` with the settings of a run; None without a chat template."""
+    settings: str = ""
+    """Chat template and settings, as text."""
 
     def encode_prompt(self, text: str) -> Sequence[int]:
         """Convert a prompt; one that no chat template wrote begins with special tokens."""
@@ -50,17 +50,18 @@ class Encoder:
 
     @staticmethod
     def of(
-        tokenizer: Tokenizer,
-        system_prompt: str | None = None,
-        arguments: Mapping[str, Any] | None = None,
+        tokenizer: Tokenizer, data: PromptSection | None = None, now: datetime | None = None
     ) -> "Encoder":
         """Return the functions of a tokenizer, with a system message and template arguments.
 
-        Raises ConfigError, which names `data.system_prompt` or `data.chat_template_kwargs`, for
-        what the chat template does not take.
+        `now` is the time that a chat template may write. Raises ConfigError, which names
+        `data.system_prompt` or `data.chat_template_kwargs`, for what the template does not take.
         """
-        given = {"system_prompt": system_prompt, "chat_template_kwargs": arguments}
-        if not tokenizer.has_chat_template:
+        system_prompt = None if data is None else data.system_prompt
+        arguments = (None if data is None else data.chat_template_kwargs) or {}
+        template = tokenizer.template
+        if template.source is None:
+            given = {"system_prompt": system_prompt, "chat_template_kwargs": arguments}
             for name, value in given.items():
                 if value:
                     raise ConfigError(
@@ -69,42 +70,16 @@ class Encoder:
                         "chat_template.jinja"
                     )
             return Encoder(encode=tokenizer.encode, render=None)
-        known = tokenizer.template.arguments
-        if unknown := [name for name in arguments or {} if name not in known]:
+        known = template.arguments
+        if unknown := [name for name in arguments if name not in known]:
             names = f"it reads {', '.join(sorted(known))}" if known else "it reads none"
             raise ConfigError(
                 f"data.chat_template_kwargs.{unknown[0]}: the tokenizer's chat template reads no "
                 f"such argument; {names}"
             )
-        render: Callable[[Messages], str] = partial(
-            tokenizer.template.render, arguments=arguments or {}
-        )
-        if system_prompt is not None:
-            render = system_first(render, system_prompt)
-        return Encoder(encode=tokenizer.encode, render=render)
-
-
-def system_first(
-    render: Callable[[Messages], str], system_prompt: str
-) -> Callable[[Messages], str]:
-    """Return `render` with a system message before the others.
-
-    Messages that begin with a system message of their own keep it. The result raises `DataError` if
-    the chat template leaves the system message out.
-    """
-
-    def rendered(messages: Messages) -> str:
-        if messages[0]["role"] == "system":
-            return render(messages)
-        text = render([{"role": "system", "content": system_prompt}, *messages])
-        if system_prompt.strip() not in text:
-            raise DataError(
-                f"data.system_prompt = {system_prompt!r:.80}: the tokenizer's chat template leaves "
-                "system messages out; write it into the prompts instead"
-            )
-        return text
-
-    return rendered
+        render = partial(template.render, system_prompt=system_prompt, arguments=arguments, now=now)
+        settings = json.dumps([template.source, system_prompt, arguments])
+        return Encoder(encode=tokenizer.encode, render=render, settings=settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +92,8 @@ class PromptSet:
     """Row of each prompt in the source, counted from 0."""
     answer_column: str | None = None
     """Column of the reference answers; None if there is none."""
+    settings: str = ""
+    """`Encoder.settings`."""
     num_dropped: int = 0
     """Number of rows left out because they were longer than the limit."""
     num_ungradable: int = 0
@@ -167,18 +144,22 @@ def make_prompts(
     Raises `DataError` for a missing column, a prompt that is neither text nor messages, an empty
     prompt, or one longer than the limit (unless `drop_long`).
     """
-    prompt_key = _column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
-    answer_key = _column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
+    prompt_key = find_column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
+    answer_key = find_column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
     if prompt_key is None:
         raise DataError(
-            f"data.source = {source!r}: no prompt column; it has {_listed(rows[0])}, one of "
+            f"data.source = {source!r}: no prompt column; it has {listed(rows[0])}, one of "
             f"{', '.join(PROMPT_COLUMNS)} is expected; name yours in data.prompt_column"
         )
-    ids, prompts, kept = _ids(rows), [], []
+    ids, prompts, kept = ids_of(rows), [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
-        data = _data(row, prompt_key, answer_key, where=where)
-        text = _text(data["prompt"], encoder, where=where)
+        if prompt_key not in row:
+            raise DataError(f"{where}: the column {prompt_key!r} is missing; found {listed(row)}")
+        is_named = prompt_column is not None
+        prompt = row[prompt_key] if is_named else prompt_of(row, prompt_key, where=where)
+        data = with_answer(row, prompt, answer_key)
+        text = _text(data, encoder, where=where)
         tokens = encode_at(where, encoder.encode_prompt, text)
         if not tokens:
             raise DataError(f"{where}: the prompt is empty")
@@ -202,6 +183,7 @@ def make_prompts(
         prompts=tuple(prompts),
         rows=tuple(kept),
         answer_column=answer_key,
+        settings=encoder.settings,
         num_dropped=len(rows) - len(prompts),
     )
 
@@ -229,17 +211,36 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
     )
 
 
-def fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return a digest of ids, tokens and data, equal for equal prompts in every process.
+def fingerprint(values: Iterable[Any]) -> str:
+    """Return a digest of values, equal for equal ones in every process.
 
     Of values that JSON cannot represent, only the type counts.
     """
     digest = hashlib.sha256()
-    for prompt in prompts:
-        content = [prompt.prompt_id, prompt.tokens, prompt.data]
-        line = json.dumps(content, skipkeys=True, default=lambda value: type(value).__name__)
+    for value in values:
+        line = json.dumps(value, skipkeys=True, default=lambda each: type(each).__name__)
         digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:16]
+
+
+def origin_of(rows: Iterable[Any], settings: str) -> dict[str, str]:
+    """Return digests of what texts are made from, by which a resumed run knows them again.
+
+    Tokens are not among them, because a chat template may write the date.
+    """
+    return {"rows": fingerprint(rows), "settings": fingerprint([settings])}
+
+
+def refuse_other(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise DataError, with what differs, unless a checkpoint was made from the same."""
+    words = {"rows": "other rows", "settings": "another chat template, or settings of it"}
+    for name, value in here.items():
+        if saved.get(name) != value:
+            what = f"{name} = {saved.get(name)!r}, now it is {value!r}"
+            raise DataError(
+                f"data.source: the run began with {words.get(name, what)}; restore the "
+                "data and settings of that run, or start anew in another run.dir"
+            )
 
 
 @final
@@ -251,9 +252,14 @@ class PromptSource:
 
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
         assert prompts.prompts, "a prompt set is never empty"
-        self._source, self._prompts = prompts.source, prompts.prompts
+        self._prompts = prompts.prompts
         self._seed, self._shuffle = seed, shuffle
-        self._fingerprint = fingerprint(prompts.prompts)
+        self._identity = {
+            "num_prompts": len(prompts.prompts),
+            **origin_of(([each.prompt_id, each.data] for each in self._prompts), prompts.settings),
+            "seed": seed,
+            "shuffle": shuffle,
+        }
         self._go_to(0, 0)
 
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
@@ -269,31 +275,17 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Return the cursor as JSON values."""
-        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+        return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
-        for name, here in self._identity().items():
-            if state.get(name) != here:
-                raise DataError(
-                    f"data.source = {self._source!r}: the checkpoint was made with {name} = "
-                    f"{state.get(name)!r}, now it is {here!r}; restore the data and settings of "
-                    f"that run, or start anew in another run.dir"
-                )
+        refuse_other(state, self._identity)
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int)) or not (
             epoch >= 0 and 0 <= position <= len(self._prompts)
         ):
             raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
         self._go_to(epoch, position)
-
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "fingerprint": self._fingerprint,
-            "num_prompts": len(self._prompts),
-            "seed": self._seed,
-            "shuffle": self._shuffle,
-        }
 
     def _go_to(self, epoch: int, position: int) -> None:
         count = len(self._prompts)
@@ -310,75 +302,19 @@ def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
     return sorted(range(count), key=draw)
 
 
-def _column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) -> str | None:
-    """Return the column that the user named, or else the first usual one."""
-    if named is None:
-        return next((column for column in usual if column in row), None)
-    if named in row:
-        return named
-    hint = did_you_mean(named, row)
-    raise DataError(f"{field} = {named!r}: there is no such column{hint}; found {_listed(row)}")
-
-
-def _listed(row: Row) -> str:
-    if not row:
-        return "no columns"
-    names = list(row)[:_MAX_LISTED]
-    more = f" and {len(row) - len(names)} more" if len(row) > len(names) else ""
-    return f"the columns {', '.join(names)}{more}"
-
-
-def _ids(rows: Sequence[Row]) -> list[str]:
-    """Return ids of the rows: from a column whose values are present and unique, or by index."""
-    for column in ID_COLUMNS:
-        values = [row.get(column) for row in rows]
-        named = [str(value) for value in values if isinstance(value, (str, int)) and value != ""]
-        if len(named) == len(rows) == len(set(named)):
-            return named
-    return [str(index) for index in range(len(rows))]
-
-
-def _data(row: Row, prompt_key: str, answer_key: str | None, *, where: str) -> dict[str, Any]:
-    if prompt_key not in row:
-        raise DataError(f"{where}: the column {prompt_key!r} is missing; found {_listed(row)}")
-    data = {**row, "prompt": row[prompt_key]}
-    if answer_key is not None and answer_key in row:
-        answer = row[answer_key]
-        if isinstance(answer, Mapping) and "ground_truth" in answer:  # verl's reward_model
-            answer = answer["ground_truth"]
-        data["answer"] = answer
-    return data
-
-
-def _text(prompt: Any, encoder: Encoder, *, where: str) -> str:
-    """Return the text of a prompt for the model."""
-    is_text = isinstance(prompt, str)
-    messages = [{"role": "user", "content": prompt}] if is_text else _messages(prompt, where=where)
+def _text(data: Row, encoder: Encoder, *, where: str) -> str:
+    """Return the text of a row's prompt for the model."""
+    prompt, messages = data["prompt"], conversation(data["prompt"], where=where)
     if not messages or not str(prompt).strip():
         raise DataError(f"{where}: the prompt is empty")
-    if is_text and encoder.render is None:
-        return prompt
     if encoder.render is None:
+        if isinstance(prompt, str):
+            return prompt
         raise DataError(
             f"{where}: the prompt is chat messages, but the tokenizer has no chat template; give "
             f"text prompts, or a model whose tokenizer has one"
         )
     try:
-        return encoder.render(messages)
-    except ConfigError as error:  # the template refuses these roles
+        return encoder.render(messages, tools=tools_of(data, where=where))
+    except ConfigError as error:  # the template refuses the messages, or leaves some out
         raise DataError(f"{where}: {error}") from error
-
-
-def _messages(prompt: Any, *, where: str) -> Messages:
-    good = isinstance(prompt, list) and all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in prompt
-    )
-    if not good:
-        raise DataError(
-            f"{where}: the prompt is {type(prompt).__name__} {prompt!r:.80}, expected text or a "
-            f"list of messages like {{'role': 'user', 'content': '...'}}"
-        )
-    return [dict(message) for message in prompt]

@@ -1,0 +1,129 @@
+"""Columns of rows: which of them hold the prompt, the answer, an id and tools.
+
+prompt, question, problem, query, input    text or chat messages (TRL, verl, OpenOrca)
+instruction, with input or context         text, joined with a blank line (Alpaca, Dolly)
+messages, conversations                    a chat (ShareGPT); an assistant's last message, which
+                                           is the completion of sft, is left out
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from longtail.errors import DataError, JsonError, did_you_mean
+from longtail.model.hf.chat import Messages, conversation, tool_name
+from longtail.rl.data.sources import Row
+from longtail.system.files import parse_json
+
+CHAT_COLUMNS = ("messages", "conversations")
+"""Columns with a whole chat."""
+
+PROMPT_COLUMNS = (
+    *("prompt", "question", "problem", "query", "instruction", "input"),
+    *CHAT_COLUMNS,
+)
+"""Prompt columns in order of preference, for unset `data.prompt_column`."""
+
+ANSWER_COLUMNS = ("answer", "ground_truth", "solution", "final_answer", "target", "reward_model")
+"""Answer columns in order of preference, for unset `data.answer_column`; verl: the last."""
+
+ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
+"""Columns whose values, if they are unique, become ids."""
+
+_BESIDE = {
+    "instruction": ("input", "context"),
+    "question": ("context", "passage", "choices", "options"),
+}
+"""Columns that belong to a prompt as well."""
+_MAX_LISTED = 20
+"""Most columns that an error lists."""
+
+
+def find_column(row: Row, named: str | None, usual: tuple[str, ...], *, field: str) -> str | None:
+    """Return the column that the user named, or else the first usual one."""
+    if named is None:
+        return next((column for column in usual if column in row), None)
+    if named in row:
+        return named
+    hint = did_you_mean(named, row)
+    raise DataError(f"{field} = {named!r}: there is no such column{hint}; found {listed(row)}")
+
+
+def listed(row: Row) -> str:
+    """Return the columns of a row, for an error."""
+    if not row:
+        return "no columns"
+    names = list(row)[:_MAX_LISTED]
+    more = f" and {len(row) - len(names)} more" if len(row) > len(names) else ""
+    return f"the columns {', '.join(names)}{more}"
+
+
+def ids_of(rows: Sequence[Row]) -> list[str]:
+    """Return ids of the rows: from a column whose values are present and unique, or by index."""
+    for column in ID_COLUMNS:
+        values = [row.get(column) for row in rows]
+        named = [str(value) for value in values if isinstance(value, (str, int)) and value != ""]
+        if len(named) == len(rows) == len(set(named)):
+            return named
+    return [str(index) for index in range(len(rows))]
+
+
+def prompt_of(row: Row, column: str, *, where: str) -> Any:
+    """Return the prompt of a row in a usual column, with all that its format has beside it."""
+    prompt = row[column]
+    beside = next((each for each in _BESIDE.get(column, ()) if row.get(each)), None)
+    if beside is not None and not (column == "instruction" and isinstance(row[beside], str)):
+        raise DataError(
+            f"{where}: beside {column!r} it has the column {beside!r}, which would be missing in "
+            f"the prompt; join them in a column of your own, or leave {beside!r} out by "
+            f"data.prompt_column = {column!r}"
+        )
+    if beside is not None and isinstance(prompt, str) and row[beside].strip():
+        prompt = f"{prompt}\n\n{row[beside]}"
+    if column in CHAT_COLUMNS:
+        prompt = chat_of(row, column, where=where)
+        return prompt[:-1] if prompt[-1:] and prompt[-1]["role"] == "assistant" else prompt
+    system = row.get("system_prompt")
+    if column != "prompt" and isinstance(system, str) and system.strip():
+        return [{"role": "system", "content": system}, *conversation(prompt, where=where)]
+    return prompt
+
+
+def chat_column(row: Row) -> str | None:
+    """Return the column with a whole chat; None if there is none."""
+    return next((each for each in CHAT_COLUMNS if row.get(each) and type(row[each]) is list), None)
+
+
+def chat_of(row: Row, column: str, *, where: str) -> Messages:
+    """Return the messages of a whole chat, behind the text of a column `system`."""
+    chat, system = conversation(row[column], where=where), row.get("system")
+    if isinstance(system, str) and system.strip() and chat and chat[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *chat]
+    return chat
+
+
+def tools_of(row: Row, *, where: str) -> list[Any] | None:
+    """Return the value of the column `tools`, a list or its JSON; None without any."""
+    tools = row.get("tools")
+    try:
+        tools = parse_json(tools.encode()) if isinstance(tools, str) and tools.strip() else tools
+    except JsonError:
+        tools = [None]
+    if not tools:
+        return None
+    if not (isinstance(tools, list) and all(map(tool_name, tools))):
+        raise DataError(
+            f"{where}: the column 'tools' is {row['tools']!r:.80}, expected a list of functions "
+            "with names, as TRL has it; rename the column if it is none"
+        )
+    return tools
+
+
+def with_answer(row: Row, prompt: Any, answer_key: str | None) -> dict[str, Any]:
+    """Return a row with its prompt as `prompt` and its reference, if there is one, as `answer`."""
+    data = {**row, "prompt": prompt}
+    if answer_key is not None and answer_key in row:
+        answer = row[answer_key]
+        if isinstance(answer, Mapping) and "ground_truth" in answer:  # verl's reward_model
+            answer = answer["ground_truth"]
+        data["answer"] = answer
+    return data
