@@ -17,11 +17,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from longtail.assembly.drafters import check_names
 from longtail.assembly.precision import decided
+from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress, RolloutResult
 from longtail.cluster.workers.states import Timeline
@@ -184,9 +186,10 @@ class Trainer:
             saved = None if checkpoint is None else checkpoint.state["base"]
             directory, base = find_base(config, saved, console.log)
         with console.phase("loading the model and the data"):
-            parts = assemble(
-                config, directory, base, grader.check, console.log, self._on_progress, run.begun
+            prompts = partial(
+                load_prompts, config, check=grader.check, log=console.log, now=run.begun
             )
+            parts = assemble(config, directory, base, prompts, console.log, self._on_progress)
         self.workers, self._source = parts.workers, parts.source
         self._step = TrainingStep(
             rollout=config.rollout,

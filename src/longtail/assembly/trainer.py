@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 from longtail.assembly import memory, precision
 from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.plan import RunPlan, plan_run
-from longtail.assembly.prompts import load_prompts
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import GroupSettings, Progress
@@ -19,8 +17,7 @@ from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from longtail.rl.data.prompts import PromptSource
-from longtail.rl.grading.pool import Check
+from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.run.models import Base, model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
@@ -41,22 +38,20 @@ def assemble(
     config: RunConfig,
     directory: Path,
     base: Base | None,
-    check: Check,
+    read_prompts: Callable[[Tokenizer], HeldOut],
     log: Callable[[str], None] = to_stderr,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    now: datetime | None = None,
 ) -> TrainerComponents:
     """Build all components from the model in `directory`, and its base if the run needs one.
 
-    `check` finds the rows that the reward cannot grade: they are refused, or left out if so
-    configured. `on_progress` is called during rollouts and may raise. `now` is the time that a chat
-    template may write. Raises ConfigError if configuration, model and data do not fit together.
+    `on_progress` is called during rollouts and may raise. Raises ConfigError if configuration,
+    model and data do not fit together.
     """
     plan = memory.fitted(plan_run(config, directory, base), log)
     tokenizer = load_tokenizer(directory)
     memory.check(plan)
     check_vocabulary(tokenizer, plan.shape)
-    prompts = load_prompts(config, tokenizer, check, log, now)
+    prompts = read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
     return TrainerComponents(

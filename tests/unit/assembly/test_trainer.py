@@ -1,4 +1,5 @@
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from end_to_end.workshop import Workshop, build, write_lines
 from longtail.assembly import trainer
 from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.prompts import load_prompts
 from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.assembly.worker import build_components, build_worker
 from longtail.cluster.workers.components import WorkerComponents
@@ -32,7 +34,9 @@ def _config(workshop: Workshop, *words: str) -> RunConfig:
 
 
 def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
-    return assemble(_config(workshop, *words), workshop.model, None, lambda rows: {})
+    config = _config(workshop, *words)
+    prompts = partial(load_prompts, config, check=lambda rows: {})
+    return assemble(config, workshop.model, None, prompts)
 
 
 def _components(workshop: Workshop, *words: str) -> WorkerComponents:

@@ -67,9 +67,13 @@ def ids_of(rows: Sequence[Row]) -> list[str]:
     return [str(index) for index in range(len(rows))]
 
 
-def prompt_of(row: Row, column: str, *, where: str) -> Any:
-    """Return the prompt of a row in a usual column, with all that its format has beside it."""
+def prompt_of(row: Row, column: str, *, is_named: bool, where: str) -> Any:
+    """Return the prompt of a row: a named column, or a usual one with what belongs to it."""
+    if column not in row:
+        raise DataError(f"{where}: the column {column!r} is missing; found {listed(row)}")
     prompt = row[column]
+    if is_named:
+        return prompt
     beside = next((each for each in _BESIDE.get(column, ()) if row.get(each)), None)
     if beside is not None and not (column == "instruction" and isinstance(row[beside], str)):
         raise DataError(

@@ -154,10 +154,7 @@ def make_prompts(
     ids, prompts, kept = ids_of(rows), [], []
     for index, row in enumerate(rows):
         where = f"data.source = {source!r}, row {index}"
-        if prompt_key not in row:
-            raise DataError(f"{where}: the column {prompt_key!r} is missing; found {listed(row)}")
-        is_named = prompt_column is not None
-        prompt = row[prompt_key] if is_named else prompt_of(row, prompt_key, where=where)
+        prompt = prompt_of(row, prompt_key, is_named=prompt_column is not None, where=where)
         data = with_answer(row, prompt, answer_key)
         text = _text(data, encoder, where=where)
         tokens = encode_at(where, encoder.encode_prompt, text)
