@@ -25,11 +25,13 @@ CONVERSATIONS = {
     "unicode": [{"role": "user", "content": "Привет, 世界! 👩\u200d🚀 ½ \u202e"}],
     "spaces": [{"role": "user", "content": "  def f(x):\n    return x \n\n"}],
     "empty system": [{"role": "system", "content": ""}, USER],
+    "prefill": [USER, {"role": "assistant", "content": "The sum is"}],
 }
 
 
 def write_tokenizer(path: Path, name: str) -> Path:
     """Write a vocabulary of bytes and of the template's special tokens, with the template."""
+    path.mkdir()
     template, facts = TEMPLATES[name].read_text("utf-8"), MODELS[name]
     backend = byte_level_backend()
     named = [token for token in (facts["bos"], *facts["eos"]) if token is not None]

@@ -1,14 +1,16 @@
 """Chat templates of released models: what longtail renders is what transformers renders."""
 
 import json
+from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from longtail.errors import LongtailError
-from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.data.prompts import Encoder
 from zoo.menagerie import ANSWER, CONVERSATIONS, HERE, TEMPLATES, USER, write_tokenizer
 
@@ -19,20 +21,31 @@ REFUSED = {
 """Conversations that a template refuses, with words of its reason."""
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.fixture(scope="module", params=TEMPLATES)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def ours(path: Path) -> Tokenizer:
+    return load_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def theirs(path: Path) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(path)
+
+
 def test_a_conversation_is_rendered_as_by_transformers_without_a_loss_or_refused_by_reason(
-    name: str, tmp_path: Path
+    path: Path, ours: Tokenizer, theirs: PreTrainedTokenizerFast
 ) -> None:
-    path = write_tokenizer(tmp_path, name)
-    ours, theirs = load_tokenizer(path), PreTrainedTokenizerFast.from_pretrained(path)
-    encoder = Encoder.of(ours)
     for case, messages in CONVERSATIONS.items():
         is_begun = messages[-1]["role"] == "assistant"
-        if reason := REFUSED.get(name, {}).get(case):
+        if reason := REFUSED.get(path.name, {}).get(case):
             with pytest.raises(LongtailError, match=f"chat_template refuses .*{reason}"):
-                encoder.render(messages)
+                ours.template.render(messages)
             continue
-        text = encoder.render(messages)
+        text = ours.template.render(messages)
         assert text == theirs.apply_chat_template(
             messages,
             tokenize=False,
@@ -44,11 +57,31 @@ def test_a_conversation_is_rendered_as_by_transformers_without_a_loss_or_refused
             end = text.index(message["content"].strip(), end) + len(message["content"].strip())
 
 
+def test_names_of_roles_in_data_are_known_and_no_role_is_left_out(
+    path: Path, ours: Tokenizer
+) -> None:
+    turns = [
+        {"from": "human", "value": USER["content"]},
+        {"role": "gpt", "content": ANSWER["content"]},
+        {"role": "human", "content": "And 5 + 6?"},
+    ]
+    if "turns" not in REFUSED.get(path.name, {}):
+        assert ours.template.render(turns) == ours.template.render(CONVERSATIONS["turns"])
+    for role in ("developer", "narrator"):
+        try:
+            text = ours.template.render([{"role": role, "content": "Answer in one word."}, USER])
+        except LongtailError as error:
+            text = str(error)
+            assert "in one word" in text or "refuses messages with roles" in text
+        else:
+            assert "Answer in one word." in text
+
+
 def test_templates_of_other_licences_are_rewritten_from_what_they_render(tmp_path: Path) -> None:
     facts: dict[str, dict[str, Any]] = json.loads((HERE / "rendered.json").read_text("utf-8"))
     cases = {**CONVERSATIONS, "answered": [USER, {**ANSWER, "content": " Seven. "}]}
     for name, texts in facts.items():
-        inner = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path, name))
+        inner = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / name, name))
         for case, text in texts.items():
             if text is not None:
                 assert text == inner.apply_chat_template(
@@ -57,3 +90,22 @@ def test_templates_of_other_licences_are_rewritten_from_what_they_render(tmp_pat
                     add_generation_prompt=case != "answered",
                     date_string="26 Jul 2024",
                 ), (name, case)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TEMPLATES if "strftime_now" in TEMPLATES[name].read_text("utf-8")]
+)
+def test_a_template_writes_the_time_of_the_start_of_a_run_on_another_day(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, days = write_tokenizer(tmp_path / name, name), [datetime(2026, 1, day) for day in (8, 9)]
+    inner, chat, theirs, ours = PreTrainedTokenizerFast.from_pretrained(path), [USER], [], []
+    for day in days:
+        clock = SimpleNamespace(now=lambda day=day: day)
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        theirs.append(inner.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+        render = Encoder.of(load_tokenizer(path), now=days[0]).render
+        assert render is not None
+        ours.append(render(chat))
+    assert ours == [theirs[0]] * 2
+    assert theirs[0] != theirs[1]
