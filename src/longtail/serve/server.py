@@ -88,7 +88,7 @@ class Routes:
 
     def app(self) -> FastAPI:
         """Build the application."""
-        access = [Depends(self._check_caller)]
+        access = [Depends(self._check_caller), Depends(_check_size)]
         app = FastAPI(dependencies=access, openapi_url=None, redirect_slashes=False)
         app.post("/v1/completions")(self._complete)
         app.post("/v1/chat/completions")(self._chat)
@@ -145,7 +145,8 @@ class Routes:
         return {"drafter": self.options.drafter}
 
     async def _complete(self, http: HttpRequest) -> Response:
-        body = CompletionRequest.model_validate_json(await _read(http))
+        body = CompletionRequest.model_validate_json(await http.body())
+        self.service.check_room(len(body.prompt) * body.n)  # before the prompts are tokenized
         encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens)
         prompts = [
             tuple(each) if isinstance(each, list) else await asyncio.to_thread(encode, each)
@@ -154,7 +155,7 @@ class Routes:
         return await self._answer(http, body, prompts, body.max_tokens)
 
     async def _chat(self, http: HttpRequest) -> Response:
-        body = ChatRequest.model_validate_json(await _read(http))
+        body = ChatRequest.model_validate_json(await http.body())
         messages = [{"role": each.role, "content": each.content} for each in body.messages]
         prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
         max_tokens = body.max_tokens or max(self.options.max_len - len(prompt), 1)
@@ -184,22 +185,28 @@ class Routes:
                 media_type="text/event-stream",
                 background=BackgroundTask(stream.close),  # also when the client disconnects
             )
+        watching = asyncio.create_task(_watch(http, stream))
         try:
             async for choice, events in stream:
                 response.add(choice, events)
-                if await http.is_disconnected():
-                    raise ClientDisconnect
         finally:
+            watching.cancel()
             stream.close()
         return JSONResponse(response.end(), headers=headers)
 
 
-async def _read(http: HttpRequest) -> bytes:
-    """Read a body whose length is given first."""
+async def _check_size(http: HttpRequest) -> None:
+    """Refuse a body that is large, or whose length is not given first."""
     headers = http.headers
     if "transfer-encoding" in headers or int(headers.get("content-length", 0)) > _MAX_BODY:
         raise HTTPException(413, f"give a body with a Content-Length of at most {_MAX_BODY} bytes")
-    return await http.body()
+
+
+async def _watch(http: HttpRequest, stream: CompletionStream) -> None:
+    """End a call whose client leaves, be it while its completions still wait."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    stream.queue.put_nowait(ClientDisconnect())
 
 
 async def _chunks(
@@ -222,9 +229,11 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-async def _answer_error(_: HttpRequest, error: Exception) -> Response:
+async def _answer_error(http: HttpRequest, error: Exception) -> Response:
     status, body = _error(error)
-    return JSONResponse(body, status, _HEADERS.get(status))
+    # A body may have been left unread, or have two lengths (RFC 9112 6.1)
+    ends = {"Connection": "close"} if "transfer-encoding" in http.headers else {}
+    return JSONResponse(body, status, _HEADERS.get(status, {}) | ends)
 
 
 def _error(error: Exception) -> tuple[int, dict[str, Any]]:

@@ -132,22 +132,25 @@ class Service:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def submit(
-        self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int, n: int
-    ) -> CompletionStream:
-        """Accept `n` completions of each prompt, which share its KV.
-
-        Raises RequestError for what the engine can never serve, OverloadedError when too many
-        completions wait, UnavailableError when none is accepted any more.
-        """
+    def check_room(self, new: int) -> None:
+        """Raise OverloadedError if too many would wait, UnavailableError if none is accepted."""
         if self._closed is not None:
             raise UnavailableError(self._closed)
-        count, new, options = len(self._streams), len(prompts) * n, self._options
+        count, options = len(self._streams), self._options
         if count + new > options.max_running + options.max_queue:
             raise OverloadedError(
                 f"{count} completions are running or waiting and this call asks for {new} more; "
                 f"at most {options.max_running} run at a time and {options.max_queue} wait"
             )
+
+    def submit(
+        self, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int, n: int
+    ) -> CompletionStream:
+        """Accept `n` completions of each prompt, which share its KV.
+
+        Raises RequestError for what the engine can never serve, and as `check_room`.
+        """
+        self.check_room(len(prompts) * n)
         number = next(self._numbers)
         requests = {
             f"{number}-{place}-{index}": Request(

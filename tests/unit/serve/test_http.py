@@ -212,6 +212,20 @@ def test_a_body_is_refused_as_soon_as_it_is_too_large(client, monkeypatch):
     assert client.post(TEXT, content=b" " * 4097).status_code == 413
 
 
+@pytest.mark.parametrize("first", ["GET /health", f"POST {TEXT}", "GET /nothing"])
+def test_a_body_with_two_lengths_ends_its_connection(client, first):
+    with connected(client, first, b"0\r\n\r\n", "Transfer-Encoding: chunked") as connection:
+        connection.settimeout(20)
+        with connection.makefile("rb") as answer:
+            assert answer.read().startswith((b"HTTP/1.1 413 ", b"HTTP/1.1 404 "))
+
+
+def test_prompts_beyond_the_queue_are_refused_before_they_are_tokenized(client, monkeypatch):
+    monkeypatch.setattr(type(shared_tokenizer()), "encode", None)
+    answer = client.post(TEXT, json=prompt(["a"] * 250_000))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (429, None)
+
+
 def test_every_route_needs_the_key():
     key = "sixteen-letters-or-more"
     paths = ("/v1/models", "/health", "/metrics", "/v1/models/a")
@@ -299,18 +313,25 @@ def test_requests_and_health_fail_once_the_engine_has_failed():
             assert "the engine failed" in answer.json()["error"]["message"]
 
 
+def connected(client: httpx.Client, first: str, body: bytes, *headers: str) -> socket.socket:
+    """Send a request by hand and return its connection."""
+    connection = socket.create_connection((client.base_url.host, client.base_url.port))
+    lines = [f"{first} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
+    connection.sendall("\r\n".join([*lines, "\r\n"]).encode() + body)
+    return connection
+
+
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_kv(stream):
+def test_a_client_that_disconnects_frees_its_place_at_once_and_its_kv(stream):
+    """One that was not streamed used to keep its place until its first token."""
     engine = make_engine(HeldEngine)
     assert isinstance(engine, HeldEngine)
     gate = engine.hold()
     with live(make_model_server(engine)) as client:
         body = json.dumps(prompt(max_tokens=100, stream=stream)).encode()
-        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
-            head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            start = f"POST {TEXT} HTTP/1.1\r\nHost: localhost\r\n{head}"
-            connection.sendall(start.encode() + body)
+        with connected(client, f"POST {TEXT}", body):
             until(lambda: engine.num_unfinished == 1)
+        until(lambda: counts(client)["longtail_running_completions"] == 0)
         gate.set()  # it has disconnected before the first token
         aborted = 'longtail_finished_completions_total{reason="abort"}'
         until(lambda: counts(client).get(aborted) == 1)
