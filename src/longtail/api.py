@@ -13,7 +13,6 @@
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing
-from dataclasses import replace
 from itertools import count
 from typing import Any, cast, final
 
@@ -137,14 +136,14 @@ class Engine:
         self, prompts: Sequence[PromptInput], params: SamplingParams, n: int, seed: int
     ) -> list[Request]:
         """Return the requests of a call, with ids of its own."""
-        call, stops = next(self._calls), params.stop_token_ids or self.tokenizer.eos_ids
+        call, params = next(self._calls), self.tokenizer.ends.stopping(params)
         tokens = [self.encode(prompt, params.max_tokens) for prompt in prompts]
         return [
             Request(
                 request_id=f"{call}-{place}#{index}",
                 prompt_tokens=each,
                 noise_key=completion_key(seed, index),
-                sampling=replace(params, stop_token_ids=stops),
+                sampling=params,
                 group_id=f"{call}-{place}",
             )
             for place, each in enumerate(tokens)

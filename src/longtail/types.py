@@ -108,7 +108,8 @@ class Request:
         longest = len(self.prompt_tokens) + self.sampling.max_tokens
         if not self.prompt_tokens:
             raise RequestError(f"request {self.request_id!r} has an empty prompt")
-        outside = [token for token in self.prompt_tokens if not 0 <= token < vocab_size]
+        tokens = (*self.prompt_tokens, *self.sampling.stop_token_ids)
+        outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
             raise RequestError(
                 f"request {self.request_id!r} holds token {outside[0]}, but the model's "

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 
 from longtail.errors import ConfigError, DataError
+from longtail.model.hf.ends import Ends
 from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource, make_prompts
 from longtail.rl.data.sources import Row, load_rows
@@ -20,6 +21,7 @@ from longtail.rl.grading.pool import gradable
 from longtail.rl.grading.reward import ExactReward
 from longtail.system.files import find_surrogate
 
+ENDS = Ends(ids=(0,), turn="", turn_id=None, special={})
 COLUMNS = st.sampled_from(
     [
         *("prompt", "question", "answer", "completion", "messages", "text", "id", "reward_model"),
@@ -75,7 +77,7 @@ def encode(text: str, **_: bool) -> list[int]:
     return list(text.encode())
 
 
-def render(messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+def render(messages: list[dict[str, Any]], tools: list[Any] | None = None, **_: bool) -> str:
     assert all(
         isinstance(message[name], str) for message in messages for name in ("role", "content")
     )
@@ -110,7 +112,7 @@ def train_on(rows: list[Row], source: str, encoder: Encoder) -> None:
 
 
 def imitate(rows: list[Row], source: str, encoder: Encoder) -> None:
-    examples, _ = make_examples(rows, source=source, encoder=encoder, eos_id=0, max_len=64)
+    examples, _ = make_examples(rows, source=source, encoder=encoder, ends=ENDS, max_len=64)
     assert all(0 < each.prompt_len < len(each.tokens) for each in examples)
 
 

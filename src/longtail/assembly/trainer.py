@@ -15,7 +15,7 @@ from longtail.cluster.workers.processes import LocalProcess, Place, Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.run.models import Base, model_directory
@@ -51,14 +51,14 @@ def assemble(
     tokenizer = load_tokenizer(directory)
     memory.check(plan)
     check_vocabulary(tokenizer, plan.shape)
-    prompts = read_prompts(tokenizer)
+    sampling, prompts = sampling_of(config, tokenizer), read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=heldout,
         workers=_started(plan, longest, log, on_progress),
-        sampling=sampling_of(config, tokenizer),
+        sampling=sampling,
     )
 
 
@@ -146,4 +146,7 @@ def sampling_of(config: RunConfig, tokenizer: Tokenizer) -> SamplingParams:
     """Return how completions are sampled."""
     names = {"temperature", "top_k", "top_p", "min_p", "max_tokens", "stop"}
     own = config.rollout.model_dump(include=names)
-    return SamplingParams(**own, stop_token_ids=tokenizer.eos_ids)
+    try:
+        return tokenizer.ends.stopping(SamplingParams(**own))
+    except RequestError as error:
+        raise ConfigError(f"rollout.{error}") from error

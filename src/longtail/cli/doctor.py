@@ -1,4 +1,4 @@
-"""`longtail doctor`: packages, hardware, kernels and dtypes, with the remedy for what is missing.
+"""`longtail doctor`: packages, hardware, kernels and dtypes, with remedies; the ends of a model.
 
 The exit code is 1 if a finding has level `missing`. Nothing is changed.
 """
@@ -42,10 +42,11 @@ class Finding:
     remedy: str = ""
 
 
-def run(_: DoctorOptions) -> int:
+def run(options: DoctorOptions) -> int:
     """Print the findings; return 1 if a required package is missing."""
     console, healthy = Console(), True
-    for each in examine():
+    of_model = () if options.model is None else _model_facts(options.model)
+    for each in (*examine(), *of_model):
         line = f"{_MARKS[each.level]}  {each.name:22}{escape(each.value)}"
         console.print(line, soft_wrap=True, highlight=False)
         if each.remedy:
@@ -81,6 +82,20 @@ def examine() -> Iterator[Finding]:
         else:
             versions = ", ".join(f"{name} {version}" for name, version in found.items())
             yield Finding(f"extra {extra}", f"{purpose} ({versions})")
+
+
+def _model_facts(name: str) -> Iterator[Finding]:
+    """Yield how texts of a model end."""
+    from longtail.model.hf.tokenizer import load_tokenizer
+    from longtail.run.models import model_directory
+
+    tokenizer = load_tokenizer(model_directory(name, field="MODEL"))
+    ends = [f"{tokenizer.token_bytes(each).decode()} = {each}" for each in tokenizer.eos_ids]
+    remedy = "" if ends else "set eos_token in tokenizer_config.json"
+    value = ", ".join(ends) or "no token: texts go on until max_tokens"
+    yield Finding("ends of texts", value, "ok" if ends else "optional", remedy)
+    turn = repr(tokenizer.ends.turn) if tokenizer.has_chat_template else "no chat template"
+    yield Finding("behind an answer", turn)
 
 
 def _requirements(extra: str) -> list[Requirement]:

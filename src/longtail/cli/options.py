@@ -117,4 +117,9 @@ class ReportOptions(argparse.Namespace):
 
 @dataclass(kw_only=True)
 class DoctorOptions:
-    """Options of `longtail doctor`: none."""
+    """Options of `longtail doctor`."""
+
+    model: Annotated[
+        str | None,
+        Option("model whose ends of texts are shown, named as model.path", positional=True),
+    ] = None

@@ -135,8 +135,8 @@ def _row_texts(
     config: DrafterTrainConfig, tokenizer: Tokenizer, rows: Sequence[Row], encoder: Encoder
 ) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
-    data, eos_ids = config.data, tokenizer.eos_ids
-    if not eos_ids:
+    data = config.data
+    if not tokenizer.eos_ids:
         raise ConfigError(
             f"target.path = {config.target.path!r}: its tokenizer has no end-of-text token; set "
             "eos_token in tokenizer_config.json"
@@ -152,7 +152,7 @@ def _row_texts(
         rows,
         source=data.source,
         encoder=encoder,
-        eos_id=eos_ids[0],
+        ends=tokenizer.ends,
         max_len=sys.maxsize,
         prompt_column=data.prompt_column,
         completion_column=data.completion_column,

@@ -163,7 +163,7 @@ def _examples(
         rows,
         source=data.source,
         encoder=encoder,
-        eos_id=tokenizer.eos_ids[0],
+        ends=tokenizer.ends,
         max_len=data.max_len,
         drop_long=data.drop_long,
         prompt_column=data.prompt_column,

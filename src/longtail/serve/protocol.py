@@ -29,7 +29,7 @@ _NOT_EMPTY = Field(min_length=1)
 _NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "top_logprobs"), 0),
     **dict.fromkeys(("ignore_eos", "include_stop_str_in_output", "echo"), False),
-    **{name: [] for name in ("stop_token_ids", "tools")},
+    "tools": [],
     "logit_bias": {},
     "repetition_penalty": 1.0,
     "skip_special_tokens": True,
@@ -102,6 +102,8 @@ class _CommonFields(_Body):
         Field(max_length=16),
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
+    """Tokens that end a text, besides the model's own."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}

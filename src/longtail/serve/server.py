@@ -172,9 +172,10 @@ class Routes:
             min_p=body.min_p,
             max_tokens=max_tokens,
             stop=tuple(body.stop),
-            stop_token_ids=self.tokenizer.eos_ids,
+            stop_token_ids=(*self.tokenizer.eos_ids, *body.stop_token_ids),
         )
         seed = secrets.randbits(53) if body.seed is None else body.seed
+        sampling = self.tokenizer.ends.stopping(sampling)
         stream = self.service.submit(prompts, sampling, seed, body.n)
         response = ResponseBuilder(body, prompts, self.tokenizer, seed)
         headers = {"X-Longtail-Seed": str(seed), "Cache-Control": "no-store"}

@@ -54,7 +54,7 @@ def test_the_configuration_reaches_every_part(workshop, monkeypatch):
 
     monkeypatch.setattr(trainer, "build_worker", noted)
     words = (
-        "--rollout.top_p=0.9", "--rollout.temperature=0.7", "--rollout.stop=END",
+        "--rollout.top_p=0.9", "--rollout.temperature=0.7", "--rollout.stop=END,<user>",
         "--rollout.kv_tokens=0", "--rollout.max_running=3", "--rollout.dtype=float64",
         "--learner.dtype=float32",
     )  # fmt: skip
@@ -62,8 +62,8 @@ def test_the_configuration_reaches_every_part(workshop, monkeypatch):
     assert parts.sampling.temperature == 0.7
     assert parts.sampling.top_p == 0.9
     assert parts.sampling.max_tokens == 16
-    assert parts.sampling.stop == ("END",)
-    assert parts.sampling.stop_token_ids == components.tokenizer.eos_ids == (1,)
+    assert parts.sampling.stop == ("END", "<user>")
+    assert parts.sampling.stop_token_ids == (*components.tokenizer.eos_ids, 3) == (1, 3)
     assert components.policy.dtype == torch.float32
     assert components.generator.model.dtype == torch.float64
     # The longest prompt has 9 tokens in the chat template, and 16 more are generated.

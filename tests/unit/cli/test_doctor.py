@@ -1,4 +1,5 @@
 import os
+import re
 import sys
 from importlib import metadata
 
@@ -10,6 +11,7 @@ from longtail.cli import doctor
 from longtail.cli.options import DoctorOptions
 from longtail.model.kernels import native
 from longtail.system import device, machine
+from support.tiny_models import save_tiny
 
 
 def examined() -> dict[str, doctor.Finding]:
@@ -22,6 +24,12 @@ def test_a_healthy_machine_gets_its_findings_and_exit_code_0(capsys):
     for word in ("python", "torch", "cores", "memory", "native kernels", "extra data"):
         assert word in out
     assert out.endswith("\nready\n")
+
+
+def test_it_shows_how_texts_of_a_model_end(tmp_path, capsys):
+    assert doctor.run(DoctorOptions(model=str(save_tiny(tmp_path)))) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"ends of texts +<eos> = 1\n.*behind an answer +'<eos>'\n", out)
 
 
 def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(tmp_path, monkeypatch):

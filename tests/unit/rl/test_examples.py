@@ -15,7 +15,7 @@ USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "cont
 
 
 def make(rows, encoder=PLAIN, **options):
-    given = {"source": "x.jsonl", "encoder": encoder, "eos_id": EOS, "max_len": 64, **options}
+    given = {"source": "x.jsonl", "encoder": encoder, "ends": WORDS.ends, "max_len": 64, **options}
     return make_examples(rows, **given)
 
 
@@ -38,6 +38,41 @@ def test_every_layout_gives_the_same_example(row):
     assert example.prompt_len == len(prompt)
     ((plain,), _) = make([{"prompt": "1+1=", "completion": "2"}])
     assert (plain.tokens, plain.prompt_len) == ((*WORDS.encode("1+1=2"), EOS), 4)
+
+
+OPENED, EMPTY = "<assistant><think>\n", "<think>\n\n</think>"
+THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>yo"}
+
+
+@pytest.mark.parametrize(
+    ("begin", "turn", "answer", "target", "said"),
+    [
+        ("<assistant>", "{{ a }}<eos>\n", ASSISTANT, "yo<eos>", ""),
+        ("<assistant>", "{{ a }}<pad>\n", ASSISTANT, "yo<pad>", ""),
+        ("<assistant>", "{{ a }}\n\n", ASSISTANT, "yo<eos>", ""),
+        ("<assistant>", "all {{ a }}<eos>", ASSISTANT, "all yo<eos>", ""),
+        ("<assistant>", "{{ m.extra }}{{ a }}<eos>", {**ASSISTANT, "extra": "so"}, "soyo<eos>", ""),
+        (OPENED, EMPTY + "{{ a }}<eos>", ASSISTANT, "\n</think>yo<eos>", ""),
+        (OPENED, "{{ a }}<eos>", ASSISTANT, "\n</think>\n\nyo<eos>", "'<user>hi<assistant><think>"),
+        (OPENED, "{{ a[-2:] }}<eos>", THOUGHT, "hm</think>yo<eos>", "as 'hm</think>yo'"),
+        ("<assistant>", "{{ a[-2:] }}<eos>", THOUGHT, "<think>\nhm</think>yo<eos>", "row 0: the"),
+        ("<assistant>", "{{ raise_exception('x') }}", ASSISTANT, "yo<eos>", "change the messages"),
+    ],
+)
+def test_the_target_is_what_the_template_writes_behind_the_prompt(
+    begin, turn, answer, target, said, capsys
+):
+    words = tiny_tokenizer(
+        "{% for m in messages %}{% set a = m['content'] %}{% if m['role'] == 'user' %}<user>{{ a }}"
+        "{% else %}<assistant>" + turn + "{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}" + begin + "{% endif %}"
+    )
+    rows = [{"messages": [USER, answer]}] * 2
+    examples, _ = make(rows, encoder=Encoder.of(words), ends=words.ends)
+    assert examples[1].tokens[examples[1].prompt_len :] == words.encode(target)
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == bool(said), "once"
 
 
 def test_columns_may_be_named():

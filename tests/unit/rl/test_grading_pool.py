@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(toy, capfd
         assert rewards(pool, "torch") == [0.0]
         assert rewards(pool, "print 1", "stdin 2", "alarm 3", "slow 4") == [1, 2, 3, 4]
     assert capfd.readouterr().out == ""  # what a reward prints goes to stderr
+
+
+def test_a_reward_knows_whether_the_prompt_opened_a_thought():
+    ((prompt, said),) = pairs("42")
+    with GraderPool("last_number") as pool:
+        opened = replace(prompt, text="<user>6*7=<assistant><think>\n")
+        graded = pool.grade([(prompt, said), (opened, said)])
+    assert [rollout.reward for rollout in graded.rollouts] == [1.0, 0.0]
 
 
 def test_more_graders_than_a_host_has_room_for_are_refused(toy, monkeypatch):

@@ -1,4 +1,5 @@
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -141,6 +142,23 @@ def named(name):
 )
 def test_a_completion_is_compared_with_the_reference(name, text, answer, reward):
     assert named(name).grade(task(text, answer)) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "opens", "reward"),
+    [
+        ("7", False, 1.0),
+        ("7", True, 0.0),
+        ("hm</think>7", True, 1.0),
+        ("<think>7", False, 0.0),
+        ("<think>hm</think>7", False, 1.0),
+        ("<think>hm</think> I <think> it is 7", False, 0.0),
+    ],
+)
+def test_a_text_that_ends_within_its_thought_has_no_answer(text, opens, reward):
+    given = replace(task(text, "7"), opens_thought=opens)
+    for name in ("last_number", "exact"):
+        assert named(name).grade_group([given]) == [reward]
 
 
 @pytest.mark.parametrize(

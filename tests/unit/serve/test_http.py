@@ -169,6 +169,9 @@ def test_token_ids_of_prompts_and_texts_are_told_and_answered_as_texts(client):
         (TEXT, prompt("x" * 100, max_tokens=29), 400, "over the engine's 128"),
         (TEXT, prompt([1, 999]), 400, "holds token 999"),
         (TEXT, prompt([-1], stream=True), 400, "holds token -1"),
+        (TEXT, prompt(stop_token_ids=[999]), 400, "holds token 999"),
+        (CHAT, chat(stop_token_ids=[-1]), 400, "holds token -1"),
+        (CHAT, chat(stop="a<eos>"), 400, "give the token alone"),
         (TEXT, prompt(["a", "b"], n=5), 429, "asks for 10 more"),
         (CHAT, chat("x" * 128), 400, "over the engine's 128"),
         (CHAT, chat(n=9), 429, "asks for 9 more"),
@@ -180,6 +183,17 @@ def test_calls_beyond_the_limits_are_refused(client, path, body, status, said):
     answer = client.post(path, json=body)
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "body"), [(TEXT, prompt()), (CHAT, chat())])
+def test_a_text_ends_at_a_stop_token_of_the_caller(client, path, body):
+    whole = client.post(path, json={**body, "return_token_ids": True}).json()["choices"][0]
+    token = whole["token_ids"][3]
+    asked = {**body, "stop_token_ids": [token], "return_token_ids": True}
+    found = client.post(path, json=asked).json()["choices"][0]
+    place = whole["token_ids"].index(token)
+    assert found["token_ids"] == whole["token_ids"][: place + 1]
+    assert found["finish_reason"] == "stop"
 
 
 def test_a_chat_without_max_tokens_may_fill_the_context(client):

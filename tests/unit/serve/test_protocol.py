@@ -75,6 +75,7 @@ def test_fields_without_an_effect_are_accepted(more: dict[str, Any]) -> None:
         ("seed", 2**63),
         ("stop", ["a"] * 17),
         ("stop", "x" * 5000),
+        ("stop_token_ids", ["<eos>"]),
         ("messages", []),
         ("stream", "yes"),
         ("tempature", 1),

@@ -10,6 +10,7 @@ from transformers import ProcessorMixin, TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from longtail.errors import ConfigError
+from longtail.model.hf.ends import Ends
 from longtail.types import SamplingParams
 
 _DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
@@ -128,10 +129,14 @@ class LongtailGeneration(VLLMGeneration):
         own = self.processing_class
         return own.tokenizer if isinstance(own, ProcessorMixin) else own
 
+    def _params(self) -> SamplingParams:
+        ends = Ends.of(self.tokenizer, end_tokens(self.model, self.tokenizer))
+        return ends.stopping(sampling_params(self, ends.ids))
+
     def _init_vllm(self) -> None:
         """Open the engine; called at the end of the inherited constructor."""
         refuse_unsupported(self)
-        sampling_params(self, ())  # refuses before any work
+        self._params()  # refuses before any work
         session = self._rollouts.open(self)
         # TRL's loop over tools reads the longest text here.
         longest = SimpleNamespace(max_model_len=session.policy.max_len)
@@ -147,7 +152,7 @@ class LongtailGeneration(VLLMGeneration):
     ) -> tuple[Any, Any, Any, Any]:
         """Return prompts, completions, and the logprob and id of each token."""
         refuse_images(images)
-        params = sampling_params(self, end_tokens(self.model, self.tokenizer))
+        params = self._params()
         with profiler or nullcontext():
             done = self._rollouts.generate(
                 [tuple(map(int, prompt)) for prompt in prompts],

@@ -20,8 +20,8 @@ Messages = list[dict[str, Any]]
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 """Roles by the names that data sets give them."""
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_THINK, _END_THINK = "<think>", "</think>"
-_BEGUN = re.compile(rf"({_THINK}\s*)?({_END_THINK}\s*)?\Z")
+THINK, END_THINK = "<think>", "</think>"
+_BEGUN = re.compile(rf"({THINK}\s*)?({END_THINK}\s*)?\Z")
 """A thought at the end of a prompt: open, or closed and empty."""
 
 
@@ -142,7 +142,7 @@ class ChatTemplate:
         if not generation_prompt or not chat or chat[-1]["role"] != "assistant":
             return apply(chat, add_generation_prompt=generation_prompt)
         begun = chat[-1]["content"].lstrip()
-        if not begun.startswith(_THINK) or _THINK not in source:
+        if not begun.startswith(THINK) or THINK not in source:
             return apply(chat, continue_final_message=True)
         # Templates move or drop thoughts of messages, and the prompt of an answer may begin one
         return _BEGUN.sub("", apply(chat[:-1], add_generation_prompt=True)) + begun
@@ -172,7 +172,7 @@ def _left_out(
         role, content = message["role"], message["content"]
         start = 0 if role == "system" else place
         if role == "assistant":
-            content = content.rpartition(_END_THINK)[2]
+            content = content.rpartition(END_THINK)[2]
         written = content.strip()
         forms = (written, json.dumps(written, ensure_ascii=False)[1:-1])
         ends = [at + len(form) for form in forms if (at := text.find(form, start)) >= 0]

@@ -10,6 +10,7 @@ from typing import Any, final
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import ChatTemplate
 from longtail.model.hf.decoding import TokenDecoder
+from longtail.model.hf.ends import Ends
 from longtail.model.transformer import ModelConfig
 from longtail.system.files import find_surrogate, parse_json, read_object
 
@@ -44,8 +45,7 @@ class Tokenizer:
     ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
         self._files = files or {}
-        self.eos_ids = eos_ids
-        """Tokens that end a text. The first is the tokenizer's own, which ends training texts."""
+        self.ends = Ends.of(inner, eos_ids)
         self.bos_id = bos_id
         """Token that begins a text: the tokenizer's own, else the model's; None without any."""
         self.vocab_size = 1 + max(inner.get_vocab().values())
@@ -55,7 +55,12 @@ class Tokenizer:
         self._before = () if both == (*before, *word) else before
         """Tokens of a text before completions; () if a whole text is encoded like a completion."""
         self.template = ChatTemplate(inner)
-        self._decoder = TokenDecoder(inner, eos_ids)
+        self._decoder = TokenDecoder(inner, self.eos_ids)
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text, of `ends`."""
+        return self.ends.ids
 
     @property
     def has_chat_template(self) -> bool:

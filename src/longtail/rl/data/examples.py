@@ -1,20 +1,27 @@
 """Supervised examples: rows to tokenized prompts with completions, and batches of them in order.
 
 A row has a prompt and a completion, or one list of chat messages whose last, the assistant's, is
-the completion. The prompt is tokenized as in RL (`rl.data.prompts`); the completion is tokenized
-separately and followed by the end-of-text token, as the model generates it.
+the completion. The prompt is tokenized as in RL (`rl.data.prompts`). What is learned is tokenized
+separately: the text that the chat template writes behind the prompt, through its end token, as the
+model is to generate it; without a template, the completion and the end-of-text token.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
-from longtail.errors import DataError, did_you_mean
-from longtail.rl.data.columns import chat_column, chat_of
+from longtail.errors import ConfigError, DataError, did_you_mean
+from longtail.model.hf.chat import END_THINK, THINK, conversation
+from longtail.model.hf.ends import Ends
+from longtail.rl.data.columns import chat_column, chat_of, tools_of
 from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts, refuse_other
 from longtail.rl.data.sources import Row
+from longtail.rl.data.thoughts import opens_thought
+from longtail.system.device import to_stderr
+from longtail.types import Prompt
 
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
 """Completion columns in order of preference, for unset `data.completion_column`."""
@@ -33,7 +40,7 @@ def make_examples(
     *,
     source: str,
     encoder: Encoder,
-    eos_id: int,
+    ends: Ends,
     max_len: int,
     drop_long: bool = False,
     prompt_column: str | None = None,
@@ -41,6 +48,7 @@ def make_examples(
 ) -> tuple[list[Example], int]:
     """Tokenize every row once; return the examples, and the number of rows that are left out.
 
+    It is said, once, if the chat template writes answers otherwise than behind their prompts.
     Raises DataError in the cases of `make_prompts`, for a missing or empty completion, and for an
     example longer than `max_len` tokens (unless `drop_long`).
     """
@@ -57,13 +65,15 @@ def make_examples(
         prompt_column="prompt" if is_chat else prompt_column,
         limit_fields=("data.max_len", "data.drop_long"),
     )
-    kept: list[Example] = []
+    kept, differences = list[Example](), list[str]()
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
-        completion = encode_at(
-            where, partial(encoder.encode, goes_on=True), prompt.data["completion"]
-        )
-        tokens = (*prompt.tokens, *completion, eos_id)
+        target, difference = _target(prompt, encoder, ends, where)
+        differences += difference
+        learned = encode_at(where, partial(encoder.encode, goes_on=True), target)
+        if not learned or learned[-1] not in ends.ids:
+            learned += (ends.ids[0] if ends.turn_id is None else ends.turn_id,)
+        tokens = (*prompt.tokens, *learned)
         if len(tokens) <= max_len:
             kept.append(Example(tokens=tokens, prompt_len=len(prompt.tokens)))
         elif not drop_long:
@@ -76,7 +86,45 @@ def make_examples(
             f"data.source = {source!r}: all {len(rows)} examples are longer than data.max_len = "
             f"{max_len}; raise it"
         )
+    if differences:
+        to_stderr(differences[0])
     return kept, len(rows) - len(kept)
+
+
+def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[str, list[str]]:
+    """Return the text to learn behind a prompt, and how the chat template's own differs from it.
+
+    Where it differs: the completion, behind an empty thought if the prompt opens one and the
+    completion has none; the tag that opens it is not repeated.
+    """
+    answer = dict(prompt.data["completion"])
+    content: str = answer["content"]
+    if encoder.render is None:
+        return content, []
+    messages = conversation(prompt.data["prompt"], where=where)
+    if messages[-1]["role"] == "assistant":  # the completion goes on with it
+        answer |= {"content": messages.pop()["content"] + content}
+    messages.append(answer)
+    try:
+        tools = tools_of(prompt.data, where=where)
+        whole = encoder.render(messages, tools=tools, generation_prompt=False)
+    except ConfigError as error:
+        whole = str(error)
+    text = whole.removeprefix(prompt.text)
+    parts = re.split(f"{THINK}|{END_THINK}", content)
+    if text != whole and all(part.strip() in text for part in parts):
+        return ends.cut(text), []
+    if opens_thought(prompt.text):
+        blanks = prompt.text.rpartition(THINK)[2]
+        content = content.removeprefix(THINK).removeprefix(blanks)
+        if END_THINK not in content:
+            content = f"{blanks}{END_THINK}{blanks * 2}{content}"
+    difference = (
+        f"{where}: the chat template does not write the answer behind the prompt, which ends with "
+        f"{prompt.text[-40:]!r}: with the answer it writes {whole[-80:]!r}; such rows are learned "
+        f"as {content[:40]!r} behind the prompt"
+    )
+    return content, [difference]
 
 
 @final
@@ -142,7 +190,7 @@ class ExampleBatches:
 def _prompt_and_completion(
     row: Row, index: int, source: str, completion_column: str | None
 ) -> dict[str, Any]:
-    """Return a row in the form {..., "prompt": ..., "completion": text}."""
+    """Return a row in the form {..., "prompt": ..., "completion": the assistant's message}."""
     where = f"data.source = {source!r}, row {index}"
     chat = chat_column(row) if completion_column is None else None
     if chat is not None:
@@ -161,7 +209,10 @@ def _prompt_and_completion(
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
         if completion[0].get("role") != "assistant":
             raise DataError(f"{where}: the last message is not the assistant's")
-        completion = completion[0].get("content")  # TRL's conversational form
-    if not isinstance(completion, str) or not completion.strip():
-        raise DataError(f"{where}: the completion is {completion!r:.80}, expected text")
-    return {**plain, "completion": completion}
+        answer = dict(completion[0])  # TRL's conversational form
+    else:
+        answer = {"role": "assistant", "content": completion}
+    content = answer.get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise DataError(f"{where}: the completion is {content!r:.80}, expected text")
+    return {**plain, "completion": answer}

@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import SupportsFloat
 
 from longtail.errors import GradingError
+from longtail.model.hf.chat import END_THINK
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -46,7 +47,7 @@ def last_boxed(text: str) -> str | None:
 
 def after_thinking(text: str) -> str:
     """Return the text after the last `</think>`; all of it without one."""
-    return text.rpartition("</think>")[2]
+    return text.rpartition(END_THINK)[2]
 
 
 def tagged_answer(text: str) -> str:

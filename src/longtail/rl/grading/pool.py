@@ -26,6 +26,7 @@ from pebble import ProcessExpired, ProcessFuture, ProcessPool
 from longtail.errors import ConfigError, DataError, GradingError
 from longtail.rl.data.prompts import PromptSet
 from longtail.rl.data.requests import visit_of
+from longtail.rl.data.thoughts import opens_thought
 from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, required_columns, reward_factory
 from longtail.system import machine
@@ -127,6 +128,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                 prompt=prompt.data.get("prompt", prompt.text),
                 text=completion.text,
                 tokens=completion.tokens,
+                opens_thought=opens_thought(prompt.text),
                 data=dict(prompt.data),
             )
             for prompt, completion in pairs

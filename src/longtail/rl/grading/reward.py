@@ -16,6 +16,7 @@ from fractions import Fraction
 from typing import Any, ClassVar, final
 
 from longtail.errors import ConfigError, GradingError, did_you_mean
+from longtail.rl.data.thoughts import ends_in_thought
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -39,6 +40,8 @@ class GradingTask:
     text: str
     """Decoded completion."""
     tokens: tuple[int, ...]
+    opens_thought: bool = False
+    """Whether the text that the model read ends with `<think>`."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """Row of the source; `answer` is the reference answer."""
 
@@ -73,8 +76,11 @@ class NamedReward(Reward):
         """Return what completions of this row are compared with; raise as `check` does."""
 
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
-        """Grade each completion."""
-        return [self.grade(task) for task in tasks]
+        """Grade each completion; one that is cut within its thought has no answer."""
+        return [
+            0.0 if ends_in_thought(task.text, is_opened=task.opens_thought) else self.grade(task)
+            for task in tasks
+        ]
 
     def check(self, data: Mapping[str, Any]) -> None:
         """Refuse a row without a usable reference."""
