@@ -5,7 +5,7 @@ Generated texts are kept in the run directory, so that a resumed run does not ge
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,7 @@ from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example, make_examples
-from longtail.rl.data.prompts import Encoder, fingerprint, make_prompts, origin_of
+from longtail.rl.data.prompts import Encoder, fingerprint, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
@@ -37,9 +37,6 @@ _STEP_TOKENS = 512
 class Corpus:
     """Texts for training and for measurements."""
 
-    origin: Mapping[str, str]
-    """What the texts are made from, as `origin_of` returns it."""
-
     training: tuple[Example, ...]
     heldout: tuple[Example, ...]
     num_dropped: int
@@ -48,13 +45,12 @@ class Corpus:
 
 def given_texts(config: DrafterTrainConfig, tokenizer: Tokenizer, now: datetime) -> Corpus:
     """Read complete texts from the source; `now` is the time that a chat template may write."""
-    data, rows, encoder = config.data, source_rows(config), Encoder.of(tokenizer, config.data, now)
+    data = config.data
     texts = [
         Example(tokens=text.tokens[: data.max_len], prompt_len=min(text.prompt_len, data.max_len))
-        for text in _row_texts(config, tokenizer, rows, encoder)
+        for text in _row_texts(config, tokenizer, now)
     ]
-    origin = origin_of(rows, encoder.settings)
-    return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0, origin)
+    return _corpus(config, texts, min(data.heldout_size, len(texts) // 2), 0)
 
 
 def generated_texts(
@@ -83,9 +79,8 @@ def generated_texts(
     )
     tokens = [prompt.tokens for prompt in prompts.prompts]
     num_heldout = min(data.heldout_size, len(tokens) // 2) * data.samples
-    made_from = origin_of((each.data for each in prompts.prompts), encoder.settings)
-    content = [config.target.model_dump(), data.model_dump(), config.run.seed, made_from]
-    origin = fingerprint(content)
+    made_from = [config.target.model_dump(), data.model_dump(), config.run.seed, encoder.settings]
+    origin = fingerprint([*made_from, *(each.data for each in prompts.prompts)])
     texts = read_texts(kept, origin)
     if texts is None:
         count = len(tokens) * data.samples
@@ -93,7 +88,7 @@ def generated_texts(
         with console.phase("texts", total=count):
             texts = _generate(config, tokenizer, load_target(), tokens, on_step)
         save_texts(kept, texts, origin)
-    return _corpus(config, texts, num_heldout, prompts.num_dropped, made_from)
+    return _corpus(config, texts, num_heldout, prompts.num_dropped)
 
 
 def prompts_of(
@@ -107,11 +102,7 @@ def prompts_of(
 
 
 def _corpus(
-    config: DrafterTrainConfig,
-    texts: Sequence[Example],
-    num_heldout: int,
-    num_dropped: int,
-    origin: Mapping[str, str],
+    config: DrafterTrainConfig, texts: Sequence[Example], num_heldout: int, num_dropped: int
 ) -> Corpus:
     """Hold out the last texts; leave out texts too short for a draft of every depth."""
     shortest = config.drafter.num_unrolled + 2
@@ -127,15 +118,12 @@ def _corpus(
             "needs; give longer texts"
         )
     short = len(texts) - sum(map(len, parts))
-    left_out = num_dropped + short
-    return Corpus(training=parts[0], heldout=parts[1], num_dropped=left_out, origin=origin)
+    return Corpus(training=parts[0], heldout=parts[1], num_dropped=num_dropped + short)
 
 
-def _row_texts(
-    config: DrafterTrainConfig, tokenizer: Tokenizer, rows: Sequence[Row], encoder: Encoder
-) -> list[Example]:
+def _row_texts(config: DrafterTrainConfig, tokenizer: Tokenizer, now: datetime) -> list[Example]:
     """Read rows with whole texts, or with prompts and completions."""
-    data = config.data
+    data, rows = config.data, source_rows(config)
     if not tokenizer.eos_ids:
         raise ConfigError(
             f"target.path = {config.target.path!r}: its tokenizer has no end-of-text token; set "
@@ -151,7 +139,7 @@ def _row_texts(
     examples, _ = make_examples(
         rows,
         source=data.source,
-        encoder=encoder,
+        encoder=Encoder.of(tokenizer, data, now),
         ends=tokenizer.ends,
         max_len=sys.maxsize,
         prompt_column=data.prompt_column,

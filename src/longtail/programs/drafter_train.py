@@ -36,6 +36,7 @@ from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
 from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
+from longtail.rl.data.prompts import fingerprint
 from longtail.rl.packing import pack_texts
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
@@ -239,7 +240,10 @@ def assemble(
         config=config,
         trainer=trainer,
         batches=ExampleBatches(
-            corpus.training, config.train.batch_tokens, config.run.seed, corpus.origin
+            corpus.training,
+            config.train.batch_tokens,
+            config.run.seed,
+            {"texts": fingerprint([each.prompt_len, each.tokens] for each in corpus.training)},
         ),
         corpus=corpus,
         target=identity(target.name, target.model, tokenizer),

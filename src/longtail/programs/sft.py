@@ -123,8 +123,8 @@ def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
             f"data.max_len = {config.data.max_len}: the model has {model.config.max_positions} "
             "positions; lower it"
         )
-    rows, encoder = _rows(config), Encoder.of(tokenizer, config.data, now)
-    examples, num_dropped = _examples(config, tokenizer, rows, encoder)
+    encoder = Encoder.of(tokenizer, config.data, now)
+    examples, num_dropped, origin = _examples(config, tokenizer, encoder)
     cut = len(examples) - min(_MAX_HELDOUT, len(examples) // _HELDOUT_ONE_IN)
     own = config.train
     return FineTuning(
@@ -132,34 +132,27 @@ def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
         model=model,
         tokenizer=tokenizer,
         trainer=SftLearner(model, own),
-        batches=ExampleBatches(
-            examples[:cut],
-            own.batch_tokens,
-            config.run.seed,
-            origin_of(rows, encoder.settings),
-        ),
+        batches=ExampleBatches(examples[:cut], own.batch_tokens, config.run.seed, origin),
         heldout=tuple(examples[cut:]),
         num_dropped=num_dropped,
     )
 
 
-def _rows(config: SftConfig) -> Sequence[Row]:
-    data, seed = config.data, config.run.seed
-    if data.source == RUNNING_SUMS:
-        return sum_task.examples(data.size, seed)
-    return load_rows(data.source, data.size, seed)
-
-
 def _examples(
-    config: SftConfig, tokenizer: Tokenizer, rows: Sequence[Row], encoder: Encoder
-) -> tuple[list[Example], int]:
+    config: SftConfig, tokenizer: Tokenizer, encoder: Encoder
+) -> tuple[list[Example], int, dict[str, str]]:
     data = config.data
+    rows: Sequence[Row] = (
+        sum_task.examples(data.size, config.run.seed)
+        if data.source == RUNNING_SUMS
+        else load_rows(data.source, data.size, config.run.seed)
+    )
     if not tokenizer.eos_ids:
         raise ConfigError(
             f"model.path = {config.model.path!r}: its tokenizer has no end-of-text token; set "
             "eos_token in tokenizer_config.json"
         )
-    return make_examples(
+    examples, num_dropped = make_examples(
         rows,
         source=data.source,
         encoder=encoder,
@@ -169,3 +162,4 @@ def _examples(
         prompt_column=data.prompt_column,
         completion_column=data.completion_column,
     )
+    return examples, num_dropped, origin_of(rows, encoder.settings)

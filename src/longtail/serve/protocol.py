@@ -43,6 +43,8 @@ _IGNORED = {
     *("prompt_cache_retention", "prediction", "parallel_tool_calls"),
 }
 """Fields that do not change the text."""
+_CONTENTS = ("audio", "function_call", "refusal")
+"""Contents of messages that no chat template writes."""
 
 
 def _prompts(value: Any) -> Any:
@@ -80,12 +82,23 @@ class _Body(BaseModel):
 
 
 @final
-class Message(_Body):
-    """One message of a chat."""
+class Message(BaseModel):
+    """One message of a chat. Fields that are not named here are for the chat template."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    model_config = ConfigDict(strict=True, extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content)]
-    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty(cls, fields: Any) -> Any:
+        """Leave out fields without a value; a message with tool calls needs no content."""
+        if not isinstance(fields, dict):
+            return fields
+        if found := [name for name in _CONTENTS if fields.get(name)]:
+            raise ValueError(f"{found[0]} is not supported; leave it out")
+        given = {name: value for name, value in fields.items() if value not in (None, [], {})}
+        return {**({"content": ""} if "tool_calls" in given else {}), **given}
 
 
 class _CommonFields(_Body):

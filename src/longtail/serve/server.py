@@ -156,7 +156,7 @@ class Routes:
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = ChatRequest.model_validate_json(await http.body())
-        messages = [{"role": each.role, "content": each.content} for each in body.messages]
+        messages = [each.model_dump() for each in body.messages]
         prompt = await asyncio.to_thread(self.tokenizer.chat, messages)
         max_tokens = body.max_tokens or max(self.options.max_len - len(prompt), 1)
         return await self._answer(http, body, [prompt], max_tokens)

@@ -129,6 +129,15 @@ def test_what_is_no_chat_is_refused(chat):
         conversation(chat, where="row 3")
 
 
+def test_arguments_of_calls_are_objects_though_clients_write_json():
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    (found,) = conversation([{**CALL, "tool_calls": [call, {"name": "f"}]}], where="")
+    assert found["tool_calls"] == [
+        {"function": {"name": "add", "arguments": {"a": 1}}},
+        {"name": "f"},
+    ]
+
+
 def test_the_clock_of_a_run_is_what_the_template_writes():
     source = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + KNOWN
     text = template(source).render([USER], now=datetime(2024, 7, 26))
@@ -163,11 +172,12 @@ def test_arguments_are_variables_that_have_an_effect(source, names):
     assert template(source).arguments == set(names.split())
 
 
-def test_of_named_templates_one_must_be_the_default():
-    tokenizer = tiny_tokenizer()
-    tokenizer._inner.chat_template = {"rag": KNOWN}
-    with pytest.raises(DataError, match="none of its templates, rag, is called default"):
-        tokenizer.chat([USER])
+def test_of_named_templates_one_must_be_the_default_or_for_tools():
+    named = tiny_tokenizer()
+    named._inner.chat_template = {"tool_use": f"{{{{ tools | tojson }}}}{KNOWN}"}
+    assert named.template.render([USER], tools=[TOOL]).startswith('[{"type": "function"')
+    with pytest.raises(DataError, match="none of its templates, tool_use, is called default"):
+        named.chat([USER])
 
 
 def test_the_template_of_a_processor_is_read(tmp_path):

@@ -13,7 +13,7 @@ from longtail.model.hf.model import load_model, save_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs import sft
 from longtail.run.checkpoint import RunDirectory
-from support.tiny_models import tiny_model, tiny_tokenizer
+from support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a in range(1, 9) for b in range(1, 9)]
 
@@ -98,9 +98,28 @@ def test_a_finished_run_is_not_changed(place, capsys):
     assert metrics(place, "run") == before
 
 
+def test_a_run_keeps_the_time_of_its_start_and_its_chat_template(place):
+    template, begun = place / "model" / "chat_template.jinja", []
+    template.write_text("{{ strftime_now('%H:%M:%S.%f') }}" + CHAT_TEMPLATE)
+    for steps in (3, 6):
+        assert sft.run(settings(place, "run", f"--train.steps={steps}")) == 0
+        checkpoint = RunDirectory(place / "run").load_latest()
+        begun.append(checkpoint and checkpoint.begun)
+    assert begun[0] == begun[1] != ""
+    template.write_text(CHAT_TEMPLATE)
+    with pytest.raises(DataError, match="the run began with another chat template"):
+        sft.run(settings(place, "run", "--train.steps=9"))
+
+
+def test_a_system_prompt_is_part_of_the_examples(place):
+    examples = sft.assemble(settings(place, "run", "--data.system_prompt=So.")).batches.take()
+    assert all(tiny_tokenizer().decode(each.tokens).startswith("<system>So.") for each in examples)
+
+
 @pytest.mark.parametrize(
     ("word", "error", "message"),
     [
+        ("--data.chat_template_kwargs={x = 1}", ConfigError, "reads no such argument"),
         ("--data.source=gone.jsonl", DataError, "does not exist"),
         ("--data.completion_column=answers", DataError, "no completion column"),
         ("--data.max_len=3", DataError, r"data\.max_len is 3"),

@@ -89,6 +89,19 @@ def test_unsupported_and_impossible_fields_are_refused_by_name(field: str, value
     assert len(message) < 200
 
 
+def test_messages_keep_what_a_chat_template_may_write_and_nothing_empty() -> None:
+    extra = {"annotations": [], "tool_calls": [], "audio": None, "refusal": "", "id": "msg_1"}
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    tool = {"role": "tool", "content": "7", "tool_call_id": "1"}
+    body = {**CHAT, "messages": [{**CHAT["messages"][0], **extra}, calls, tool]}
+    found = [each.model_dump() for each in ChatRequest.model_validate(body).messages]
+    user = {**CHAT["messages"][0], "refusal": "", "id": "msg_1"}
+    assert found == [user, {**calls, "content": ""}, tool]
+    for name in ("audio", "function_call", "refusal"):
+        body = {**CHAT, "messages": [{**CHAT["messages"][0], name: {"x": 1}}]}
+        assert f"{name} is not supported" in refused(ChatRequest, body)[1]
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("echo", True), ("best_of", 2), ("logprobs", 1), ("logprobs", True), ("logprobs", False)],

@@ -12,8 +12,9 @@ from datetime import datetime
 from functools import partial
 from typing import Any, final
 
-from longtail.errors import DataError
+from longtail.errors import DataError, JsonError
 from longtail.model.hf.template_reads import variables
+from longtail.system.files import parse_json
 
 Messages = list[dict[str, Any]]
 
@@ -28,7 +29,8 @@ _BEGUN = re.compile(rf"({THINK}\s*)?({END_THINK}\s*)?\Z")
 def conversation(prompt: Any, *, where: str) -> Messages:
     """Return a prompt as messages; a text is the user's. Raises DataError for anything else.
 
-    Messages in ShareGPT's form have `from` and `value`. Fields without a value are left out.
+    Messages in ShareGPT's form have `from` and `value`. Fields without a value are left out, and
+    arguments of tool calls may be JSON.
 
     Example: [{"from": "gpt", "value": "hi"}] is [{"role": "assistant", "content": "hi"}]
     """
@@ -48,8 +50,21 @@ def conversation(prompt: Any, *, where: str) -> Messages:
                 f"{where}: the prompt is {type(prompt).__name__} {prompt!r:.80}, expected text or "
                 "a list of messages like {'role': 'user', 'content': '...'}"
             )
+        if calls:
+            fields["tool_calls"] = [_with_object(call) for call in calls]
         found.append({**fields, "role": _ROLES.get(role, role)})
     return found
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call whose arguments are an object: OpenAI writes JSON, which templates quote."""
+    if isinstance(inner := call.get("function"), Mapping):
+        return {**call, "function": _with_object(inner)}
+    try:
+        value = parse_json(call["arguments"])
+    except (KeyError, TypeError, JsonError):
+        return dict(call)
+    return {**call, "arguments": value if isinstance(value, dict) else call["arguments"]}
 
 
 @final
@@ -131,10 +146,11 @@ class ChatTemplate:
     def _apply(
         self, chat: Messages, given: Mapping[str, Any], generation_prompt: bool, now: datetime
     ) -> str:
-        template = self._inner.chat_template
-        if isinstance(template, dict) and not {"default", "tool_use"} & template.keys():
+        template, tools = self._inner.chat_template, given.get("tools")
+        usable = {"default", "tool_use"} if tools else {"default"}
+        if isinstance(template, dict) and not usable & template.keys():
             raise ValueError(f"none of its templates, {', '.join(template)}, is called default")
-        source = self._inner.get_chat_template(None, given.get("tools"))
+        source = self._inner.get_chat_template(None, tools or None)
         source = _NOW.sub(lambda found: json.dumps(now.strftime(found[2])), source)
         apply = partial(
             self._inner.apply_chat_template, chat_template=source, tokenize=False, **given

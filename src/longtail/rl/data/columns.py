@@ -109,7 +109,7 @@ def tools_of(row: Row, *, where: str) -> list[Any] | None:
     """Return the value of the column `tools`, a list or its JSON; None without any."""
     tools = row.get("tools")
     try:
-        tools = parse_json(tools.encode()) if isinstance(tools, str) and tools.strip() else tools
+        tools = parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
     except JsonError:
         tools = [None]
     if not tools:

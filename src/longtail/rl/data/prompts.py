@@ -230,7 +230,11 @@ def origin_of(rows: Iterable[Any], settings: str) -> dict[str, str]:
 
 def refuse_other(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise DataError, with what differs, unless a checkpoint was made from the same."""
-    words = {"rows": "other rows", "settings": "another chat template, or settings of it"}
+    words = {
+        "rows": "other rows",
+        "settings": "another chat template, or settings of it",
+        "texts": "other rows, or another tokenizer",
+    }
     for name, value in here.items():
         if saved.get(name) != value:
             what = f"{name} = {saved.get(name)!r}, now it is {value!r}"
