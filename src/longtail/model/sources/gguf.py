@@ -9,7 +9,7 @@ import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -17,44 +17,32 @@ from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.model import write_json
 from longtail.model.hf.weights import require_layout, write_weights
+from longtail.model.sources.gguf_tokenizer import check_tokenizer, field, tokenizer_files
+from longtail.model.transformer import Family
 from longtail.system.cache import build_once
-from longtail.system.files import parse_json, sha256
+from longtail.system.files import sha256
 from longtail.system.tensor_files import kinds_of
 
 KIND = "models"
 """Folder of converted models in the cache."""
-CONVERSION = 3
+CONVERSION = 4
 """Version of the conversion, part of the name of its result."""
 _DTYPE = torch.bfloat16
 _MAX_SHARD_BYTES = 5 * 2**30
+_ENDS = ("bos", "eos", "eot", "eom")
+"""Tokens that begin a text, and that end text, turn and message."""
 _REMEDY = "use the model's own directory or hub id"
 
-TokenizerFiles = tuple[dict[str, Any], dict[str, Any], str | None]
-"""tokenizer.json, the named special tokens and the chat template, if there is one."""
 
-
-def model_of(
-    file: Path,
-    where: str,
-    log: Callable[[str], None],
-    *,
-    name: str = "",
-    tokenizer: Callable[[Any], TokenizerFiles] | None = None,
-) -> Path:
+def model_of(file: Path, where: str, log: Callable[[str], None], *, name: str = "") -> Path:
     """Return the directory of a file's model in the user's cache, converted first if it is new.
 
-    `tokenizer` makes the tokenizer from the file's `gguf.GGUFReader`, instead of transformers; such
-    a conversion needs a `name` of its own.
+    It has the given name, else that of the file.
     """
 
     def build(directory: Path) -> None:
         log(f"converting {file} ({file.stat().st_size / 1e6:,.0f} MB), once, in about a minute")
-        if tokenizer is None:
-            log(
-                f"warning: the tokenizer of {file} is the conversion of transformers and may split "
-                "some texts in another way than the model's own"
-            )
-        convert(file, directory, where, log, tokenizer)
+        convert(file, directory, where, log)
 
     try:
         digest = sha256(file)
@@ -64,13 +52,7 @@ def model_of(
     return build_once(KIND, f"{stem}-{digest[:16]}-{CONVERSION}", build)
 
 
-def convert(
-    source: Path,
-    directory: Path,
-    where: str,
-    log: Callable[[str], None],
-    tokenizer: Callable[[Any], TokenizerFiles] | None = None,
-) -> None:
+def convert(source: Path, directory: Path, where: str, log: Callable[[str], None]) -> None:
     """Write the model of a GGUF file as a Hugging Face directory, its weights as bfloat16.
 
     Raises ConfigError, beginning with `where`, for a malformed file and an unsupported model.
@@ -79,15 +61,16 @@ def convert(
         import gguf
 
         reader = gguf.GGUFReader(source)
+        _check_header(reader)
         log("reading the tokenizer")
-        files = tokenizer(reader) if tokenizer else _tokenizer(source, reader)
+        content, settings, template = tokenizer_files(reader)
         log(f"reading {len(reader.tensors)} tensors")
         model = _model(source)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}; {_REMEDY}") from error
     except Exception as error:  # the packages raise any error for a malformed file
         reason = " ".join(f"{error}".split())[:300] or type(error).__name__
-        raise ConfigError(
-            f"{where}: transformers cannot read the file ({reason}); {_REMEDY}"
-        ) from error
+        raise ConfigError(f"{where}: the file cannot be read ({reason}); {_REMEDY}") from error
     fields = {**model.config.to_dict(), "quantization_config": None}
     config = parse(Fields(fields, where))
     tensors = model.state_dict()
@@ -99,48 +82,33 @@ def convert(
             f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "
             f"{len(tensors)}; {_REMEDY}"
         )
-    scaling = field(reader, f"{config.family}.rope.scaling.type")
-    if scaling not in (None, "none"):
-        raise ConfigError(f"{where}: rope.scaling.type = {scaling!r:.40} is not read; {_REMEDY}")
     log("writing them as bfloat16")
-    content, named, template = files
-    ends = [end] if (end := field(reader, "tokenizer.ggml.eos_token_id")) is not None else []
     directory.mkdir(parents=True)
     write_weights(tensors, directory, _DTYPE, _MAX_SHARD_BYTES)
-    begin = field(reader, "tokenizer.ggml.bos_token_id")
+    begin, *found = (field(reader, f"tokenizer.ggml.{name}_token_id") for name in _ENDS)
+    ends = list(dict.fromkeys(end for end in found if end is not None))
     write_json(directory / "config.json", emit(config, _DTYPE, ends, begin))
     generation = {"bos_token_id": begin, "eos_token_id": ends}
     write_json(directory / "generation_config.json", generation)
     write_json(directory / "tokenizer.json", content)
-    named = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
-    if field(reader, "tokenizer.ggml.add_bos_token"):
-        named["add_bos_token"] = True
-    write_json(directory / "tokenizer_config.json", named)
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    write_json(directory / "tokenizer_config.json", settings)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def field(reader: Any, name: str) -> Any:
-    """Return a value of the metadata of a `gguf.GGUFReader`; None if there is none."""
-    found = reader.fields.get(name)
-    return None if found is None else found.contents()
-
-
-def _tokenizer(source: Path, reader: Any) -> TokenizerFiles:
-    """Return the tokenizer as transformers converts it."""
-    import transformers
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        source.parent, gguf_file=source.name, local_files_only=True, trust_remote_code=False
-    )
-    end = field(reader, "tokenizer.ggml.eos_token_id")
-    if tokenizer.eos_token_id != end:
-        raise ValueError(
-            f"transformers {transformers.__version__} takes token {tokenizer.eos_token_id} for its "
-            f"end, not {end}; a newer version may read it"
+def _check_header(reader: Any) -> None:
+    """Raise ConfigError for metadata of a file that is not read."""
+    family = field(reader, "general.architecture")
+    if family not in get_args(Family):
+        raise ConfigError(
+            f"general.architecture = {family!r:.40} is not read from GGUF files, but "
+            f"{', '.join(get_args(Family))}"
         )
-    content = parse_json(tokenizer.backend_tokenizer.to_str())
-    return content, dict(tokenizer.special_tokens_map), tokenizer.chat_template
+    scaling = field(reader, f"{family}.rope.scaling.type")
+    if scaling not in (None, "none"):
+        raise ConfigError(f"{family}.rope.scaling.type = {scaling!r:.40} is not read")
+    check_tokenizer(reader)
 
 
 def _model(source: Path) -> Any:
