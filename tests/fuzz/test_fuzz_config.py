@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tomli_w
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -73,6 +73,7 @@ def tables(draw: st.DrawFn) -> bytes:
 
 
 @pytest.mark.slow
+@example(DrafterTrainConfig, b"", ["--drafter.init=d"])
 @given(models, bytes_ | deep | tables(), st.lists(options | st.text(max_size=9), max_size=4))
 def test_any_file_and_options_are_a_configuration_or_refused(model, text, words):
     _resolve(model, text, [])

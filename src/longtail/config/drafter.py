@@ -147,14 +147,18 @@ class DrafterTrainConfig(Section):
 
 def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     drafter, data = config.drafter, config.data
-    given = drafter.model_fields_set & {"recipe", "layers", "window", "draft_vocab_size"}
+
+    def differs(name: str) -> bool:
+        return bool(getattr(drafter, name) != DrafterSection.model_fields[name].default)
+
+    given = list(filter(differs, ("draft_vocab_size", "layers", "recipe", "window")))
     if drafter.init is not None and given:
-        yield f"drafter.{min(given)}: drafter.init brings its own; leave it out"
+        yield f"drafter.{given[0]}: drafter.init brings its own; leave it out"
     if drafter.recipe != "eagle3" and drafter.layers:
         yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
     if drafter.recipe == "ridge":
         for name in ("init", "unroll_steps", "window", "draft_vocab_size"):
-            if getattr(drafter, name) != DrafterSection.model_fields[name].default:
+            if differs(name):
                 yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
         if config.train.steps != DrafterTrainSection.model_fields["steps"].default:
             yield "train.steps: drafter.recipe = 'ridge' makes one pass; leave it out"

@@ -113,7 +113,8 @@ def summarize_run(
 
 def read_metrics(path: Path) -> list[Row]:
     """Return the rows of metrics.jsonl; it is said how many lines are of another kind."""
-    found = [read_line(line, is_row) for line in path.read_bytes().splitlines()]
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    found = [read_line(line, is_row) for line in lines]
     rows: list[Row] = [row for row in found if row is not None]
     if num_others := len(found) - len(rows):
         _log.warning("%s: %d lines are of another kind, and left out", path, num_others)

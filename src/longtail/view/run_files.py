@@ -4,7 +4,6 @@ Files that are missing, half-written or replaced at this moment leave gaps; what
 taken as it is.
 """
 
-import json
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import Any, final
 from longtail.errors import ConfigError
 from longtail.run.metrics import is_row, read_line
 from longtail.run.trace import TRACE_FILE, is_event
-from longtail.system.files import process_of
+from longtail.system.files import parse_json, process_of
 from longtail.view import steps
 from longtail.view.series import FILE as METRICS
 from longtail.view.series import MOST_BYTES, MetricSeries, lines_of_step, short
@@ -60,7 +59,8 @@ class RunFiles:
         last = max(self.steps, default=0)
 
         def setting(section: str, name: str) -> Any:
-            return config.get(section, {}).get(name)
+            found = config.get(section)
+            return found.get(name) if isinstance(found, dict) else None
 
         is_running = process_of(self.directory) is not None
         return {
@@ -134,11 +134,11 @@ class RunFiles:
 
     def _summary(self) -> Row:
         """Return summary.json; {} without one."""
-        return json.loads(_text(self.directory / SUMMARY) or "{}")
+        return _table(self.directory / SUMMARY, parse_json)
 
     def _config(self) -> Row:
         """Return config.toml; {} without one."""
-        return tomllib.loads(_text(self.directory / CONFIG))
+        return _table(self.directory / CONFIG, tomllib.loads)
 
 
 def open_runs(places: list[str]) -> list[RunFiles]:
@@ -167,10 +167,11 @@ def _stamp(path: Path) -> str:
     return f"{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
 
 
-def _text(path: Path) -> str:
-    """Return a small file; empty if it cannot be read."""
+def _table(path: Path, parse: Callable[[str], Any]) -> Row:
+    """Return a small file of names and values; {} if it cannot be read or is damaged."""
     try:
         with path.open("rb") as file:
-            return file.read(MOST_BYTES).decode()
-    except OSError:
-        return ""
+            found = parse(file.read(MOST_BYTES).decode())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
