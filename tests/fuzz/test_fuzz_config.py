@@ -116,15 +116,38 @@ pieces = st.sampled_from(
         *("{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{{ 1 / 0 }}", "{{ x }}"),
         *("{{ messages[9] }}", "{% if 1 %}", "{% endif %}", "{%", "{{ raise_exception('no') }}"),
         *("{{ m.content + 1 }}", "{{ m.__class__ }}", "{{ 'a'.join(m) }}", "{{ m.content[5:] }}"),
+        *(
+            "{{ m.role }}",
+            "{{ m | tojson }}",
+            "{{ m.content | trim }}",
+            "{% if tools %}",
+            "<think>\n",
+        ),
     ]
 )
+CHATS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "human", "gpt", "assistant", "system", "developer"]),
+            "content": st.text(max_size=5) | st.sampled_from(['two\n"2"', "<think>a</think>b"]),
+        },
+        optional={"tool_calls": st.sampled_from([[], [{"name": "add", "arguments": "{"}]])},
+    ),
+    max_size=4,
+)
+WHOLE = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
 
 
 @pytest.mark.slow
-@given(st.lists(pieces | st.text("{}% ", max_size=5), max_size=6).map("".join))
-def test_any_chat_template_is_rendered_or_refused(template):
+@given(
+    st.just(WHOLE) | st.lists(pieces | st.text("{}% ", max_size=5), max_size=6).map("".join), CHATS
+)
+def test_any_chat_is_rendered_by_any_template_without_a_loss_or_refused(template, chat):
     _, path, content = _model()
     (path / "config.json").write_text(json.dumps(content))  # the test above leaves any text
     (path / "chat_template.jinja").write_text(template)
     with contextlib.suppress(DataError):
-        load_tokenizer(path).template.render([{"role": "user", "content": "two and two"}])
+        text = load_tokenizer(path).template.render(chat)
+        for message in chat:
+            own = message["content"].rpartition("</think>")[2].strip()
+            assert own in text or json.dumps(own, ensure_ascii=False)[1:-1] in text
