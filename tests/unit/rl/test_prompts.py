@@ -247,7 +247,11 @@ def test_all_that_a_known_format_has_is_in_the_prompt(row, text):
     ("row", "options", "message"),
     [
         ({"question": "a", "choices": ["b"]}, {}, r"beside 'question' .* 'choices', which would"),
-        ({"instruction": "a", "input": {"b": 1}}, {}, r"data\.prompt_column = 'instruction'$"),
+        (
+            {"instruction": "a", "input": {"b": 1}},
+            {},
+            r"data\.prompt_column = 'instruction' to leave",
+        ),
         ({"prompt": "a", "tools": "[{}]"}, {}, "row 0: the column 'tools' is '\\[{}\\]', expected"),
         ({"prompt": "a", "tools": ["saw"]}, {}, "row 0: the column 'tools' is"),
     ],

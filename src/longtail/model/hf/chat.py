@@ -20,6 +20,8 @@ Messages = list[dict[str, Any]]
 
 _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant")}
 """Roles by the names that data sets give them."""
+_SYSTEM = {"system": "system", "developer": "system"}
+"""Roles of a first message that instructs."""
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 THINK, END_THINK = "<think>", "</think>"
 _BEGUN = re.compile(rf"({THINK}\s*)?({END_THINK}\s*)?\Z")
@@ -118,27 +120,26 @@ class ChatTemplate:
                 "chat_template.jinja to the model directory, or give prompts as plain text"
             )
         chat = conversation(list(messages), where="messages")
-        own = bool(chat) and chat[0]["role"] in ("system", "developer")
-        if system_prompt is not None and not own:
+        named = ""
+        if system_prompt is not None and chat[:1] and chat[0]["role"] not in _SYSTEM:
             chat = [{"role": "system", "content": system_prompt}, *chat]
+            named = f"data.system_prompt = {system_prompt!r:.80}: "
+        chats = [chat]
+        if any(each["role"] == "developer" for each in chat):
+            chats.append(
+                [each | {"role": _SYSTEM.get(each["role"], each["role"])} for each in chat]
+            )
         given = {**(arguments or {}), **({"tools": list(tools)} if tools else {})}
-        problem, cause = "", None
-        for system in ("developer", "system"):
-            roles = [system if each["role"] == "developer" else each["role"] for each in chat]
-            chat = [each | {"role": role} for each, role in zip(chat, roles, strict=True)]
+        problem, cause = None, None
+        for chat in chats:
             try:
                 text = self._apply(chat, given, generation_prompt, now or datetime.now())
+                problem, cause = _left_out(text, chat, tools or ()), None
             except Exception as error:  # noqa: BLE001 - a template is a program: any error
+                roles, cause = [each["role"] for each in chat], error
                 problem = f"refuses messages with roles {roles}: {error}{self._needs(error, given)}"
-                cause = error
-            else:
-                left_out = _left_out(text, chat, tools or ())
-                if left_out is None:
-                    return text
-                problem, cause = f"leaves out {left_out}", None
-            if "developer" not in roles:
-                break
-        named = f"data.system_prompt = {system_prompt!r:.80}: " if len(chat) > len(messages) else ""
+            if problem is None:
+                return text
         raise DataError(
             f"{named}tokenizer.chat_template {problem}; change the messages or the template"
         ) from cause
@@ -175,14 +176,14 @@ class ChatTemplate:
 def _left_out(
     text: str, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return which content of messages and tools a text lacks; None if it has all.
+    """Return what of messages and tools the template left out of a text; None if nothing.
 
     The contents must come in the order of the messages, but for those of system messages, without
     white space at their ends, as they are or within JSON. Thoughts may be left out.
     """
     for tool in tools:
         if tool_name(tool) not in text:
-            return f"the tool {tool_name(tool)!r}"
+            return f"leaves out the tool {tool_name(tool)!r}"
     place = 0
     for message in chat:
         role, content = message["role"], message["content"]
@@ -193,11 +194,13 @@ def _left_out(
         forms = (written, json.dumps(written, ensure_ascii=False)[1:-1])
         ends = [at + len(form) for form in forms if (at := text.find(form, start)) >= 0]
         if not ends:
-            return f"the content of a message with role {role!r}: {written!r:.80}"
+            return f"leaves out the content of a message with role {role!r}: {written!r:.80}"
         calls = message.get("tool_calls", ())
         for call in calls:
             if text.find(tool_name(call), start) < 0:
-                return f"the tool call {tool_name(call)!r} of a message with role {role!r}"
+                return (
+                    f"leaves out the tool call {tool_name(call)!r} of a message with role {role!r}"
+                )
         if role != "system" and not calls:  # beside calls a content may stand behind their results
             place = min(ends)
     return None

@@ -7,6 +7,7 @@ messages, conversations                    a chat (ShareGPT); an assistant's las
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from longtail.errors import DataError, JsonError, did_you_mean
@@ -74,22 +75,19 @@ def prompt_of(row: Row, column: str, *, is_named: bool, where: str) -> Any:
     prompt = row[column]
     if is_named:
         return prompt
+    if column in CHAT_COLUMNS:
+        chat = chat_of(row, prompt, where=where)
+        return chat[:-1] if chat[-1:] and chat[-1]["role"] == "assistant" else chat
     beside = next((each for each in _BESIDE.get(column, ()) if row.get(each)), None)
     if beside is not None and not (column == "instruction" and isinstance(row[beside], str)):
         raise DataError(
             f"{where}: beside {column!r} it has the column {beside!r}, which would be missing in "
-            f"the prompt; join them in a column of your own, or leave {beside!r} out by "
-            f"data.prompt_column = {column!r}"
+            "the prompt; join them in a column of your own, or name data.prompt_column = "
+            f"{column!r} to leave it out"
         )
-    if beside is not None and isinstance(prompt, str) and row[beside].strip():
-        prompt = f"{prompt}\n\n{row[beside]}"
-    if column in CHAT_COLUMNS:
-        prompt = chat_of(row, column, where=where)
-        return prompt[:-1] if prompt[-1:] and prompt[-1]["role"] == "assistant" else prompt
-    system = row.get("system_prompt")
-    if column != "prompt" and isinstance(system, str) and system.strip():
-        return [{"role": "system", "content": system}, *conversation(prompt, where=where)]
-    return prompt
+    if beside is not None and isinstance(prompt, str):
+        prompt = f"{prompt}\n\n{row[beside]}".rstrip()
+    return prompt if column == "prompt" or not _system(row) else chat_of(row, prompt, where=where)
 
 
 def chat_column(row: Row) -> str | None:
@@ -97,24 +95,26 @@ def chat_column(row: Row) -> str | None:
     return next((each for each in CHAT_COLUMNS if row.get(each) and type(row[each]) is list), None)
 
 
-def chat_of(row: Row, column: str, *, where: str) -> Messages:
-    """Return the messages of a whole chat, behind the text of a column `system`."""
-    chat, system = conversation(row[column], where=where), row.get("system")
-    if isinstance(system, str) and system.strip() and chat and chat[0]["role"] != "system":
+def chat_of(row: Row, prompt: Any, *, where: str) -> Messages:
+    """Return a text or a chat as messages, behind the row's system message if it has none."""
+    chat, system = conversation(prompt, where=where), _system(row)
+    if system and not (chat and chat[0]["role"] == "system"):
         return [{"role": "system", "content": system}, *chat]
     return chat
 
 
+def _system(row: Row) -> str:
+    """Return the text of a column for it; empty without one."""
+    values = (row.get(each) for each in ("system", "system_prompt"))
+    return next((each for each in values if isinstance(each, str) and each.strip()), "")
+
+
 def tools_of(row: Row, *, where: str) -> list[Any] | None:
     """Return the value of the column `tools`, a list or its JSON; None without any."""
-    tools = row.get("tools")
-    try:
-        tools = parse_json(tools) if isinstance(tools, str) and tools.strip() else tools
-    except JsonError:
-        tools = [None]
-    if not tools:
-        return None
-    if not (isinstance(tools, list) and all(map(tool_name, tools))):
+    tools = row.get("tools") or None
+    with suppress(JsonError):
+        tools = parse_json(tools) if isinstance(tools, str) else tools
+    if tools and not (isinstance(tools, list) and all(map(tool_name, tools))):
         raise DataError(
             f"{where}: the column 'tools' is {row['tools']!r:.80}, expected a list of functions "
             "with names, as TRL has it; rename the column if it is none"

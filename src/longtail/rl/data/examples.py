@@ -194,7 +194,7 @@ def _prompt_and_completion(
     where = f"data.source = {source!r}, row {index}"
     chat = chat_column(row) if completion_column is None else None
     if chat is not None:
-        messages = chat_of(row, chat, where=where)
+        messages = chat_of(row, row[chat], where=where)
         completion: Any = messages[-1:]
         plain = {**row, "prompt": messages[:-1]}
     else:
