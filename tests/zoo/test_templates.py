@@ -11,9 +11,18 @@ from transformers import PreTrainedTokenizerFast
 
 from longtail.errors import LongtailError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder
 from zoo.menagerie import ANSWER, CONVERSATIONS, HERE, TEMPLATES, USER, write_tokenizer
 
+OTHERWISE = {
+    *("apriel-1.6-15b-thinker", "deepseek-r1", "deepseek-r1-distill-llama-8b"),
+    *("deepseek-r1-distill-qwen-32b", "deepseek-v3.2", "gemma-4-31b-it"),
+    *("gemma-4-31b-it-interleaved", "glm-4.7-flash", "mirothinker", "nemotron-3-nano", "qwq-32b"),
+}
+"""Templates that do not write an answer behind the prompt of it."""
+ENDLESS = {"rwkv-world"}
+"""Templates that write no token behind an answer, so that the tokenizer's own is learned."""
 REFUSED = {
     "gemma-2-2b-it": {"system": "not supported", "empty system": "not supported"},
     "mirothinker": dict.fromkeys(("turns", "prefill"), "cannot assign attribute"),
@@ -109,3 +118,24 @@ def test_a_template_writes_the_time_of_the_start_of_a_run_on_another_day(
         ours.append(render(chat))
     assert ours == [theirs[0]] * 2
     assert theirs[0] != theirs[1]
+
+
+def test_a_target_is_the_turn_that_the_template_writes_or_it_is_said_how_it_differs(
+    path: Path,
+    ours: Tokenizer,
+    theirs: PreTrainedTokenizerFast,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"messages": [USER, ANSWER]}]
+    (example,), _ = make_examples(
+        rows, source="x", encoder=Encoder.of(ours), ends=ours.ends, max_len=1 << 20
+    )
+    assert example.tokens[-1] in ours.eos_ids
+    is_said = "the chat template does not write the answer" in capsys.readouterr().err
+    assert is_said == (path.name in OTHERWISE)
+    if not is_said:  # a template may write the end of a turn before the next one
+        turns = [[USER, ANSWER], [USER, ANSWER, USER]]
+        whole = [theirs.apply_chat_template(turn, tokenize=False) for turn in turns]
+        tokens = example.tokens[:-1] if path.name in ENDLESS else example.tokens
+        text = theirs.decode(tokens, clean_up_tokenization_spaces=False)
+        assert any(each.startswith(text) for each in whole)

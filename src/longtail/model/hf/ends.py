@@ -8,6 +8,7 @@ from longtail.errors import DataError, RequestError
 from longtail.model.hf.chat import ChatTemplate
 from longtail.types import SamplingParams
 
+_QUESTION = {"role": "user", "content": "3 + 4?"}
 _ANSWER = "Seven49"
 """Answer that is looked for in a rendered conversation."""
 
@@ -34,8 +35,13 @@ class Ends:
         """Find the ends of a tokenizer of transformers, of whose model the files list some."""
         known = [token for token in listed if inner.convert_ids_to_tokens(token) is not None]
         added, text = inner.added_tokens_decoder, _behind_answer(inner)
-        found = [token for token in inner.encode(text, add_special_tokens=False) if token in added]
-        turn_id = next((token for token in found if token in known), next(iter(found), None))
+        last, inside = (
+            [token for token in inner.encode(each, add_special_tokens=False) if token in added]
+            for each in (text, _behind_answer(inner, _QUESTION))
+        )
+        # GLM's turn ends where the next one begins
+        found = [*filter(known.__contains__, last), *last, *filter(known.__contains__, inside)]
+        turn_id = next(iter(found), None)
         if turn_id is not None:
             name = added[turn_id].content
             text = text.partition(name)[0] + name
@@ -69,13 +75,11 @@ class Ends:
         return replace(params, stop_token_ids=tuple(dict.fromkeys(ids)))
 
 
-def _behind_answer(inner: Any) -> str:
+def _behind_answer(inner: Any, *more: Mapping[str, str]) -> str:
     """Return what the chat template writes behind an answer, without white space around it."""
-    question = {"role": "user", "content": "3 + 4?"}
+    messages = [_QUESTION, {"role": "assistant", "content": _ANSWER}, *more]
     try:
-        text = ChatTemplate(inner).render(
-            [question, {"role": "assistant", "content": _ANSWER}], generation_prompt=False
-        )
+        text = ChatTemplate(inner).render(messages, generation_prompt=False)
     except DataError:  # there is none, or it needs more than messages
         return ""
     _, found, behind = text.rpartition(_ANSWER)
