@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 from longtail.engine.text import TokenTexts
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
-from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from support.tiny_models import (
     CHAT_TEMPLATE,
     byte_level_backend,
     sentencepiece_tokenizer,
+    tiny_config,
     tiny_model,
     tiny_tokenizer,
 )
@@ -95,7 +96,19 @@ def test_markup_in_pairs_is_text_even_if_it_is_special():
     last = tokenizer.vocab_size
     tokens = [1, *range(last - 6, last), 2]  # <s>, these names, </s>
     assert tokenizer.decode(tokens) == "<think></think>[THINK][/THINK]"
+    assert set(tokenizer.ends.special) == {"<unk>", "<s>", "</s>", "<|turn|>", "<end>"}
     assert "".join(TokenTexts(tokenizer.decode).pieces(tokens)) == tokenizer.decode(tokens)
+
+
+def test_special_tokens_may_lack_an_embedding_but_not_those_of_a_text():
+    """Gemma 3 has one token of images more than the model of texts has embeddings."""
+    tokenizer = sentencepiece_tokenizer(["<image>"])
+    check_vocabulary(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size - 1))
+    assert tokenizer.decode(tokenizer.encode("a", goes_on=True)) == "a"
+    with pytest.raises(DataError, match=r"special token '<image>', id 2.., for which the model"):
+        tokenizer.encode("a<image>b")
+    with pytest.raises(ConfigError, match=r"ids up to 2.. but the model's vocab_size = 260"):
+        check_vocabulary(tokenizer, tiny_config(vocab_size=260))
 
 
 def test_half_a_surrogate_pair_is_refused():
@@ -196,6 +209,9 @@ def test_a_missing_tokenizer_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         load_tokenizer(tmp_path / "absent")
     with pytest.raises(DataError, match=r"tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no model")
+    with pytest.raises(DataError, match=r"tokenizer\.model alone.* copy .*tokenizer\.json.*senten"):
         load_tokenizer(tmp_path)
 
 

@@ -6,7 +6,7 @@ incomplete character makes U+FFFD of all bytes beside it.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Literal, final
 
@@ -22,8 +22,10 @@ _PIECES = {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip"}
 class TokenDecoder:
     """Bytes and texts of the tokens of a transformers' tokenizer."""
 
-    def __init__(self, inner: Any, eos_ids: Sequence[int]) -> None:
-        self._inner, self._eos_ids = inner, eos_ids  # a PreTrainedTokenizerBase
+    def __init__(self, inner: Any, left_out: Collection[int]) -> None:
+        self._inner = inner  # a PreTrainedTokenizerBase
+        self._left_out = frozenset(left_out)
+        """Tokens that are in no text, those of `silent_tokens`."""
         self._bytes: dict[int, bytes] = {}
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -82,17 +84,16 @@ class TokenDecoder:
         """Added tokens by id; transformers makes them anew on each call."""
         return self._inner.added_tokens_decoder
 
-    @cached_property
-    def _left_out(self) -> frozenset[int]:
-        """Special tokens that are in no text: all but those in pairs as <think> and </think>.
 
-        Such pairs are markup of an answer. What begins, ends or pads a text is none.
-        """
-        special = {token.content: i for i, token in self._added.items() if token.special}
-        names = (f"{name}_token_id" for name in ("bos", "eos", "unk", "pad"))
-        control = {*self._eos_ids, *(getattr(self._inner, name) for name in names)}
-        pairs = [(i, special.get(f"{name[:1]}/{name[1:]}")) for name, i in special.items()]
-        markup = {
-            i for pair in pairs if None not in pair and control.isdisjoint(pair) for i in pair
-        }
-        return frozenset(special.values()) - markup
+def silent_tokens(inner: Any, eos_ids: Sequence[int]) -> dict[str, int]:
+    """Return the special tokens that are in no text: all but pairs as <think> and </think>.
+
+    Such pairs are markup of an answer. What begins, ends or pads a text is none.
+    """
+    added = inner.added_tokens_decoder.items()
+    special = {token.content: i for i, token in added if token.special}
+    names = (f"{name}_token_id" for name in ("bos", "eos", "unk", "pad"))
+    control = {None, *eos_ids, *(getattr(inner, name) for name in names)}
+    pairs = [(i, special.get(f"{name[:1]}/{name[1:]}")) for name, i in special.items()]
+    markup = {i for pair in pairs if control.isdisjoint(pair) for i in pair}
+    return {name: i for name, i in special.items() if i not in markup}

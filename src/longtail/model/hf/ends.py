@@ -6,6 +6,7 @@ from typing import Any, final
 
 from longtail.errors import DataError, RequestError
 from longtail.model.hf.chat import ChatTemplate
+from longtail.model.hf.decoding import silent_tokens
 from longtail.types import SamplingParams
 
 _QUESTION = {"role": "user", "content": "3 + 4?"}
@@ -28,7 +29,7 @@ class Ends:
     turn_id: int | None
     """Token with which `turn` ends; None if the template writes none there."""
     special: Mapping[str, int]
-    """Special tokens, which are left out of decoded texts."""
+    """Special tokens that are left out of decoded texts."""
 
     @staticmethod
     def of(inner: Any, listed: tuple[int, ...]) -> "Ends":
@@ -45,11 +46,12 @@ class Ends:
         if turn_id is not None:
             name = added[turn_id].content
             text = text.partition(name)[0] + name
+        ids = tuple(dict.fromkeys(each for each in (*known, turn_id) if each is not None))
         return Ends(
-            ids=tuple(dict.fromkeys(each for each in (*known, turn_id) if each is not None)),
+            ids=ids,
             turn=text,
             turn_id=turn_id,
-            special={each.content: token for token, each in added.items() if each.special},
+            special=silent_tokens(inner, ids),
         )
 
     def cut(self, text: str) -> str:

@@ -45,6 +45,8 @@ class Tokenizer:
     ) -> None:
         self._inner = inner  # transformers' PreTrainedTokenizerBase
         self._files = files or {}
+        self._outside = frozenset[int]()
+        """Special tokens that have no embedding, of `limit`."""
         self.ends = Ends.of(inner, eos_ids)
         self.bos_id = bos_id
         """Token that begins a text: the tokenizer's own, else the model's; None without any."""
@@ -55,7 +57,7 @@ class Tokenizer:
         self._before = () if both == (*before, *word) else before
         """Tokens of a text before completions; () if a whole text is encoded like a completion."""
         self.template = ChatTemplate(inner)
-        self._decoder = TokenDecoder(inner, self.eos_ids)
+        self._decoder = TokenDecoder(inner, self.ends.special.values())
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -91,7 +93,28 @@ class Tokenizer:
         return tokens if tokens[: len(first)] == first else (*first, *tokens)
 
     def _plain(self, text: str) -> tuple[int, ...]:
-        return tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+        tokens = tuple(self._inner.encode(text, add_special_tokens=False, verbose=False))
+        if outside := self._outside.intersection(tokens):
+            name = self._inner.convert_ids_to_tokens(min(outside))
+            raise DataError(
+                f"a text holds the special token {name!r}, id {min(outside)}, for which the model "
+                "has no embedding: take it out of the text"
+            )
+        return tokens
+
+    def limit(self, num_embeddings: int) -> None:
+        """Refuse texts with a special token that has no embedding, from now on.
+
+        Raises ConfigError if another token has none.
+        """
+        special = {i for i, token in self._inner.added_tokens_decoder.items() if token.special}
+        outside = {i for i in self._inner.get_vocab().values() if i >= num_embeddings}
+        if others := outside - special:
+            raise ConfigError(
+                f"the tokenizer has token ids up to {max(others)} but the model's "
+                f"vocab_size = {num_embeddings}: use the tokenizer that the model was trained with"
+            )
+        self._outside = frozenset(outside)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens that go on a text, their first space with it.
@@ -174,6 +197,11 @@ def load_tokenizer(path: Path | str) -> Tokenizer:
     try:
         inner = reader.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the Rust library raises no narrower class
+        if not {"tokenizer.json", "vocab.json"} & files.keys():
+            raise DataError(
+                f"{path} holds tokenizer.model alone, which cannot be read here: copy the model's "
+                "tokenizer.json into it, or install the packages sentencepiece and protobuf"
+            ) from error
         raise DataError(
             f"{path}: the tokenizer cannot be read ({error}): copy its files again"
         ) from error
@@ -199,9 +227,8 @@ def _asks_for_bos(files: Mapping[str, bytes]) -> bool:
 
 
 def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise ConfigError if the tokenizer has ids without an embedding in the model."""
-    if tokenizer.vocab_size > config.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has token ids up to {tokenizer.vocab_size - 1} but the model's "
-            f"vocab_size = {config.vocab_size}: use the tokenizer that the model was trained with"
-        )
+    """Raise ConfigError if words of the tokenizer have no embedding in the model.
+
+    Texts with special tokens that have none, as Gemma 3's of an image, are refused one by one.
+    """
+    tokenizer.limit(config.vocab_size)
