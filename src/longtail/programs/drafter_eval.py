@@ -11,6 +11,7 @@ import sys
 import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from longtail.model.sources import smollm2
 from longtail.programs.drafter_data import prompts_of, source_rows
 from longtail.rl.data.prompts import Encoder
 from longtail.rl.data.sources import load_rows
-from longtail.run.checkpoint import CONFIG_FILE
+from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
 from longtail.run.drafter_store import drafter_directory, run_drafters
 from longtail.run.models import model_directory
 from longtail.sampling import noise_key
@@ -194,8 +195,10 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
         sections = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read ({error}); give --prompts") from error
+    latest = RunDirectory(run).load_latest("state.json")
+    now = None if latest is None or not latest.begun else datetime.fromisoformat(latest.begun)
     if "rollout" in sections:
-        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, None)
+        parts = load_prompts(configfile.resolve(RunConfig, file, []), tokenizer, None, now=now)
         chosen = parts.heldout.prompts or parts.train.prompts
         return [prompt.tokens for prompt in chosen]
     if "target" not in sections:
@@ -203,7 +206,7 @@ def _of_run(run: Path, tokenizer: Tokenizer) -> list[tuple[int, ...]] | None:
     config = configfile.resolve(DrafterTrainConfig, file, [])
     if config.data.completions == "given":
         return None
-    rows, data, encoder = source_rows(config), config.data, Encoder.of(tokenizer, config.data)
+    rows, data, encoder = source_rows(config), config.data, Encoder.of(tokenizer, config.data, now)
     return prompts_of(rows[-data.heldout_size :], data.source, encoder, data.prompt_column)
 
 

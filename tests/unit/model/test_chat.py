@@ -20,6 +20,7 @@ LAST_ONLY = "{{ messages[-1].content }}"
 USER, SYSTEM = {"role": "user", "content": "hi"}, {"role": "system", "content": "Be brief."}
 DEVELOPER, ANSWER = {**SYSTEM, "role": "developer"}, {"role": "assistant", "content": "Ho"}
 CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add"}}]}
+THOUGHT = "<think>\nhm\n</think>\n\nHo"
 TOOL = {"type": "function", "function": {"name": "add", "description": "Add."}}
 
 
@@ -63,31 +64,22 @@ def test_a_template_that_leaves_something_out_is_refused(source, chat, tools, lo
 
 
 @pytest.mark.parametrize(
-    ("source", "chat", "tools"),
+    ("content", "chat", "tools"),
     [
-        (f"{{{{ tools | tojson }}}}{ANY}", [USER, CALL, USER], [TOOL]),
+        ("{{ m | tojson }}{{ tools | tojson }}", [USER, CALL, USER], [TOOL]),
+        ("{{ m.content | tojson }}", [{**USER, "content": '"\n'}], None),
         (
-            "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
-            [{**USER, "content": '"\n'}],
+            "{{ m.content.split('</think>')[-1] }}",
+            [USER, {**ANSWER, "content": THOUGHT}, USER],
             None,
         ),
-        (
-            "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}",
-            [USER, {**ANSWER, "content": "<think>\nhm\n</think>\n\nHo"}, USER],
-            None,
-        ),
-        (
-            "{{ messages[1:] | map(attribute='content') | join }}{{ messages[0].content }}",
-            [SYSTEM, USER],
-            None,
-        ),
-        (KNOWN, [{**USER, "content": "\n hi ", "tool_calls": [], "id": None}], None),
+        ("{{ messages[1 - loop.index].content }}", [SYSTEM, USER], None),  # the system's at the end
+        ("{{ m.content | trim }}", [{**USER, "content": "\n hi ", "tool_calls": []}], None),
     ],
 )
-def test_what_a_template_may_change_is_accepted(source, chat, tools):
-    if CALL in chat:
-        source += "{{ messages | map(attribute='tool_calls') | list }}"
-    template(source).render(chat, tools=tools)
+def test_what_a_template_may_change_is_accepted(content, chat, tools):
+    source = f"{{% for m in messages %}}{content}{{% endfor %}}"
+    assert template(source).render(chat, tools=tools)
 
 
 @pytest.mark.parametrize(
@@ -108,34 +100,23 @@ def test_an_assistants_message_at_the_end_is_continued(opening, begun, text):
 
 
 def test_a_system_prompt_stands_before_messages_without_one_of_their_own():
-    known = template(KNOWN)
-    texts = [
-        known.render(chat, system_prompt="So.") for chat in ([USER], [SYSTEM, USER], [DEVELOPER])
-    ]
-    assert [text.partition("<eos>")[0] for text in texts] == [
-        "<system>So.",
-        "<system>Be brief.",
-        "<system>Be brief.",
-    ]
+    for chat, text in (([USER], "So."), ([SYSTEM, USER], "Be brief."), ([DEVELOPER], "Be brief.")):
+        found = template(KNOWN).render(chat, system_prompt="So.")
+        assert found.startswith(f"<system>{text}<eos>")
     with pytest.raises(DataError, match=r"data\.system_prompt = 'So\.': tokenizer\.chat_template"):
         template(LAST_ONLY).render([USER], system_prompt="So.")
 
 
 @pytest.mark.parametrize("chat", [7, ["a"], [{"role": "user"}], [{**USER, "tool_calls": [{}]}]])
 def test_what_is_no_chat_is_refused(chat):
-    with pytest.raises(
-        DataError, match=r"row 3: the prompt is .*, expected text or a list of mess"
-    ):
+    with pytest.raises(DataError, match=r"row 3: the prompt is .*, expected text or a list"):
         conversation(chat, where="row 3")
 
 
 def test_arguments_of_calls_are_objects_though_clients_write_json():
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     (found,) = conversation([{**CALL, "tool_calls": [call, {"name": "f"}]}], where="")
-    assert found["tool_calls"] == [
-        {"function": {"name": "add", "arguments": {"a": 1}}},
-        {"name": "f"},
-    ]
+    assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1}
 
 
 def test_the_clock_of_a_run_is_what_the_template_writes():
