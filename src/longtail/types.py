@@ -108,13 +108,16 @@ class Request:
         longest = len(self.prompt_tokens) + self.sampling.max_tokens
         if not self.prompt_tokens:
             raise RequestError(f"request {self.request_id!r} has an empty prompt")
-        tokens = (*self.prompt_tokens, *self.sampling.stop_token_ids)
-        outside = [token for token in tokens if not 0 <= token < vocab_size]
-        if outside:
-            raise RequestError(
-                f"request {self.request_id!r} holds token {outside[0]}, but the model's "
-                f"vocabulary has {vocab_size}; use the model's own tokenizer"
-            )
+        for verb, tokens in (
+            ("holds", self.prompt_tokens),
+            ("stops at", self.sampling.stop_token_ids),
+        ):
+            outside = [token for token in tokens if not 0 <= token < vocab_size]
+            if outside:
+                raise RequestError(
+                    f"request {self.request_id!r} {verb} token {outside[0]}, but the model's "
+                    f"vocabulary has {vocab_size}; use the model's own tokenizer"
+                )
         if not -(2**63) <= self.noise_key < 2**63:
             raise RequestError(
                 f"request {self.request_id!r} has noise_key {self.noise_key}, which is no "
