@@ -130,7 +130,7 @@ def test_the_clock_of_a_run_is_what_the_template_writes():
     [("{% for tool in tools %}{% endfor %}", "tools"), ("{{ functions + 'x' }}", "functions")],
 )
 def test_a_template_without_what_it_needs_is_refused_by_the_name_of_that(source, needed):
-    with pytest.raises(DataError, match=rf"\(it reads {needed}, and none are given\)"):
+    with pytest.raises(DataError, match=rf"\(it reads {needed}, and none are given"):
         template(source + KNOWN).render([USER])
 
 

@@ -166,11 +166,11 @@ class ChatTemplate:
 
     def _needs(self, error: Exception, given: Mapping[str, Any]) -> str:
         """Return which argument of the template is missing, if that is why it fails."""
-        text, names = str(error), self.arguments - given.keys()
-        named = [name for name in sorted(names) if f"'{name}' is undefined" in text]
-        if "tools" in names and "'NoneType' object is not iterable" in text:
-            named.append("tools")
-        return f" (it reads {named[0]}, and none are given)" if named else ""
+        text = str(error).replace("'NoneType' object is not iterable", "'tools' is undefined")
+        names = sorted(self.arguments - given.keys())
+        named = [name for name in names if f"'{name}' is undefined" in text]
+        remedy = "and none are given; for rows data.chat_template_kwargs has them"
+        return f" (it reads {named[0]}, {remedy})" if named else ""
 
 
 def _left_out(
