@@ -28,6 +28,11 @@ _BEGUN = re.compile(rf"({THINK}\s*)?({END_THINK}\s*)?\Z")
 """A thought at the end of a prompt: open, or closed and empty."""
 
 
+def opens_thought(prompt: str) -> bool:
+    """Return whether the text that a model reads ends with the tag that opens a thought."""
+    return prompt.rstrip().endswith(THINK)
+
+
 def conversation(prompt: Any, *, where: str) -> Messages:
     """Return a prompt as messages; a text is the user's. Raises DataError for anything else.
 

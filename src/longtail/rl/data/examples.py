@@ -14,12 +14,11 @@ from types import MappingProxyType
 from typing import Any, final
 
 from longtail.errors import ConfigError, DataError, did_you_mean
-from longtail.model.hf.chat import END_THINK, THINK, conversation
+from longtail.model.hf.chat import END_THINK, THINK, conversation, opens_thought
 from longtail.model.hf.ends import Ends
 from longtail.rl.data.columns import chat_column, chat_of, tools_of
 from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts, refuse_other
 from longtail.rl.data.sources import Row
-from longtail.rl.data.thoughts import opens_thought
 from longtail.system.device import to_stderr
 from longtail.types import Prompt
 

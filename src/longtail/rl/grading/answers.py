@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import SupportsFloat
 
 from longtail.errors import GradingError
-from longtail.model.hf.chat import END_THINK
+from longtail.model.hf.chat import END_THINK, THINK
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -43,6 +43,15 @@ def last_boxed(text: str) -> str | None:
         if depth == 0:
             return after[: brace.start()]
     return None
+
+
+def ends_in_thought(text: str, *, is_opened: bool) -> bool:
+    """Return whether a completion ends within its thought; `is_opened`: its prompt opened one.
+
+    Example: ends_in_thought("<think>1 + 1 is 2, so", is_opened=False)
+    """
+    _, closed, after = text.rpartition(END_THINK)
+    return THINK in after or (is_opened and not closed)
 
 
 def after_thinking(text: str) -> str:

@@ -24,9 +24,9 @@ from typing import Any, final
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
 from longtail.errors import ConfigError, DataError, GradingError
+from longtail.model.hf.chat import opens_thought
 from longtail.rl.data.prompts import PromptSet
 from longtail.rl.data.requests import visit_of
-from longtail.rl.data.thoughts import opens_thought
 from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, required_columns, reward_factory
 from longtail.system import machine

@@ -16,10 +16,10 @@ from fractions import Fraction
 from typing import Any, ClassVar, final
 
 from longtail.errors import ConfigError, GradingError, did_you_mean
-from longtail.rl.data.thoughts import ends_in_thought
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
+    ends_in_thought,
     final_answer,
     last_number,
     tagged_answer,
