@@ -252,6 +252,7 @@ def test_all_that_a_known_format_has_is_in_the_prompt(row, text):
             {},
             r"data\.prompt_column = 'instruction' to leave",
         ),
+        ({"instruction": "a", "input": "b", "history": [["c", "d"]]}, {}, "the column 'history'"),
         ({"prompt": "a", "tools": "[{}]"}, {}, "row 0: the column 'tools' is '\\[{}\\]', expected"),
         ({"prompt": "a", "tools": ["saw"]}, {}, "row 0: the column 'tools' is"),
     ],

@@ -31,7 +31,7 @@ ID_COLUMNS = ("prompt_id", "problem_id", "id", "uid")
 """Columns whose values, if they are unique, become ids."""
 
 _BESIDE = {
-    "instruction": ("input", "context"),
+    "instruction": ("input", "context", "history"),
     "question": ("context", "passage", "choices", "options"),
 }
 """Columns that belong to a prompt as well."""
@@ -78,15 +78,16 @@ def prompt_of(row: Row, column: str, *, is_named: bool, where: str) -> Any:
     if column in CHAT_COLUMNS:
         chat = chat_of(row, prompt, where=where)
         return chat[:-1] if chat[-1:] and chat[-1]["role"] == "assistant" else chat
-    beside = next((each for each in _BESIDE.get(column, ()) if row.get(each)), None)
-    if beside is not None and not (column == "instruction" and isinstance(row[beside], str)):
+    beside = [each for each in _BESIDE.get(column, ()) if row.get(each)]
+    one_text = len(beside) == 1 and isinstance(row[beside[0]], str)
+    if beside and not (column == "instruction" and one_text):
         raise DataError(
-            f"{where}: beside {column!r} it has the column {beside!r}, which would be missing in "
-            "the prompt; join them in a column of your own, or name data.prompt_column = "
+            f"{where}: beside {column!r} it has the column {beside[-1]!r}, which would be missing "
+            "in the prompt; join them in a column of your own, or name data.prompt_column = "
             f"{column!r} to leave it out"
         )
-    if beside is not None and isinstance(prompt, str):
-        prompt = f"{prompt}\n\n{row[beside]}".rstrip()
+    if beside and isinstance(prompt, str):
+        prompt = f"{prompt}\n\n{row[beside[0]]}".rstrip()
     return prompt if column == "prompt" or not _system(row) else chat_of(row, prompt, where=where)
 
 
