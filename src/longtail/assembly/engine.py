@@ -11,7 +11,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model, stored_dtype
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.system.device import DTYPES, own_engine_device
 
 _log = logging.getLogger("longtail")
@@ -29,7 +29,7 @@ def open_model(
         else:
             _log.warning("%s", emulated("dtype", dtype))
     model = load_model(path, precision, chosen)
-    check_vocabulary(tokenizer, model.config)
+    tokenizer.limit(model.config.vocab_size)
     return Target(model=model, tokenizer=tokenizer, directory=path, name=name)
 
 

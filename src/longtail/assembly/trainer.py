@@ -16,7 +16,7 @@ from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, RequestError
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.run.models import Base, model_directory
 from longtail.system import machine
@@ -50,7 +50,7 @@ def assemble(
     plan = memory.fitted(plan_run(config, directory, base), log)
     tokenizer = load_tokenizer(directory)
     memory.check(plan)
-    check_vocabulary(tokenizer, plan.shape)
+    tokenizer.limit(plan.shape.vocab_size)
     sampling, prompts = sampling_of(config, tokenizer), read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))

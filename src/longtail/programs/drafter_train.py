@@ -31,7 +31,7 @@ from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
-from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.programs import steps
 from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
@@ -201,7 +201,7 @@ def assemble(
     """Build all components; ConfigError or DataError if configuration or data are invalid."""
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
-    check_vocabulary(tokenizer, shape)
+    tokenizer.limit(shape.vocab_size)
     drafter, device = _drafter(config, shape), run_device(config)
 
     def load_target(device: torch.device) -> Target:

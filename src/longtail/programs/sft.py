@@ -19,7 +19,7 @@ from longtail.config.rl import RUNNING_SUMS
 from longtail.config.sft import SftConfig
 from longtail.errors import ConfigError
 from longtail.model.hf.model import PolicyTransformer, load_model
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.programs import steps
 from longtail.rl.data import sum_task
 from longtail.rl.data.examples import Example, ExampleBatches, make_examples
@@ -117,7 +117,7 @@ def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
     """
     device, path = run_device(config), model_directory(config.model.path)
     model, tokenizer = load_model(path, torch.float32, device), load_tokenizer(path)
-    check_vocabulary(tokenizer, model.config)
+    tokenizer.limit(model.config.vocab_size)
     if config.data.max_len > model.config.max_positions:
         raise ConfigError(
             f"data.max_len = {config.data.max_len}: the model has {model.config.max_positions} "

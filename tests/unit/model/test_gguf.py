@@ -7,7 +7,7 @@ import torch
 
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
-from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.gguf import convert
 from longtail.model.sources.hub import resolve
 from longtail.model.transformer import Transformer
@@ -41,7 +41,7 @@ def test_a_model_survives_the_format(tmp_path, tied):
 def test_the_tokenizer_is_in_the_metadata(tmp_path):
     directory = _converted(tmp_path, _model())
     tokenizer, words = load_tokenizer(directory), tokens()
-    check_vocabulary(tokenizer, load_config(directory))
+    tokenizer.limit(load_config(directory).vocab_size)
     assert tokenizer.eos_ids == (words.index("<|end|>"),)
     named = [words[token] for token in tokenizer.encode("abab 12<|end|>é  ")]
     assert named == ["abab", "Ġ", "12", "<|end|>", "Ã", "©", "ĠĠ"]

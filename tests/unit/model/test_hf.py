@@ -14,9 +14,9 @@ from torch import Tensor
 from longtail.errors import CheckpointError, ConfigError, UnsupportedModelError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_model, save_model, stored_dtype
-from longtail.model.hf.tokenizer import check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.transformer import Transformer
-from support.tiny_models import tiny_config, tiny_model, tiny_tokenizer
+from support.tiny_models import tiny_model, tiny_tokenizer
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -200,6 +200,6 @@ def test_eos_and_bos_ids_are_saved_with_the_model(tmp_path):
 
 def test_a_tokenizer_larger_than_the_model_is_refused():
     tokenizer = tiny_tokenizer()
-    check_vocabulary(tokenizer, tiny_config(vocab_size=105))
+    tokenizer.limit(105)
     with pytest.raises(ConfigError, match=r"104.*vocab_size = 104"):
-        check_vocabulary(tokenizer, tiny_config(vocab_size=104))
+        tokenizer.limit(104)

@@ -7,12 +7,11 @@ from hypothesis import strategies as st
 from longtail.engine.text import TokenTexts
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from support.tiny_models import (
     CHAT_TEMPLATE,
     byte_level_backend,
     sentencepiece_tokenizer,
-    tiny_config,
     tiny_model,
     tiny_tokenizer,
 )
@@ -103,12 +102,12 @@ def test_markup_in_pairs_is_text_even_if_it_is_special():
 def test_special_tokens_may_lack_an_embedding_but_not_those_of_a_text():
     """Gemma 3 has one token of images more than the model of texts has embeddings."""
     tokenizer = sentencepiece_tokenizer(["<image>"])
-    check_vocabulary(tokenizer, tiny_config(vocab_size=tokenizer.vocab_size - 1))
+    tokenizer.limit(tokenizer.vocab_size - 1)
     assert tokenizer.decode(tokenizer.encode("a", goes_on=True)) == "a"
     with pytest.raises(DataError, match=r"special token '<image>', id 2.., for which the model"):
         tokenizer.encode("a<image>b")
     with pytest.raises(ConfigError, match=r"ids up to 2.. but the model's vocab_size = 260"):
-        check_vocabulary(tokenizer, tiny_config(vocab_size=260))
+        tokenizer.limit(260)
 
 
 def test_half_a_surrogate_pair_is_refused():

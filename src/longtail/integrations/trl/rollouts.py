@@ -26,7 +26,7 @@ from longtail.integrations.trl.session import Session
 from longtail.integrations.trl.turns import Batch, Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
-from longtail.model.hf.tokenizer import Tokenizer, check_vocabulary
+from longtail.model.hf.tokenizer import Tokenizer
 from longtail.system.device import DTYPES, own_engine_device, to_stderr
 from longtail.types import Completion, SamplingParams
 
@@ -203,7 +203,7 @@ def _open_target(settings: Any, dtype: str | None) -> Target:
     name, inner = str(model.name_or_path or "the policy"), settings.tokenizer
     tokenizer = Tokenizer(inner, end_tokens(model, inner))
     config = parse(Fields(model.config.to_dict(), f"the trainer's model {name}"))
-    check_vocabulary(tokenizer, config)
+    tokenizer.limit(config.vocab_size)
     known = next(model.parameters()).dtype
     if dtype is None:
         is_bf16 = accelerator.mixed_precision == "bf16" or known == torch.bfloat16

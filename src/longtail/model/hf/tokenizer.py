@@ -11,7 +11,6 @@ from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import ChatTemplate
 from longtail.model.hf.decoding import TokenDecoder
 from longtail.model.hf.ends import Ends
-from longtail.model.transformer import ModelConfig
 from longtail.system.files import find_surrogate, parse_json, read_object
 
 _FILES = (
@@ -103,7 +102,7 @@ class Tokenizer:
         return tokens
 
     def limit(self, num_embeddings: int) -> None:
-        """Refuse texts with a special token that has no embedding, from now on.
+        """Refuse texts with a special token that has no embedding, as Gemma 3's of an image.
 
         Raises ConfigError if another token has none.
         """
@@ -224,11 +223,3 @@ def _asks_for_bos(files: Mapping[str, bytes]) -> bool:
         return parse_json(files["tokenizer_config.json"]).get("add_bos_token") is True
     except (KeyError, ValueError, AttributeError):  # what is malformed, transformers refuses
         return False
-
-
-def check_vocabulary(tokenizer: Tokenizer, config: ModelConfig) -> None:
-    """Raise ConfigError if words of the tokenizer have no embedding in the model.
-
-    Texts with special tokens that have none, as Gemma 3's of an image, are refused one by one.
-    """
-    tokenizer.limit(config.vocab_size)

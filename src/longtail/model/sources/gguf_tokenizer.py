@@ -3,7 +3,6 @@
 A file names its kind. Those in `_SPLITS` and SentencePiece are read; they yield llama.cpp's ids.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from longtail.errors import ConfigError
@@ -14,10 +13,8 @@ TokenizerFiles = tuple[dict[str, Any], dict[str, Any], str | None]
 _LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    + _SIGNS.replace("[\\r\\n]*", "[\\r\\n/]*", 1)
-)
+_FIRST = r"[^\r\n\p{L}\p{N}]?"
+_CASES = rf"{_FIRST}{_UPPER}*{_LOWER}+|{_FIRST}{_UPPER}+{_LOWER}*|\p{{N}}"
 _QWEN = _LETTERS + r"\p{N}" + _SIGNS
 _SPLITS = {
     "gpt-2": None,
@@ -25,7 +22,7 @@ _SPLITS = {
     "llama-bpe": _LETTERS + r"\p{N}{1,3}" + _SIGNS,
     "qwen2": _QWEN,
     "deepseek-r1-qwen": _QWEN,
-    "tekken": _TEKKEN,
+    "tekken": _CASES + _SIGNS.replace(r"[\r\n]*", r"[\r\n/]*", 1),
 }
 """Pattern of each kind of byte-level BPE; None: GPT-2's own."""
 _WHOLE_WORDS = ("llama-bpe", "tekken")
@@ -36,6 +33,7 @@ _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens."""
 _SPACE = "\u2581"
+"""A space as SentencePiece writes it."""
 
 
 def field(reader: Any, name: str) -> Any:
@@ -94,13 +92,14 @@ def _byte_level(split: str) -> dict[str, Any]:
     """Return the steps of byte-level BPE around the model."""
     pattern = _SPLITS[split]
     step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    own = {**step, "use_regex": pattern is None}
-    before = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"}
-    parts = [_DIGITS] if split == "smollm" else []
-    parts += [] if pattern is None else [{**before, "invert": False}]
+    parts: list[dict[str, Any]] = [_DIGITS] if split == "smollm" else []
+    if pattern is not None:
+        rule = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        parts.append({"type": "Split", **rule})
+    parts.append({**step, "use_regex": pattern is None})
     return {
         "normalizer": {"type": "NFC"} if pattern == _QWEN else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*parts, own]},
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": parts},
         "post_processor": None,
         "decoder": {**step, "use_regex": True},
     }
@@ -108,28 +107,26 @@ def _byte_level(split: str) -> dict[str, Any]:
 
 def _sentencepiece(is_prefixed: bool) -> dict[str, Any]:
     """Return the steps of SentencePiece around the model; `is_prefixed`: a text gets a space."""
-    prepend = [{"type": "Prepend", "prepend": _SPACE}] if is_prefixed else []
-    strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if is_prefixed else []
+    before = [{"type": "Prepend", "prepend": _SPACE}] * is_prefixed
+    behind = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] * is_prefixed
     space = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]
+    decoders = [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *behind]
     return {
-        "normalizer": {"type": "Sequence", "normalizers": [*prepend, space]},
+        "normalizer": {"type": "Sequence", "normalizers": [*before, space]},
         "pre_tokenizer": None,
         "post_processor": None,
         "decoder": {"type": "Sequence", "decoders": decoders},
     }
 
 
-def _merges(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
+def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens that are a token together, that of the highest score first."""
-    known = set(tokens)
-    order = sorted(range(len(tokens)), key=lambda i: -scores[i])
-    return [
-        (token[:cut], token[cut:])
-        for token in (tokens[i] for i in order if types[i] == _NORMAL)
-        for cut in range(1, len(token))
-        if token[:cut] in known and token[cut:] in known
-    ]
+    known, order = set(tokens), sorted(range(len(tokens)), key=lambda i: -scores[i])
+    pairs = (
+        (tokens[i][:cut], tokens[i][cut:])
+        for i in order
+        if types[i] == _NORMAL
+        for cut in range(1, len(tokens[i]))
+    )
+    return [pair for pair in pairs if known.issuperset(pair)]
