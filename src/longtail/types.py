@@ -15,11 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from longtail.config.sections import MIN_TEMPERATURE
 from longtail.errors import RequestError
 from longtail.system.files import find_surrogate
-
-MIN_TEMPERATURE = 1e-3
-"""Smallest temperature above 0. Logits divided by less would leave the range of float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

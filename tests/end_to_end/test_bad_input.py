@@ -102,7 +102,7 @@ def test_data_that_cannot_be_used(workshop, tmp_path, case):
     [
         (["--reward.name=end_to_end.rewards:seven"], ["attribute 'seven' (did you mean sevens?)"]),
         (["--run.device=cuda", "--rollout.engine=own"], ["run.device = 'cuda'", "docs/vllm.md"]),
-        (["--rollout.temperature=0"], ["rollout.temperature = 0", "more than 0"]),
+        (["--rollout.temperature=0"], ["rollout.temperature = 0", "0.001"]),
         (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
     ],
 )

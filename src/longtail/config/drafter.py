@@ -10,14 +10,18 @@ from longtail.config.sections import (
     Amount,
     Count,
     Dtype,
+    Generated,
+    HeldOut,
     Name,
     NotNegative,
     OptimizerSection,
     Positive,
     PromptSection,
+    Samples,
     Schedule,
     Section,
     SupervisedRunSection,
+    Temperature,
 )
 from longtail.system.machine import MAX_INT32
 
@@ -74,9 +78,9 @@ class TextSection(PromptSection):
     completions: Literal["generated", "given"] = "generated"
     """`generated`: the source holds prompts, and the target completes them first (the best texts
     for a drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
-    size: Count = 1024
+    size: Generated = 1024
     """Largest number of rows to use."""
-    heldout_size: Amount = 32
+    heldout_size: HeldOut = 32
     """Number of these rows, off the end, that are measured and not learned."""
     completion_column: Name | None = None
     """given: column with the completion; unset tries the usual names."""
@@ -88,9 +92,9 @@ class TextSection(PromptSection):
     """generated: longest prompt in tokens; longer prompts are left out and counted."""
     max_tokens: Count = 2048
     """generated: longest completion in tokens."""
-    samples: Count = 1
+    samples: Samples = 1
     """generated: number of completions per prompt."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """generated: sampling temperature."""
     max_running: Annotated[int, Field(ge=1, le=512)] = 64
     """generated: largest number of requests that generate at the same time."""

@@ -173,6 +173,8 @@ def _add_argument(
     text, _, default = more.get("help", "").rpartition(" (default: ")
     if default == "none)" or "(default" in text or (default and "metavar" not in more):
         more["help"] = text
+    for key in {"metavar", "help"} & more.keys():  # true and false, as TOML writes them
+        more[key] = re.sub(r"\b(True|False)\b", lambda found: found[0].lower(), more[key])
     if metavar := metavars.get(names[-1].lstrip("-")):
         more["metavar"] = metavar
     names = tuple(f"-{name}" if len(name) == 2 else name for name in names)

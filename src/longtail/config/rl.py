@@ -17,6 +17,7 @@ from longtail.config.sections import (
     Count,
     Dtype,
     Generated,
+    HeldOut,
     ModelSection,
     Name,
     NotNegative,
@@ -24,10 +25,13 @@ from longtail.config.sections import (
     Positive,
     Processes,
     PromptSection,
+    Samples,
     Seconds,
     Section,
     Share,
     Table,
+    Temperature,
+    Text,
 )
 from longtail.system.machine import MAX_INT32
 
@@ -45,7 +49,7 @@ class DataSection(PromptSection):
     heldout: Name | None = None
     """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
     `source`, or generates others for `running_sums`."""
-    heldout_size: Amount = 64
+    heldout_size: HeldOut = 64
     """Number of held-out prompts, for the evaluation before and after."""
     size: Generated = 2048
     """Number of prompts of a generated source; files give all their rows."""
@@ -78,7 +82,7 @@ class RewardSection(Section):
     per: Literal["completion", "group"] = "completion"
     """Completions that `module:function` gets in one call: one, so that a failure excludes no
     other; or all of a prompt, to compare them."""
-    timeout_s: Annotated[float, Field(ge=0.1, le=1e6)] = 10.0
+    timeout_s: Seconds = 10.0
     """Most seconds per call; a slower grader is killed, within 0.2 s, and its rollouts excluded."""
     workers: Processes = 1
     """Number of grader processes: as many as memory has room for, and at most 32 per core."""
@@ -103,8 +107,8 @@ class RolloutSection(Section):
     """Number of completions per prompt."""
     max_tokens: Count = 2048
     """Longest completion in tokens."""
-    temperature: NotNegative = 1.0
-    """Sampling temperature; must exceed 0, because greedy completions of a group are equal."""
+    temperature: Temperature = 1.0
+    """Sampling temperature; not 0, because greedy completions of a group are equal."""
     top_k: Amount = 0
     """Sample from the k most likely tokens; 0 keeps every token."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -177,9 +181,9 @@ class ClusterSection(Section):
     `cluster`)."""
     min_workers: Annotated[int, Field(ge=0)] = 0
     """Number of workers that a run needs; the others take part once hosts have room. 0 is all."""
-    gpus_per_worker: Annotated[float, Field(gt=0, le=64)] | None = None
+    gpus_per_worker: Annotated[float, Field(ge=1e-4, le=64)] | None = None
     """GPUs of a worker; 0.5 puts two on each. Unset is vLLM's tensor_parallel_size, or 1."""
-    address: str = ""
+    address: Text = ""
     """Address of a Ray cluster, as `ray.init` takes it; empty starts a local Ray."""
     worker_timeout_s: Seconds = 180.0
     """Seconds without progress after which a worker is replaced."""
@@ -192,7 +196,7 @@ class LoraSection(Section):
     """Rank of the matrices of an adapter."""
     alpha: Positive = 32.0
     """Scale of the adapters, times the rank."""
-    targets: tuple[Name, ...] = ("all-linear",)
+    targets: Annotated[tuple[Name, ...], Field(min_length=1)] = ("all-linear",)
     """Modules with an adapter, by the ends of their names; `all-linear` is all but the head."""
     dropout: Share = 0.0
     """Share of an adapter's inputs that is left out of passes with a gradient."""
@@ -212,7 +216,7 @@ class LearnerSection(OptimizerSection):
     """Policy-gradient loss, with the advantages that belong to it."""
     mini_batches: Count = 1
     """Number of optimizer updates per step; 1 is strictly on-policy."""
-    clip_low: Positive | None = None
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
     """Ratio clipping below 1; unset is the loss's default (0.2; gspo 3e-4)."""
     clip_high: Positive | None = None
     """Ratio clipping above 1; unset is the loss's default (0.2; dapo 0.28; gspo 4e-4)."""
@@ -249,7 +253,7 @@ class LearnerSection(OptimizerSection):
 class EvalSection(Section):
     """Held-out evaluation, before the first step and after the last."""
 
-    samples: Count = 2
+    samples: Samples = 2
     """Number of completions per held-out prompt, with the rollout's sampling parameters."""
     every: Amount = 0
     """Number of steps between further evaluations; 0 makes none."""
@@ -346,8 +350,6 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"{rollout.group_size} a step has {sequences} completions, and the most is "
             f"{_MOST_SEQUENCES}"
         )
-    if rollout.temperature == 0:
-        yield "rollout.temperature = 0: greedy completions of a group are equal; use more than 0"
     if 0 < rollout.kv_tokens < longest:
         yield (
             f"rollout.kv_tokens = {rollout.kv_tokens}: the longest request takes {longest} "

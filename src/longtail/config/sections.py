@@ -3,10 +3,18 @@
 The class defaults are the vetted recipe. The docstring under a field is its help text.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tomli_w
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from longtail.system.machine import MAX_INT32, MAX_THREADS
@@ -21,27 +29,37 @@ def _has_toml_form(table: dict[str, Any]) -> dict[str, Any]:
     return table
 
 
+MIN_TEMPERATURE = 1e-3
+"""Smallest temperature above 0. Logits divided by less would leave the range of float32."""
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")]
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 Amount = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Generated = Annotated[int, Field(ge=1, le=10_000_000)]
+HeldOut = Annotated[int, Field(ge=0, le=10_000_000)]
+Samples = Annotated[int, Field(ge=1, le=4096)]
 Threads = Annotated[int, Field(ge=0, le=MAX_THREADS)]
 Processes = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Seconds = Annotated[float, Field(ge=0.1, le=1e6)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 Switch = Annotated[
     Literal["auto", True, False],
-    BeforeValidator(lambda value: value == "true" if value in ("true", "false") else value),
+    BeforeValidator(lambda value: {"true": True, "false": False}.get(str(value).lower(), value)),
 ]
 """A truth value, or `auto`; the command line gives it as text."""
 Schedule = Literal["constant", "linear", "cosine"]
 Table = Annotated[dict[str, JsonValue], AfterValidator(_has_toml_form)]
 """A table of any keys, whose values have the types of TOML."""
+
+
+def _is_number(kind: Any) -> bool:
+    return kind in (int, float) or any(map(_is_number, get_args(kind)))
 
 
 class Section(BaseModel):
@@ -50,6 +68,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_value_for_a_number(cls, value: Any, info: Any) -> Any:
+        given = value if isinstance(value, list) else [value]
+        kind = cls.model_fields[info.field_name].annotation
+        if any(isinstance(each, bool) for each in given) and _is_number(kind):
+            raise PydanticCustomError("number", "a number")
+        return value
 
 
 class ModelSection(Section):
@@ -87,7 +114,7 @@ class OptimizerSection(Section):
     """Decoupled weight decay of AdamW, applied to matrices only."""
     betas: tuple[Share, Share] = (0.9, 0.95)
     """Decay rates of AdamW's first and second moment."""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-30)] = 1e-8
     """Term that AdamW adds to its denominator."""
     max_grad_norm: Positive = 1.0
     """Global norm to which larger gradients are scaled down."""

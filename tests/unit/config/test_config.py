@@ -1,4 +1,6 @@
 import os
+import re
+import tomllib
 import typing
 from pathlib import Path
 
@@ -120,6 +122,21 @@ def test_a_wrong_option_is_refused_with_field_value_and_expected_type():
 
 
 @pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
+def test_no_truth_value_is_a_number(model):
+    kinds = r"<class '(int|float)|tuple\[typing.Annotated\[(int|float)"
+    for name, info in configfile.fields_of(model).items():
+        if re.match(kinds, kind := str(info.annotation)):
+            value = "[true, true]" if "tuple" in kind else "true"
+            with pytest.raises(ConfigError, match=f"{name}.* it must be a number"):
+                configfile.merged(model, None, tomllib.loads(f"{name} = {value}"))
+
+
+def test_a_switch_is_written_as_in_toml_and_as_in_python():
+    for word, value in {"true": True, "False": False, "auto": "auto"}.items():
+        assert load(None, [f"--learner.autocast={word}"]).learner.autocast == value
+
+
+@pytest.mark.parametrize("model", [RunConfig, SftConfig, DrafterTrainConfig])
 def test_every_integer_field_has_an_upper_bound(model):
     for name, info in configfile.fields_of(model).items():
         kinds = {info.annotation, *typing.get_args(info.annotation)}
@@ -142,6 +159,14 @@ def test_every_integer_field_has_an_upper_bound(model):
         ("--data.size=1000000000000", "10000000"),
         ("--run.device=cuda:99999999999999999999", "pattern"),
         ("--run.dir=a\0b", "pattern"),
+        ("--cluster.address=\ud83d", "a valid string"),
+        ("--cluster.worker_timeout_s=1e-9", "0.1"),
+        ("--cluster.gpus_per_worker=1e-9", "0.0001"),
+        ("--data.heldout_size=2000000000", "10000000"),
+        ("--eval.samples=100000", "4096"),
+        ("--rollout.temperature=1e-9", "0.001"),
+        ("--learner.clip_low=2", "1"),
+        ("--learner.eps=1e-320", "0.000"),
     ],
 )
 def test_a_value_beyond_its_bound_is_refused_with_the_bound(word, bound):
@@ -177,8 +202,8 @@ def test_malformed_toml_names_file_and_line(tmp_path, text, place):
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
         (
-            ["--rollout.temperature=0", "--learner.overlong_buffer=9999"],
-            ["2 problems", "rollout.temperature = 0", "learner.overlong_buffer = 9999"],
+            ["--rollout.kv_tokens=100", "--learner.overlong_buffer=9999"],
+            ["2 problems", "rollout.kv_tokens = 100", "learner.overlong_buffer = 9999"],
         ),
         (["--learner.autocast=true", "--learner.dtype=float64"], ["learner.autocast"]),
         (
