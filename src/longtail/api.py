@@ -86,6 +86,11 @@ class Engine:
         """
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, add_special_tokens=True)
+        elif not _is_chat(prompt):
+            raise RequestError(
+                f"a prompt is {prompt!r:.80}: it must be a text, or a list of messages like "
+                "{'role': 'user', 'content': '...'}"
+            )
         else:
             tokens = self.tokenizer.chat(prompt)
         if max_tokens > (room := self.max_positions - len(tokens)):
@@ -110,7 +115,8 @@ class Engine:
         params, seed and i alone, not on other prompts. Raises RequestError before any work if a
         prompt cannot be served.
         """
-        is_one = isinstance(prompts, (str, Mapping)) or any(isinstance(p, Mapping) for p in prompts)
+        is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        is_one = not is_list or any(isinstance(each, Mapping) for each in prompts)
         each = cast("Sequence[PromptInput]", [prompts] if is_one else prompts)
         requests = self._requests(each, params or SamplingParams(), n, seed)
         done: dict[str, Completion] = {}
@@ -181,6 +187,10 @@ class TextStream(AbstractContextManager["TextStream"]):
     def close(self) -> None:
         """Stop generating; closing twice has no effect."""
         self._pieces.close()
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and all(isinstance(each, Mapping) for each in prompt)
 
 
 def load_tokenizer(model: str) -> Tokenizer:

@@ -92,6 +92,13 @@ def test_calls_in_turns_and_in_threads_get_the_texts_that_they_get_alone(model_p
     assert left.completion is None
 
 
+@pytest.mark.many_steps  # types would be checked before the engine does
+@pytest.mark.parametrize("prompts", [None, 5, [1, 2], {"role": "user", "content": "hi"}, [["hi"]]])
+def test_what_is_no_prompt_is_refused_by_its_value(model_path: Path, prompts: PromptInput) -> None:
+    with pytest.raises(RequestError, match=r"a prompt is .*: it must be a text, or a list"):
+        Engine(str(model_path)).generate(prompts)
+
+
 @pytest.mark.parametrize("prompts", ["1+1=", [{"role": "user", "content": "hi"}]])
 def test_a_text_or_a_chat_alone_is_one_prompt(model_path: Path, prompts: PromptInput) -> None:
     engine, params = Engine(str(model_path), drafter="none"), SamplingParams(max_tokens=4)

@@ -52,6 +52,7 @@ THOUGHT = {"role": "assistant", "content": "<think>\nhm</think>yo"}
         ("<assistant>", "{{ a }}\n\n", ASSISTANT, "yo<eos>", ""),
         ("<assistant>", "all {{ a }}<eos>", ASSISTANT, "all yo<eos>", ""),
         ("<assistant>", "{{ m.extra }}{{ a }}<eos>", {**ASSISTANT, "extra": "so"}, "soyo<eos>", ""),
+        ("<assistant>", "{{ a }}<eos>", {**ASSISTANT, "reasoning": "so"}, "yo<eos>", "row 0: the"),
         (OPENED, EMPTY + "{{ a }}<eos>", ASSISTANT, "\n</think>yo<eos>", ""),
         (OPENED, "{{ a }}<eos>", ASSISTANT, "\n</think>\n\nyo<eos>", "'<user>hi<assistant><think>"),
         (OPENED, "{{ a[-2:] }}<eos>", THOUGHT, "hm</think>yo<eos>", "as 'hm</think>yo'"),

@@ -255,6 +255,7 @@ def test_all_that_a_known_format_has_is_in_the_prompt(row, text):
         ({"instruction": "a", "input": "b", "history": [["c", "d"]]}, {}, "the column 'history'"),
         ({"prompt": "a", "tools": "[{}]"}, {}, "row 0: the column 'tools' is '\\[{}\\]', expected"),
         ({"prompt": "a", "tools": ["saw"]}, {}, "row 0: the column 'tools' is"),
+        ({"messages": '[{"role": "user"}]'}, {}, "row 0: messages is the text"),
     ],
 )
 def test_what_would_be_missing_in_a_prompt_is_named(row, options, message):

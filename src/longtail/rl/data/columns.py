@@ -76,6 +76,10 @@ def prompt_of(row: Row, column: str, *, is_named: bool, where: str) -> Any:
     if is_named:
         return prompt
     if column in CHAT_COLUMNS:
+        if isinstance(prompt, str):
+            raise DataError(
+                f"{where}: {column} is the text {prompt!r:.80}; give a list of messages"
+            )
         chat = chat_of(row, prompt, where=where)
         return chat[:-1] if chat[-1:] and chat[-1]["role"] == "assistant" else chat
     beside = [each for each in _BESIDE.get(column, ()) if row.get(each)]

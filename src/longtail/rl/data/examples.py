@@ -25,6 +25,9 @@ from longtail.types import Prompt
 COMPLETION_COLUMNS = ("completion", "response", "output", "target", "solution", "answer")
 """Completion columns in order of preference, for unset `data.completion_column`."""
 
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+"""Fields of a message that hold its thought."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
@@ -110,7 +113,8 @@ def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[s
     except ConfigError as error:
         whole = str(error)
     text = whole.removeprefix(prompt.text)
-    parts = re.split(f"{THINK}|{END_THINK}", content)
+    thoughts = [str(answer.get(name) or "") for name in _THOUGHTS]
+    parts = [*re.split(f"{THINK}|{END_THINK}", content), *thoughts]
     if text != whole and all(part.strip() in text for part in parts):
         return ends.cut(text), []
     if opens_thought(prompt.text):
