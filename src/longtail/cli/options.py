@@ -31,9 +31,9 @@ class EvalOptions(argparse.Namespace):
     dtype: Annotated[Dtype, Option(f"dtype of the target; auto: {_AUTO}")] = "auto"
     seed: Annotated[int, Option("seed of generated prompts")] = 0
     threads: Annotated[int, Option("number of compute threads")] = 1
-    depth: Annotated[int, Option("depth of chains and trees")] = 6
-    width: Annotated[int, Option("children per node of trees")] = 2
-    size: Annotated[int, Option("nodes per tree")] = 12
+    depth: Annotated[int, Option("depth of chains and trees", low=1)] = 6
+    width: Annotated[int, Option("children per node of trees", low=1)] = 2
+    size: Annotated[int, Option("nodes per tree", low=1)] = 12
     json: Json = False
 
 
@@ -85,13 +85,15 @@ class GenerateOptions:
     model: Annotated[str, Option("model, named as model.path of train", positional=True)]
     prompt: Annotated[str | None, Option("prompt (default: standard input)")] = None
     n: Annotated[int, Option("number of completions", low=1, high=4096)] = 1
-    max_tokens: Annotated[int, Option("longest completion, tokens")] = 512
-    temperature: Annotated[float, Option("sampling temperature; 0: greedy")] = 1.0
-    top_k: Annotated[int, Option("sample from the N most likely tokens; 0: all")] = 0
+    max_tokens: Annotated[int, Option("longest completion, tokens", low=1)] = 512
+    temperature: Annotated[float, Option("sampling temperature; 0: greedy", low=0)] = 1.0
+    top_k: Annotated[int, Option("sample from the N most likely tokens; 0: all", low=0)] = 0
     top_p: Annotated[float, Option("sample from the most likely tokens of total probability X")] = (
         1.0
     )
-    min_p: Annotated[float, Option("smallest probability relative to the most likely token")] = 0.0
+    min_p: Annotated[
+        float, Option("smallest probability relative to the most likely token", low=0)
+    ] = 0.0
     stop: Annotated[
         tuple[str, ...], Option('stop string; may be repeated; with a comma as ["a,b"]')
     ] = ()

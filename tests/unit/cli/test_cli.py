@@ -186,7 +186,7 @@ def test_equivalent_options_write_the_same_text(capsys, model_path):
     [
         (["--prompt", ""], 2, "--prompt is empty"),
         (["--prompt", "x", "--max-tokens", "512"], 2, "of its 512 positions left"),
-        (["--prompt", "x", "--temperature", "-1"], 1, "temperature = -1.0"),
+        (["--prompt", "x", "--temperature", "-1"], 2, "--temperature = -1: it must be greater"),
         (["--prompt", "x", "--temperature", "1e-300"], 1, "temperature = 1e-300: it must be 0"),
         (["--prompt", "x", "--top-p", "1e-400"], 1, "top_p = 0.0: it must be in (0, 1]"),
         (["--prompt", "x", "--stop", "\udcff"], 1, "no half of a surrogate pair"),
