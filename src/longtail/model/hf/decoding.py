@@ -4,11 +4,12 @@ The decoders of a tokenizer.json read a whole text: SentencePiece drops its firs
 incomplete character makes U+FFFD of all bytes beside it.
 """
 
-import json
 import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any, Literal, final
+
+from longtail.system.files import parse_json
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 """A token of SentencePiece that is a byte."""
@@ -64,7 +65,7 @@ class TokenDecoder:
         backend = getattr(self._inner, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return "other"
-        decoder = json.loads(backend.decoder.__getstate__())
+        decoder = parse_json(backend.decoder.__getstate__())
         steps = decoder.get("decoders", [decoder])
         names = {step["type"] for step in steps}
         replaced = [step["pattern"] for step in steps if step["type"] == "Replace"]
