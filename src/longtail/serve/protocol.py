@@ -21,6 +21,7 @@ from pydantic import (
 
 from longtail.engine.text import Reader
 from longtail.generator import Emitted, Verified
+from longtail.model.hf.chat import join_parts
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.serve.service import Event
 from longtail.types import Completion
@@ -57,10 +58,9 @@ def _content(value: Any) -> Any:
     """Join the parts of a message; only text parts are supported."""
     if not isinstance(value, list):
         return value
-    parts = [part if isinstance(part, dict) else {} for part in value]
-    if any(part.get("type") != "text" or type(part.get("text")) is not str for part in parts):
+    if (text := join_parts(value)) is None:
         raise ValueError('parts must be {"type": "text", "text": ...}: only text is supported')
-    return "".join(part["text"] for part in parts)
+    return text
 
 
 class _Body(BaseModel):

@@ -222,6 +222,7 @@ def test_a_source_is_resumed_though_its_template_writes_another_date():
     assert later.take(1)[0].prompt.prompt_id == first.take(1)[0].prompt.prompt_id
 
 
+PARTS = [{"type": "text", "text": part} for part in ("6*", "7=")]
 CHAT_LOG = [{"from": "human", "value": "6*7="}, {"from": "gpt", "value": "42"}]
 
 
@@ -236,6 +237,8 @@ CHAT_LOG = [{"from": "human", "value": "6*7="}, {"from": "gpt", "value": "42"}]
         ({"messages": [USER]}, "<user>6*7=<bot>"),
         ({"question": "6*7=", "system_prompt": "So."}, "<system>So.<user>6*7=<bot>"),
         ({"prompt": [CHAT_LOG[0]]}, "<user>6*7=<bot>"),
+        ({"prompt": "6*7=", "system": "So."}, "<system>So.<user>6*7=<bot>"),
+        ({"prompt": [USER | {"content": PARTS}]}, "<user>6*7=<bot>"),
         ({"prompt": "a", "tools": '[{"name": "f", "role": 1, "content": 2}]'}, "<1>2<user>a<bot>"),
     ],
 )

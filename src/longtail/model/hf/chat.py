@@ -50,7 +50,8 @@ def conversation(prompt: Any, *, where: str) -> Messages:
             fields |= {"role": fields.pop("from"), "content": fields.pop("value")}
         fields = {name: value for name, value in fields.items() if value not in (None, [], {})}
         role, calls = fields.get("role"), fields.get("tool_calls", [])
-        content = fields.setdefault("content", "") if calls else fields.get("content")
+        content = fields.get("content", "" if calls else None)
+        content = fields["content"] = join_parts(content) if isinstance(content, list) else content
         is_called = isinstance(calls, list) and all(map(tool_name, calls))
         if not (isinstance(role, str) and isinstance(content, str) and is_called):
             raise DataError(
@@ -61,6 +62,21 @@ def conversation(prompt: Any, *, where: str) -> Messages:
             fields["tool_calls"] = [_with_object(call) for call in calls]
         found.append({**fields, "role": _ROLES.get(role, role)})
     return found
+
+
+def join_parts(parts: Sequence[Any]) -> str | None:
+    """Return the text of a message's parts in OpenAI's form; None if one of them is no text.
+
+    Example: join_parts([{"type": "text", "text": "hi"}]) == "hi"
+    """
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ]
+    return "".join(texts) if len(texts) == len(parts) else None
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

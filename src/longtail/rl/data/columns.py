@@ -92,7 +92,7 @@ def prompt_of(row: Row, column: str, *, is_named: bool, where: str) -> Any:
         )
     if beside and isinstance(prompt, str):
         prompt = f"{prompt}\n\n{row[beside[0]]}".rstrip()
-    return prompt if column == "prompt" or not _system(row) else chat_of(row, prompt, where=where)
+    return chat_of(row, prompt, where=where) if _system(row) else prompt
 
 
 def chat_column(row: Row) -> str | None:
