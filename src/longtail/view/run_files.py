@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from longtail.errors import ConfigError
-from longtail.run.metrics import is_row, read_line
+from longtail.run.metrics import is_number, is_row, read_line
 from longtail.run.trace import TRACE_FILE, is_event
 from longtail.system.files import parse_json, process_of
 from longtail.view import steps
@@ -22,12 +22,18 @@ from longtail.view.series import MOST_BYTES, MetricSeries, lines_of_step, short
 Row = dict[str, Any]
 
 CONFIG, SUMMARY, ROLLOUTS = "config.toml", "summary.json", "rollouts.jsonl"
-SPECULATION = "speculation.jsonl"
+SPECULATION, DRAFTS = "speculation.jsonl", "drafts.jsonl"
 _FOLLOWED = (METRICS, TRACE_FILE, ROLLOUTS, SPECULATION, SUMMARY, CONFIG)
 
 
 _KINDS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = MappingProxyType(
-    {METRICS: is_row, TRACE_FILE: is_event, ROLLOUTS: steps.is_completion}
+    {
+        METRICS: is_row,
+        TRACE_FILE: is_event,
+        ROLLOUTS: steps.is_completion,
+        DRAFTS: steps.has_drafts,
+        SPECULATION: steps.is_rollout,
+    }
 )
 
 
@@ -90,7 +96,7 @@ class RunFiles:
             extract = self._series.extract(first, last)
         summary = self._summary()
         after, step = summary.get("reward_after"), summary.get("steps")
-        if after is not None and step == extract["last"] and (last is None or last >= step):
+        if is_number(after) and step == extract["last"] and (last is None or last >= step):
             extract["held_out"].append([step, short(after)])
         return extract
 
@@ -122,7 +128,7 @@ class RunFiles:
     def texts(self, step: int) -> list[Row]:
         """Return the same completions with their texts."""
         rows = self._rows(ROLLOUTS, step)[: steps.MOST_ROWS]
-        drafts = self._rows("drafts.jsonl", step)
+        drafts = self._rows(DRAFTS, step)
         return [steps.completion(row, drafts) for row in rows]
 
     def _rows(self, name: str, step: int) -> list[Row]:

@@ -61,6 +61,31 @@ def is_completion(row: Mapping[str, Any]) -> bool:
     return are_typed and is_number(row.get("reward"))
 
 
+def has_drafts(row: Mapping[str, Any]) -> bool:
+    """Return whether a line of drafts.jsonl is as longtail writes it."""
+    drafted = row.get("drafted")
+    return isinstance(drafted, dict) and all(map(_are_numbers, drafted.values()))
+
+
+def is_rollout(row: Mapping[str, Any]) -> bool:
+    """Return whether a line of speculation.jsonl is as longtail writes it."""
+    lists = [row.get(name) for name in ("seconds", "running", "drafts", "nodes", "accepted")]
+    if not (all(map(_are_numbers, lists)) and lists[0] and {"kind", "worker"} <= row.keys()):
+        return False
+    places, switches = range(len(lists[0])), row.get("switches")
+    return (
+        all(len(each or ()) == len(places) for each in lists)
+        and isinstance(switches, list)
+        and all(
+            isinstance(each, list) and len(each) == 3 and each[0] in places for each in switches
+        )
+    )
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(map(is_number, values))
+
+
 def lengths(rows: Sequence[Row]) -> Row | None:
     """Return the histogram of completion lengths, tokens; None without completions."""
     if not rows:
