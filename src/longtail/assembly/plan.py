@@ -40,7 +40,7 @@ class RunPlan:
     on_vllm: bool
     """Whether vLLM generates."""
     base: Base | None = None
-    """What the model in `directory` must be; workers that are started later read it again."""
+    """Base of the run, which `directory` holds; workers that are started later read it again."""
 
 
 def plan_run(config: RunConfig, directory: Path, base: Base | None = None) -> RunPlan:

@@ -91,7 +91,7 @@ class PromptSection(Section):
     """Prompts, and how the tokenizer's chat template writes them."""
 
     source: Name
-    """Where rows are read, or how they are drawn."""
+    """Source of rows: a file, a dataset or a generated task."""
     prompt_column: Name | None = None
     """Column with the prompt (text or chat messages); unset tries the names of known formats."""
     system_prompt: Name | None = None

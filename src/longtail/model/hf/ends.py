@@ -17,7 +17,7 @@ _ANSWER = "Seven49"
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """How texts of a model end, from its tokenizer, files and chat template.
+    """Ends of the texts of a model, from its tokenizer, files and chat template.
 
     Example: of Gemma 3, Ends(ids=(1, 106), turn="<end_of_turn>", turn_id=106, special={...})
     """
