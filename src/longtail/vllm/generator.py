@@ -145,7 +145,7 @@ class VllmGenerator(ActiveRequests):
             failed=tuple(result.failed),
             verified=tuple(result.verified),
             tuner_s=0.0 if self._depths is None else self._depths.plan_s,
-            speculates=bool(self._scheduler.dynamic_sd_lookup),
+            speculates=bool(self._table),
             switch=switch,
         )
 
@@ -242,8 +242,12 @@ class VllmGenerator(ActiveRequests):
     @property
     def _depth(self) -> int:
         """Depth of the drafts to come; 0 without a drafter."""
-        table = self._scheduler.dynamic_sd_lookup
-        return table[0] if table else 0
+        return self._table[0] if self._table else 0
+
+    @property
+    def _table(self) -> list[int] | None:
+        """Depths by the number of requests; vLLM 0.23 has none."""
+        return getattr(self._scheduler, "dynamic_sd_lookup", None)
 
     @property
     def _scheduler(self) -> Any:

@@ -7,6 +7,7 @@ feature that the replacement would ignore, so it is refused as well. No torch, n
 
 import inspect
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -17,11 +18,15 @@ from longtail.config.options import validated
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError, JsonError
 from longtail.system.files import parse_json
+from longtail.system.machine import vllm_version
 
+_FIRST, _LAST, _COUPLED_V2, _LEARNED_V2 = (0, 23), (0, 33), (0, 29), (0, 32)
+"""vLLM releases whose functions are known; the first whose Model Runner V2 they can be in."""
+KNOWN = "0.23 to 0.33"
 TESTED_VERSIONS = ("0.32.", "0.33.")
-"""vLLM releases whose functions are known."""
+"""vLLM releases with which `longtail train` generates."""
 TESTED = " or ".join(each.rstrip(".") for each in TESTED_VERSIONS)
-_REMEDY = f"use vLLM {TESTED}, or start it without LONGTAIL_VLLM and additional_config.longtail"
+_REMEDY = f"use vLLM {KNOWN}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
 VARIABLE = "LONGTAIL_VLLM"
 """Environment variable that switches the plugin on (coupled, match, learned) or off (off)."""
@@ -58,19 +63,53 @@ def requested(additional_config: object, environment: Mapping[str, str]) -> Vllm
     return _WORDS[word] if word else None
 
 
+def may_run_v2() -> bool:
+    """Return whether a drafter can be learned in Model Runner V2 of this vLLM."""
+    return _release(vllm_version()) >= _LEARNED_V2
+
+
+def _release(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return () if found is None else tuple(map(int, found.groups()))
+
+
+def check_version(*, in_v2: bool = False) -> None:
+    """Raise ConfigError for a vLLM whose functions, or those of its V2, are not known."""
+    if not _FIRST <= _release(version := vllm_version()) <= _LAST:
+        raise ConfigError(f"longtail in vLLM: this is vLLM {version}; {_REMEDY}")
+    if in_v2 and _release(version) < _COUPLED_V2:
+        raise ConfigError(
+            f"longtail in vLLM: drafts cannot be coupled in Model Runner V2 of vLLM {version}; set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
 def learning(config: Any) -> VllmSettings | None:
     """Return the settings of a vllm_config in which vLLM learns its drafter; None elsewhere."""
     settings = requested(config.additional_config, os.environ)
     return settings if settings is not None and settings.drafter is not None else None
 
 
+def has_one_scheduler(config: Any) -> bool:
+    """Return whether one scheduler decides for all ranks, so that it may follow its own clock.
+
+    Ranks of an external launcher (torchrun) have one each, and must come to the same decisions;
+    data-parallel engines wait for each other.
+    """
+    parallel = config.parallel_config
+    is_external = parallel.distributed_executor_backend == "external_launcher"
+    return parallel.data_parallel_size == 1 and not (is_external and parallel.world_size > 1)
+
+
 def chains(method: str, depth: int, max_running: int) -> dict[str, Any]:
-    """Return a speculative_config, with a table of depths for every number of requests."""
-    found: dict[str, Any] = {
-        "method": method,
-        "num_speculative_tokens": depth,
-        "num_speculative_tokens_per_batch_size": [(1, max_running, depth)],
-    }
+    """Return a speculative_config; for V2 with a table of depths by the number of requests.
+
+    V1 takes the table from the scheduler (`Depths`): from here it would cost its full CUDA graphs,
+    and vLLM 0.23 does not know it.
+    """
+    found: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
+    if method != "ngram" and may_run_v2():
+        found["num_speculative_tokens_per_batch_size"] = [(1, max_running, depth)]
     is_search = method.startswith("ngram")
     return found | ({"prompt_lookup_max": 4, "prompt_lookup_min": 2} if is_search else {})
 

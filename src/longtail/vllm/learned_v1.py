@@ -82,7 +82,8 @@ class LearnedProposer:
 
         roots = torch.tensor([each[-1] if each else 0 for each in sampled], device=states.device)
         has_root = torch.tensor([bool(each) for each in sampled], device=states.device)
-        depth = scheduler_output.num_spec_tokens_to_schedule
+        depth = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
+        depth = self.learned.block.depth if depth is None else depth
         tokens, counts = self.learned.step(step, roots, has_root, depth, draw)
         numbers = counts.cumprod(1).sum(1).tolist()
         return [row[:number] for row, number in zip(tokens.tolist(), numbers, strict=True)]

@@ -88,7 +88,7 @@ def _loading(stock: Callable[..., None]) -> Callable[..., None]:
         """Load the target; a learned drafter reads its parts."""
         stock(self, *args, **options)
         if (opened := getattr(_drafter_of(self.model_runner), "open", None)) is not None:
-            opened(self.model_runner.model)
+            opened(self.model_runner.get_model())  # a graph of it is no model
 
     return load_model
 

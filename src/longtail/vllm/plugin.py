@@ -152,7 +152,7 @@ def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked
     if stock is None:
         problem = f"longtail: this vLLM has no {name}.{method} in {module}"
         if asked:
-            raise ConfigError(f"{problem}; use vLLM {guards.TESTED}, or unset {VARIABLE}")
+            raise ConfigError(f"{problem}; use vLLM {guards.KNOWN}, or unset {VARIABLE}")
         logger.warning(problem)
     elif not hasattr(stock, "longtail_stock"):
         hooked = around(stock)
@@ -166,6 +166,8 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
     @wraps(stock)
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked, learned = requested(self.additional_config, os.environ), learning(self)
+        if asked is not None:
+            guards.check_version()
         if asked is not None and self.speculative_config is None:
             self.speculative_config = guards.speculation(os.environ)
         if learned is not None:
@@ -178,14 +180,18 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
             # cache: of that on the device, with steps ahead, or, in V1, of the other.
             most = self.max_num_seqs or _MOST_RUNNING
             self.speculative_config = guards.chains("ngram_gpu", learned.depth, most)
-        config = stock(self, *args, **kwargs)
-        if learned is not None and not config.use_v2_model_runner:
-            self.async_scheduling = False
-            self.speculative_config["method"] = "ngram"
+        config = None
+        if learned is None or guards.may_run_v2():
             config = stock(self, *args, **kwargs)
+        if learned is not None and (config is None or not config.use_v2_model_runner):
+            self.async_scheduling = False
+            self.speculative_config = guards.chains("ngram", learned.depth, most)
+            config = stock(self, *args, **kwargs)
+        assert config is not None, "it is made above"
         settings = requested(config.additional_config, os.environ)
         if settings is None:
             return config
+        guards.check_version(in_v2=bool(config.use_v2_model_runner))
         guards.admit(config)
         _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked=True)
         if settings.drafter is not None:
@@ -218,8 +224,7 @@ def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         """Construct the scheduler; it chooses the depth of a learned drafter."""
         stock(self, *args, **kwargs)
-        # vLLM has no table where engines that share a batch would disagree (data parallel).
-        if learning(self.vllm_config) and self.dynamic_sd_lookup is not None:
+        if learning(self.vllm_config) and guards.has_one_scheduler(self.vllm_config):
             from longtail.tuner.depth import DepthTuner
             from longtail.vllm.depths import Depths
 

@@ -1,4 +1,4 @@
-"""Keyed noise in vLLM's V1 model runner, which its CPU wheels run (known functions: vLLM 0.32).
+"""Keyed noise in vLLM's V1 model runner, which its CPU wheels run; known are vLLM 0.23 to 0.33.
 
     GPUModelRunner._sample                        which key and position belong to which row
       TopKTopPSampler(...)                        plain and bonus rows: drawn with keyed noise
@@ -57,12 +57,15 @@ def patches(settings: VllmSettings) -> list[Patch]:
     row_sampler = class_of(sampler.__name__, "TopKTopPSampler")
     proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
     check(row_sampler, "forward_native", "self logits generators k p")
-    truncate = check(sampler, "apply_top_k_top_p", "logits k p")
+    truncate = check(sampler, "apply_top_k_top_p", "logits k p", then="has_topp_only_rows")
     verified = (
         "draft_token_ids num_draft_tokens max_spec_len cu_num_draft_tokens draft_probs "
         "target_logits bonus_token_ids sampling_metadata"
     )
-    features = "synthetic_mode synthetic_conditional_rates use_fp64_gumbel"
+    features = (
+        "synthetic_mode synthetic_conditional_rates use_fp64_gumbel "
+        "fly_window_size fly_entropy_threshold fly_entropy_top_k"
+    )
     drafts = "self hidden_states sampling_metadata"
     first = (
         "self target_token_ids next_token_ids target_positions target_hidden_states "

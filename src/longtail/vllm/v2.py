@@ -6,7 +6,7 @@ apart from the target's. Here each verified row draws as plain decoding would, a
 if it equals that draw, and drafts are drawn with the target's noise. So a text is a function of
 logits, sampling parameters and seed, whatever is drafted, and no cache of draft logits is needed.
 
-Known functions: vLLM 0.32 and 0.33. Nothing here waits for the device.
+Known functions: vLLM 0.29 to 0.33. Nothing here waits for the device.
 """
 
 from collections.abc import Callable
@@ -116,6 +116,8 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
     A draw's noise is keyed by the position before the token.
     """
     owner = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
+    has_steps = hasattr(owner, "compute_draft_logits")  # since vLLM 0.32
+    predicts = hasattr(owner, "_maybe_predict_acceptance")  # since 0.30
     check(
         owner,
         "sample_draft",
@@ -137,7 +139,10 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
         num_steps: int = 1,
     ) -> Tensor:
         """Draw drafts from the drafter's logits with the noise of their positions."""
-        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+        if has_steps:
+            logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+        else:
+            logits = self.model.compute_logits(hidden_states)
         drafts = draw(
             logits,
             idx_mapping,
@@ -147,7 +152,8 @@ def _drafting(draw: Callable[..., Tensor]) -> Patch:
             apply_temperature=True,
             use_fp64=self.use_fp64_gumbel,
         )
-        self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+        if predicts:
+            self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
         return drafts
 
     return Patch(owner=owner, name="sample_draft", replacement=sample_draft)
@@ -197,7 +203,8 @@ def _without_fused_samplers() -> list[Patch]:
     their own. vLLM gives such a request a random seed, which is then the one its text depends on.
     """
     sampler = module_of(f"{_GPU}.sample.sampler")
-    found = ("flashinfer_sampler_supported", "xpu_sampler_supported")
+    names = ("flashinfer_sampler_supported", "xpu_sampler_supported")  # the latter since vLLM 0.31
+    found = [name for name in names if hasattr(sampler, name)]
     for name in found:
         check(sampler, name, "")
     return [Patch(owner=sampler, name=name, replacement=lambda: False) for name in found]

@@ -11,6 +11,7 @@ from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm import depths
 from longtail.vllm.depths import Depths
+from longtail.vllm.guards import has_one_scheduler
 
 DEPTH = 4
 
@@ -25,7 +26,7 @@ class Scheduler:
         scheduling = SimpleNamespace(async_scheduling=ahead)
         self.vllm_config = SimpleNamespace(scheduler_config=scheduling)
         self.running = [f"r{i}" for i in range(running)]
-        self.dynamic_sd_lookup = [DEPTH] * 65
+        self.dynamic_sd_lookup: list[int] | None = None  # as in V1
         self.depth = self.prompt = 0
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
@@ -97,8 +98,25 @@ def test_a_step_teaches_only_if_it_verified_at_the_depth_at_which_it_drafts():
 def test_plain_decoding_and_the_deepest_table_are_bounds(tuner, depth):
     scheduler: Any = Scheduler(3)
     Depths(scheduler, tuner())
-    scheduler.schedule()
+    output = scheduler.schedule()
     assert scheduler.dynamic_sd_lookup == [depth] * 65
+    assert output.num_spec_tokens_to_schedule == depth
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "engines", "decides"),
+    [
+        ("mp", 2, 1, True),
+        ("external_launcher", 1, 1, True),
+        ("external_launcher", 2, 1, False),
+        ("mp", 2, 2, False),
+    ],
+)
+def test_ranks_with_schedulers_of_their_own_follow_no_clock(backend, world, engines, decides):
+    parallel = SimpleNamespace(
+        distributed_executor_backend=backend, world_size=world, data_parallel_size=engines
+    )
+    assert has_one_scheduler(SimpleNamespace(parallel_config=parallel)) is decides
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -246,7 +246,7 @@ def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool() -> None
 
     class Worker:
         model_runner = SimpleNamespace(
-            model="target",
+            get_model=lambda: "target",
             drafter=SimpleNamespace(open=lambda model: order.append(f"open {model}")),
         )
 

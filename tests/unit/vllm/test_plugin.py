@@ -8,7 +8,7 @@ import pytest
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
-from longtail.vllm import plugin
+from longtail.vllm import guards, plugin
 from support.vllm_releases import module, release
 
 
@@ -27,7 +27,7 @@ def process(monkeypatch):
         def create_engine_config(self):
             return SimpleNamespace(
                 additional_config=self.additional_config,
-                use_v2_model_runner=True,
+                use_v2_model_runner=not self.config.pop("is_v1", False),
                 speculative_config=self.speculative_config and SimpleNamespace(**self.config),
                 model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
                 parallel_config=SimpleNamespace(pipeline_parallel_size=1),
@@ -38,6 +38,7 @@ def process(monkeypatch):
             self.vllm_config = vllm_config
 
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
+    monkeypatch.setattr(guards, "vllm_version", lambda: "0.32.0")
     monkeypatch.setattr(plugin, "_PROCESS", plugin._Process())
 
     class Scheduler:
@@ -154,3 +155,24 @@ def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(proces
     absent = process.EngineArgs({"longtail": asked | {"begin": "absent"}})
     with pytest.raises(ConfigError, match="drafter absent is not a directory"):
         absent.create_engine_config()
+
+
+def test_the_release_decides_the_runner_and_unknown_ones_are_refused(process, monkeypatch):
+    """Before 0.32 a drafter is learned in V1, whose scheduler gets the table of depths."""
+    args = process.EngineArgs({"longtail": {"drafter": "learned"}})
+    args.create_engine_config()
+    assert "num_speculative_tokens_per_batch_size" in args.speculative_config
+    for version in ("0.23.0", "0.31.0+cpu"):
+        monkeypatch.setattr(guards, "vllm_version", lambda version=version: version)
+        args = process.EngineArgs({"longtail": {"drafter": "learned"}}, is_v1=True)
+        args.create_engine_config()
+        assert args.async_scheduling is False
+        assert args.speculative_config["method"] == "ngram"
+        assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
+    monkeypatch.setattr(guards, "vllm_version", lambda: "0.28.0")
+    with pytest.raises(ConfigError, match=r"vLLM 0\.28\.0; set VLLM_USE_V2_MODEL_RUNNER=0"):
+        process.EngineArgs({"longtail": {}}).create_engine_config()
+    for version in ("0.22.1", "0.34.0", "of no distribution"):
+        monkeypatch.setattr(guards, "vllm_version", lambda version=version: version)
+        with pytest.raises(ConfigError, match=f"this is vLLM {version}; use vLLM 0.23 to 0.33"):
+            process.EngineArgs({"longtail": {}}).create_engine_config()
