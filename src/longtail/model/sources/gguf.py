@@ -109,6 +109,31 @@ def _check_header(reader: Any) -> None:
     if scaling not in (None, "none"):
         raise ConfigError(f"{family}.rope.scaling.type = {scaling!r:.40} is not read")
     check_tokenizer(reader)
+    _check_sizes(reader, family)
+
+
+def _check_sizes(reader: Any, family: str) -> None:
+    """Raise ConfigError if sizes in the header are not those of the tensors.
+
+    transformers makes a model of the sizes in the header first, however large.
+    """
+    names = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
+    layers, hidden, inner, heads = (field(reader, f"{family}.{name}") or 0 for name in names)
+    head = field(reader, f"{family}.attention.key_length") or (heads and hidden // heads)
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    if "rope_freqs.weight" in shapes:
+        raise ConfigError("its frequencies of RoPE (rope_freqs, as in Llama 3.1) are not read")
+    blocks = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
+    if len(blocks) != layers:
+        raise ConfigError(f"block_count = {layers}: it has the tensors of {len(blocks)} layers")
+    for name, size in (
+        ("token_embd.weight", hidden),
+        ("blk.0.ffn_down.weight", inner),
+        ("blk.0.attn_output.weight", heads * head),
+    ):
+        if name not in shapes or shapes[name][0] != size:
+            found = "none" if name not in shapes else shapes[name][0]
+            raise ConfigError(f"{name} has {found} inputs, and by the header {size}")
 
 
 def _model(source: Path) -> Any:
