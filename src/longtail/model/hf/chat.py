@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, final
 
 from longtail.errors import DataError, JsonError
-from longtail.model.hf.template_reads import variables
 from longtail.system.files import parse_json
 
 Messages = list[dict[str, Any]]
@@ -106,6 +105,8 @@ class ChatTemplate:
     @property
     def arguments(self) -> frozenset[str]:
         """Names that the chat template reads and a caller may set, as `enable_thinking`."""
+        from longtail.model.hf.template_reads import variables  # jinja2: graders need none of it
+
         taken = set(inspect.signature(self._inner.apply_chat_template).parameters)
         taken = taken - {"tools", "documents"} | {"messages", *self._inner.special_tokens_map}
         template = self._inner.chat_template

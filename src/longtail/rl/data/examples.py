@@ -67,11 +67,11 @@ def make_examples(
         prompt_column="prompt" if is_chat else prompt_column,
         limit_fields=("data.max_len", "data.drop_long"),
     )
-    kept, differences = list[Example](), list[str]()
+    kept, said = list[Example](), ""
     for index, prompt in zip(prompts.rows, prompts.prompts, strict=True):
         where = f"data.source = {source!r}, row {index}"
         target, difference = _target(prompt, encoder, ends, where)
-        differences += difference
+        said = said or difference
         learned = encode_at(where, partial(encoder.encode, goes_on=True), target)
         if not learned or learned[-1] not in ends.ids:
             learned += (ends.ids[0] if ends.turn_id is None else ends.turn_id,)
@@ -88,13 +88,13 @@ def make_examples(
             f"data.source = {source!r}: all {len(rows)} examples are longer than data.max_len = "
             f"{max_len}; raise it"
         )
-    if differences:
-        to_stderr(differences[0])
+    if said:
+        to_stderr(said)
     return kept, len(rows) - len(kept)
 
 
-def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[str, list[str]]:
-    """Return the text to learn behind a prompt, and how the chat template's own differs from it.
+def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[str, str]:
+    """Return the text to learn behind a prompt, and how the template's own differs ("" if not).
 
     Where it differs: the completion, behind an empty thought if the prompt opens one and the
     completion has none; the tag that opens it is not repeated.
@@ -102,7 +102,7 @@ def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[s
     answer = dict(prompt.data["completion"])
     content: str = answer["content"]
     if encoder.render is None:
-        return content, []
+        return content, ""
     messages = conversation(prompt.data["prompt"], where=where)
     if messages[-1]["role"] == "assistant":  # the completion goes on with it
         answer |= {"content": messages.pop()["content"] + content}
@@ -116,7 +116,7 @@ def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[s
     thoughts = [str(answer.get(name) or "") for name in _THOUGHTS]
     parts = [*re.split(f"{THINK}|{END_THINK}", content), *thoughts]
     if text != whole and all(part.strip() in text for part in parts):
-        return ends.cut(text), []
+        return ends.cut(text), ""
     if opens_thought(prompt.text):
         blanks = prompt.text.rpartition(THINK)[2]
         content = content.removeprefix(THINK).removeprefix(blanks)
@@ -127,7 +127,7 @@ def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[s
         f"{prompt.text[-40:]!r}: with the answer it writes {whole[-80:]!r}; such rows are learned "
         f"as {content[:40]!r} behind the prompt"
     )
-    return content, [difference]
+    return content, difference
 
 
 @final
