@@ -13,7 +13,7 @@ longtail's engine where both compute the same logits.
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -165,13 +165,19 @@ def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
         noise = _NOISE.get()
         if noise is None or noise.num_drafts is None or noise.drafted is None:
             return stock(*args, **features)
-        drafts, num_drafts, depth, _, _, logits, bonus, sampling = args  # as `check` has them
+        drafts, _, depth, _, _, logits, bonus, sampling = args  # as `check` has them
         drawn = draw(logits, noise.keys.repeat_interleave(noise.num_drafts), noise.drafted)
         if not sampling.all_random:
             is_greedy = sampling.temperature < GREEDY_BELOW
             greedy = is_greedy.repeat_interleave(noise.num_drafts)
             drawn = torch.where(greedy, logits.argmax(-1), drawn)
-        return match(drawn, drafts, num_drafts, bonus, depth)
+        if not len(drawn):
+            return bonus.to(torch.int32)
+        counts = noise.num_drafts
+        tokens, standing = match(drawn, drafts, counts.cumsum(0) - counts, counts, depth)
+        column = torch.arange(depth + 1, device=drawn.device)
+        tokens = torch.where(column < counts[:, None], tokens, bonus.to(tokens.dtype))
+        return torch.where(column <= standing[:, None], tokens, REJECTED).to(torch.int32)
 
     return rejection_sample
 
@@ -258,23 +264,20 @@ def draw_drafts(
 
 
 def match(
-    drawn: Int[Tensor, "drafts"],
-    drafts: Int[Tensor, "drafts"],
-    num_drafts: Sequence[int],
-    bonus: Int[Tensor, "requests 1"],
+    drawn: Int[Tensor, "rows"],
+    drafts: Int[Tensor, "rows"],
+    starts: Int[Tensor, "requests"],
+    num_drafts: Int[Tensor, "requests"],
     depth: int,
-) -> Int[Tensor, "requests columns"]:
-    """Return the tokens of each request: drawn ones up to the first draft that differs.
+) -> tuple[Int[Tensor, "requests columns"], Int[Tensor, "requests"]]:
+    """Return the draws of each request in `depth` + 1 columns, and how many of its drafts stand.
 
-    `bonus` follows if all drafts stand. There are `depth` + 1 columns.
+    `drawn[i]` is the target's draw at row i, `drafts[i]` the draft for that place. A draft stands
+    while all before it do and it equals the draw. Rows of a request begin at its `starts`; draws
+    beyond them are undefined.
     """
-    if not len(drawn):
-        return bonus.to(torch.int32)
-    counts = torch.tensor(num_drafts, device=drawn.device)
     column = torch.arange(depth + 1, device=drawn.device)
-    rows = ((counts.cumsum(0) - counts)[:, None] + column).clamp(max=len(drawn) - 1)
-    is_draft = column < counts[:, None]
-    stands = is_draft & (drawn == drafts)[rows]
-    num_standing = stands.int().cumprod(1).sum(1, keepdim=True)
-    tokens = torch.where(is_draft, drawn[rows], bonus.to(drawn.dtype))
-    return torch.where(column <= num_standing, tokens, REJECTED).to(torch.int32)
+    rows = (starts[:, None] + column).clamp(max=len(drawn) - 1)
+    tokens, is_draft = drawn[rows], column < num_drafts[:, None]
+    stands = is_draft & (tokens == drafts[rows])
+    return tokens, stands.int().cumprod(1).sum(1)

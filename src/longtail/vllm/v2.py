@@ -18,30 +18,9 @@ from torch import Tensor
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, module_of
+from longtail.vllm.v1 import match
 
 _GPU = "vllm.v1.worker.gpu"
-
-
-def match(
-    drawn: Tensor, drafted: Tensor, cu_num_logits: Tensor, steps: int
-) -> tuple[Tensor, Tensor]:
-    """Return the draws of each request in a row, and how many of them stand (int32, at least 1).
-
-    `drawn[i]` is the target's draw at row i, `drafted[i]` the token that was fed there; rows from
-    cu_num_logits[r] belong to request r, the first of them without a draft. A draft stands while
-    all before it do and it equals the draw of the row before. Requests may have fewer than `steps`
-    drafts; entries beyond the number that stands are undefined.
-
-    Example: drawn [5, 7, 9], drafted [3, 5, 8], one request: tokens [5, 7, 9], 2 of them stand.
-    """
-    last = max(len(drawn) - 1, 0)
-    column = torch.arange(steps + 1, device=drawn.device)
-    rows = cu_num_logits[:-1, None] + column
-    tokens = drawn[rows.clamp(max=last)]
-    following = drafted[(rows + 1).clamp(max=last)]
-    is_draft = column < (cu_num_logits.diff() - 1)[:, None]
-    stands = (is_draft & (tokens == following)).int().cumprod(1)
-    return tokens, stands.sum(1).add(1).to(torch.int32)
 
 
 def patches(settings: VllmSettings) -> list[Patch]:
@@ -105,7 +84,12 @@ def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Te
             apply_temperature=False,
             use_fp64=use_fp64,
         )
-        return match(drawn, draft_sampled, cu_num_logits, num_speculative_steps)
+        # A row holds the draft for the row before it; a request's first one holds none.
+        tokens, standing = match(
+            drawn, draft_sampled.roll(-1), cu_num_logits[:-1], cu_num_logits.diff() - 1,
+            num_speculative_steps,
+        )  # fmt: skip
+        return tokens, standing.add(1).to(torch.int32)
 
     return rejection_sample
 

@@ -7,6 +7,7 @@ import torch
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm import v2
+from longtail.vllm.v1 import match
 from support.vllm_releases import draw, release
 
 VOCAB, STEPS = 11, 3
@@ -32,10 +33,10 @@ def test_match_equals_a_loop_over_requests():
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), rows.cumsum(0)]).to(torch.int32)
         drawn = torch.randint(0, 3, (int(starts[-1]),), generator=generator)
         drafted = torch.randint(-1, 3, drawn.shape, generator=generator).to(torch.int32)
-        tokens, count = v2.match(drawn, drafted, starts, STEPS)
-        found = [each[:n] for each, n in zip(tokens.tolist(), count.tolist(), strict=True)]
+        tokens, count = match(drawn, drafted.roll(-1), starts[:-1], starts.diff() - 1, STEPS)
+        pairs = zip(tokens.tolist(), count.tolist(), strict=True)
+        found = [each[: n + 1] for each, n in pairs]
         assert found == by_hand(drawn.tolist(), drafted.tolist(), starts.tolist())
-        assert (tokens.dtype, count.dtype) == (torch.int64, torch.int32)
 
 
 def installed(monkeypatch, **settings):
