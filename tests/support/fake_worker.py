@@ -92,8 +92,6 @@ class Script:
     """Seconds in which each of the running requests grows by a token."""
     slowness: dict[int, float] = field(default_factory=dict)
     """Factor of the seconds in which a worker generates; 1 for those that are not named."""
-    lent_gain: float | None = None
-    """Speed that a lender's cores add, relative to a worker's own; None: they cannot be lent."""
     accumulate_s: float = 0.01
     """Seconds of learning from a token."""
     short_task_s: float = 0.01
@@ -159,14 +157,13 @@ class FakeWorker:
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
         self._candidate: Replica | None = None
-        self._num_written = self._num_lenders = self._beats = 0
+        self._num_written = self._beats = 0
         self._is_waiting = False
 
     # ---- tasks
 
     def ready(self) -> Steps:
         yield READY_S
-        return self._script.lent_gain is not None
 
     def generate(
         self, shard: Sequence[Request], learns: bool = False, begun: Sequence[Completion] = ()
@@ -174,11 +171,10 @@ class FakeWorker:
         assert self.engine is not None, "a policy is published before texts are generated"
         self._shard, self._finished, self._left = {}, [], {}
         self._begin(shard, begun)
-        self._num_written = self._num_lenders = 0
+        self._num_written = 0
         self._take_offers()
         while self._left:
             slowness = self._script.slowness.get(self.number, 1.0)
-            slowness /= 1.0 + (self._script.lent_gain or 0.0) * self._num_lenders
             yield slowness * self._script.token_s(len(self._left))
             self._num_written += len(self._left)
             for name in list(self._left):
@@ -373,9 +369,6 @@ class FakeWorker:
 
     def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
         self._added.append((requests, begun))
-
-    def borrow_cores(self, num_workers: int) -> None:
-        self._num_lenders = num_workers
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         self.received += texts

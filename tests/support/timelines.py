@@ -6,7 +6,7 @@ from longtail.cluster.workers.states import Mark, Span, State, Timeline
 
 LETTERS = {
     "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,
-    "a": State.AHEAD, "l": State.LENDING, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
+    "a": State.AHEAD, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
 }  # fmt: skip
 
 

@@ -33,7 +33,6 @@ from longtail.rl.policy import open_policy
 from longtail.run.models import check_base
 from longtail.system.device import (
     DTYPES,
-    is_multithreaded,
     multiplies_bfloat16,
     rollout_threads,
     set_threads,
@@ -87,7 +86,6 @@ def build_components(
         drafting=drafting,
         drafter=drafter,
         rollout_threads=rollout_threads(hidden_size),
-        borrows=own is not None and device.type == "cpu" and is_multithreaded(hidden_size),
     )
 
 

@@ -26,7 +26,7 @@ _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "learn", "publish", "drafter")
 """Named parts of a step, which follow one another."""
-_IDLE_WORK = ("learning_ahead_s", "lending_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
+_IDLE_WORK = ("learning_ahead_s", "stolen_s", "spot_stop_latency_s", "moved_requests")
 
 
 def sentences(found: Mapping[str, ArmResult]) -> list[str]:
@@ -129,7 +129,7 @@ def tables(compared: Comparison, found: Mapping[str, ArmResult]) -> list[Table]:
         *_accept_table(found),
         Table(
             "Seconds of a step, medians",
-            ("arm", *_PARTS, "step", "ahead", "lent", "stolen", "stop", "moved", "unnamed"),
+            ("arm", *_PARTS, "step", "ahead", "stolen", "stop", "moved", "unnamed"),
             parts,
         ),
     ]
@@ -214,7 +214,7 @@ def _unnamed_share(result: ArmResult) -> float:
 
 def _idle_share(result: ArmResult) -> float:
     """Return the workers' idle share; work of idle workers counts as idle time."""
-    works = ("spot", "learning_ahead", "lending")
+    works = ("spot", "learning_ahead")
     names = ("generating", "idle", *works, "learning")
     sums = {name: sum(result.column(f"cluster/{name}_s")) for name in names}
     total = sum(sums.values())

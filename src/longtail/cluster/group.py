@@ -17,7 +17,7 @@ from longtail.cluster.rollout import Rollout
 from longtail.cluster.schedule.forecast import Forecaster
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import Decision, DrafterState, DrafterVersions
-from longtail.cluster.work.idle import IdleCoordinator, LendingWork
+from longtail.cluster.work.idle import IdleCoordinator
 from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.workers.learner_team import LearnerTeam
 from longtail.cluster.workers.processes import Processes
@@ -51,8 +51,6 @@ class WorkerGroup:
         self._learning = LearningWork(self._pool, log, learns_ahead=settings.learns_ahead)
         self._shares = self._pool.size > 1 and settings.shares
         """Whether running requests move."""
-        self._lends = False
-        """Whether engines compute on the cores of idle workers, too; set by `begin`."""
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
         self.drafter: DrafterPublisher | None = None
@@ -60,7 +58,7 @@ class WorkerGroup:
 
     def begin(self) -> None:
         """Wait for all workers."""
-        self._lends = all(self._pool.run_on_all(Worker.ready)) and self._shares
+        self._pool.run_on_all(Worker.ready)
         (self.num_parameters,) = self._pool.run_on((0,), Worker.num_parameters)
         (drafter,) = self._pool.run_on((0,), Worker.drafter)
         if drafter is not None:
@@ -86,8 +84,7 @@ class WorkerGroup:
         self._learning.begin(groups, requests)
         if self.drafter is not None:
             self.drafter.begin_rollout(step, requests, learns=trains)
-        lending = LendingWork(self._pool, self._forecaster.lends)
-        works = (self._learning, self.drafter, lending)
+        works = (self._learning, self.drafter)
         result = Rollout(
             pool=self._pool,
             forecaster=self._forecaster,
@@ -96,7 +93,6 @@ class WorkerGroup:
             drafter=self.drafter,
             on_progress=self._on_progress,
             shares=self._shares,
-            lends=self._lends,
             learns=trains,
             requests=requests,
         ).run()

@@ -26,7 +26,7 @@ class GroupSettings:
     max_running: int
     """Largest number of requests that a worker generates at once."""
     shares: bool
-    """Whether running requests move, and cores are lent."""
+    """Whether running requests move."""
     learns_ahead: bool
     """Whether a group can be learned from before the rollout ends."""
     is_sharded: bool
@@ -160,14 +160,3 @@ class Forecast:
     slowdown: float
     """Seconds that the rollout loses for each second in which a worker does other work; workers of
     one machine share its memory."""
-    loans: Mapping[int, "Loan"] = field(default_factory=dict)
-    """The best loan of each worker, or its present one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loan:
-    """Cores that a worker lends to another one of its host."""
-
-    borrower: int
-    rate: float
-    """Fraction of the rest of the rollout by which it ends sooner."""

@@ -43,8 +43,6 @@ class Rollout:
     on_progress: Callable[[Progress], None]
     shares: bool
     """Whether requests move."""
-    lends: bool
-    """Whether cores are lent."""
     learns: bool
     """Whether shards come with the sums over their completions, if such are kept."""
     requests: Sequence[Request]
@@ -95,10 +93,10 @@ class Rollout:
     # ---- shards
 
     def _start_shards(self) -> None:
-        """Start waiting shards on idle workers; others that lend or train end that for them."""
+        """Start waiting shards on idle workers; others that train end that for them."""
         num_waiting = len(self._waiting)
         missing = max(num_waiting - len(self.pool.workers(State.IDLE)), 0)
-        for worker in self._fastest(State.LENDING, State.SPOT)[:missing]:
+        for worker in self._fastest(State.SPOT)[:missing]:
             self.idle.end(worker)
         idle = self._fastest(State.IDLE)[:num_waiting]
         if self.drafter is not None:
@@ -194,11 +192,10 @@ class Rollout:
         """Forecast the ends of all workers, and move requests if the step ends sooner by that."""
         lengths = self.pool.ask_each(Worker.lengths, dict.fromkeys(running, ()))
         loads = {each: self._unfinished(each, lengths.get(each, ())) for each in running}
-        host_of, present = self.pool.processes.host_of, self.pool.present
-        self.forecaster.load(loads, now, {each: host_of(each) for each in present if self.lends})
+        self.forecaster.load(loads, now)
         if not self.shares or self._moves:
             return
-        takers = self._fastest(State.IDLE, State.LENDING, State.SPOT, State.AHEAD)
+        takers = self._fastest(State.IDLE, State.SPOT, State.AHEAD)
         early_s = self.learning.seconds_of(finished_soon(loads))
         move = best_move(loads, takers, early_s, self.forecaster)
         if move is not None and self.pool.tell(move.source, Worker.release, move.names):

@@ -35,13 +35,6 @@ def set_threads(threads: int) -> int:
     return count
 
 
-def use_threads(count: int, factor: int) -> None:
-    """Compute on `factor` times `count` threads from now on, one for each core at most."""
-    wanted = min(count * factor, max(machine.usable_cores(), count))
-    if wanted != torch.get_num_threads():
-        torch.set_num_threads(wanted)
-
-
 @contextlib.contextmanager
 def compute_threads(count: int) -> Iterator[None]:
     """Compute on `count` threads inside the context."""
@@ -53,18 +46,13 @@ def compute_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def is_multithreaded(hidden_size: int) -> bool:
-    """Return whether several threads decode faster than one; products of a small model are short.
+def rollout_threads(hidden_size: int) -> int:
+    """Return the number of threads for decoding: 1 for a small model, whose products are short.
 
     Two threads that synchronise a thousand times a second gain nothing on an idle machine and are
     ten times slower on a busy one.
     """
-    return hidden_size >= _MULTITHREADED_SIZE
-
-
-def rollout_threads(hidden_size: int) -> int:
-    """Return the number of threads for decoding."""
-    return torch.get_num_threads() if is_multithreaded(hidden_size) else 1
+    return torch.get_num_threads() if hidden_size >= _MULTITHREADED_SIZE else 1
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

@@ -86,8 +86,7 @@ def _mean(values: Sequence[float]) -> float:
 _MEANS = (
     "reward/mean", "response_length/p50", "response_length/p90", "response_length/p99",
     "rollout/tokens_per_s", "speculation/accept_length", "drafter/expected_accept_length",
-    "cluster/idle_s", "cluster/spot_s", "cluster/learning_ahead_s", "cluster/lending_s",
-    "cluster/idle_utilization",
+    "cluster/idle_s", "cluster/spot_s", "cluster/learning_ahead_s", "cluster/idle_utilization",
     "timing_s/step", *(f"timing_s/{phase}" for phase in PHASES),
 )  # fmt: skip
 _JOINS: dict[str, _Joined] = {

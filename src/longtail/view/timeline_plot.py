@@ -23,7 +23,6 @@ INK = "#727d89"
 """Text and axes: a contrast of about 4 to 1 on white and on GitHub's black."""
 BLUE, ORANGE, PURPLE = "#3f7fc1", "#dd8a1c", "#8c66c2"
 RED, GREEN, GREY, PINK, PALE = "#d2505c", "#4a9d4f", "#8b949e", "#b04f9d", "#cfd6dc"
-SKY = "#8fb6dc"
 TITLE: Mapping[str, Any] = {"loc": "left", "fontsize": 10.5}
 _DOTS_PER_INCH = 160
 _LOOKS = {
@@ -31,7 +30,6 @@ _LOOKS = {
     State.IDLE: (GREY, "idle"),
     State.SPOT: (ORANGE, "trains the drafter"),
     State.AHEAD: (PINK, "learns ahead"),
-    State.LENDING: (SKY, "lends its cores"),
     State.LEARNING: (PURPLE, "learns"),
     State.STARTING: (GREEN, "starts"),
     State.ABSENT: (PALE, "has no host"),

@@ -97,26 +97,20 @@ def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once
 
 
 @settings(max_examples=60)
-@example(
-    [52, 399, 173, 1], 4, [(0, 14.546), (0, 5.0)], 0.0, None
-)  # it ends while another one starts
+@example([52, 399, 173, 1], 4, [(0, 14.546), (0, 5.0)], 0.0)  # it ends while another one starts
 @given(
     st.lists(st.integers(1, 400), min_size=4, max_size=24),
     st.integers(2, 4),
     st.lists(st.tuples(st.integers(0, 1), st.floats(5.0, 20.0)), max_size=2),
     st.floats(0.0, 0.05),
-    st.sampled_from((None, 0.1, 0.6)),
 )
-def test_texts_are_whole_and_nothing_is_learned_from_twice(
-    lengths, workers, deaths, more_s, lent_gain
-):
+def test_texts_are_whole_and_nothing_is_learned_from_twice(lengths, workers, deaths, more_s):
     asked = requests(*lengths, siblings=2)
     pool = ScriptedPool(
         workers,
         has_drafter=False,
         token_s=lambda n: 0.002 + more_s * n,
         accumulate_s=0.005,
-        lent_gain=lent_gain,
         deaths=[Death(worker=worker, at_s=at_s) for worker, at_s in deaths],
     )
     group, _ = rolled(pool, asked)
@@ -124,19 +118,3 @@ def test_texts_are_whole_and_nothing_is_learned_from_twice(
     assert len(held(pool)) == len(set(held(pool)))
     if not any(pool.births):
         assert held(pool) == groups(asked)
-
-
-def test_the_last_worker_borrows_the_cores_of_an_idle_one_until_there_is_better_work():
-    lent, kept = (
-        ScriptedPool(2, has_drafter=False, token_s=token_s, accumulate_s=0.01, lent_gain=gain)
-        for gain in (0.6, None)
-    )
-    (group, faster), (_, slower) = (rolled(pool, TAIL) for pool in (lent, kept))
-    spans = group.drain_timeline().spans
-    lending = [span for span in spans if span.state is State.LENDING]
-    assert len({span.worker for span in lending}) == 1
-    assert sum(span.seconds for span in lending) > 0.5 * faster.seconds
-    assert faster.seconds < 0.75 * slower.seconds
-    assert held(lent) == held(kept) == groups(TAIL)[:3]
-    group.learn([batch(2)])
-    assert held(lent) == groups(TAIL)

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.cluster.records import Progress
 from longtail.cluster.schedule.forecast import Forecaster, Lengths, TokenTimes, Unfinished
 from longtail.cluster.schedule.moves import best_move
 from longtail.types import Request
@@ -153,35 +152,3 @@ def test_a_move_gains_what_it_promises(loads, num_idle, early_s, start_s, more_s
     after[move.target] += moved
     assert move.gain_s == pytest.approx(end_s(given_loads, 0.0) - end_s(after, reading_s))
     assert move.gain_s > 0.0
-
-
-def test_cores_are_lent_to_the_last_worker_of_the_host_for_what_the_rollout_gains():
-    known = forecast(0.01, 0.001, (1.0,) * 4)
-    loads = {0: texts(0, 100), 1: texts(1, 300)}
-    known.load(loads, 0.0, {0: "a", 1: "a", 2: "a", 3: "b"})
-    loans = known.now(0.0).loans
-    assert set(loans) == {2}
-    assert loans[2].borrower == 1
-    assert loans[2].rate == pytest.approx(1 - 1 / 1.6)
-    known.lends[2] = 1
-    assert known.worker_s(1, loads[1]) == pytest.approx(3.3 / 1.6)
-    assert known.worker_s(1, loads[1], without=2) == pytest.approx(3.3)
-    known.load(loads, 0.0, {0: "a", 1: "a", 2: "a", 4: "a"})
-    loans = known.now(0.0).loans
-    assert loans[2].rate == pytest.approx((3.3 - 3.3 / 1.6) / (3.3 / 1.6))
-    assert loans[4].rate == pytest.approx(1 - 1.6 / 2.2)
-    assert known.now(0.0, is_over=True).loans == {}
-    known.lends.clear()
-    known.load({0: texts(0, 299), 1: texts(1, 300)}, 0.0, {0: "a", 1: "a", 2: "a"})
-    assert known.now(0.0).loans[2].rate == pytest.approx(1 - 299 / 300)
-
-
-def test_the_gain_of_lent_cores_is_measured():
-    known = forecast(0.01, 0.0)
-    known.load({0: texts(0, 900)}, 0.0, {0: "", 1: ""})
-    known.lends[1] = 0
-    for second in range(400):
-        progress = Progress(num_generated=125 * second, num_running=1)
-        known.observe({0: progress}, float(second), 0)
-    assert known.core_gain == pytest.approx(0.25, abs=0.01)
-    assert known.times.seconds(1.0) == pytest.approx(0.01)

@@ -7,14 +7,13 @@ from support.timelines import drawn
 
 
 def test_the_metrics_of_a_step_are_seconds_of_its_states() -> None:
-    metrics = drawn("GGG.LL", "Glas+L", "GGsxsL", begin_s=2.0).metrics()
+    metrics = drawn("GGG.LL", "Gaas+L", "GGsxsL", begin_s=2.0).metrics()
     assert metrics == pytest.approx(
         {
             "cluster/generating_s": 6.0,
             "cluster/idle_s": 1.0,
             "cluster/spot_s": 3.0,
-            "cluster/learning_ahead_s": 1.0,
-            "cluster/lending_s": 1.0,
+            "cluster/learning_ahead_s": 2.0,
             "cluster/learning_s": 4.0,
             "cluster/idle_utilization": 1.0,
             "cluster/spot_stop_latency_s": 2.0,

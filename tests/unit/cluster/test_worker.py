@@ -6,7 +6,6 @@ from dataclasses import replace
 from threading import Event
 
 import pytest
-import torch
 
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.assembly.drafters import drafter_names
@@ -24,7 +23,6 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.speculation.strategy import Strategy
-from longtail.system import machine
 from longtail.types import Completion, Request
 from support.drafters import ModelChains
 from support.engine_requests import request_of
@@ -183,26 +181,6 @@ def test_a_request_is_released_in_mid_rollout_and_goes_on_elsewhere(workshop, as
     assert continued.completions == whole
     assert continued.report.num_generated == size(whole) - size(released)
     assert first.drain_released() == second.completed(0) == second.lengths() == []
-
-
-def test_borrowed_cores_compute_the_same_texts_until_they_are_given_back(
-    workshop, asked, monkeypatch
-):
-    worker = Worker(make_components(workshop, "--speculation.drafter=none"))
-    worker.publish()
-    whole, before, seen = worker.generate(asked).completions, torch.get_num_threads(), list[int]()
-    monkeypatch.setattr(machine, "usable_cores", lambda: 3)
-    lenders = iter([1, 1, 7, 0])
-
-    def on_step(progress: Progress) -> None:
-        seen.append(torch.get_num_threads())
-        worker.borrow_cores(next(lenders, 0))
-
-    worker.on_step = on_step
-    worker.borrow_cores(2)  # about an earlier shard
-    assert worker.generate(asked).completions == whole
-    assert seen[:6] == [1, 2, 2, 3, 1, 1]
-    assert torch.get_num_threads() == before
 
 
 def learn(components: WorkerComponents) -> SpotReport:

@@ -4,7 +4,6 @@ tokens left              from completions of its prompt, else from all that were
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
 speed of a worker        by its seconds per token relative to these: a host may be slow, or share
                          its processors
-cores that are lent      make a worker 1 + g k times as fast, where k others lend theirs
 seconds of a worker      its requests end one after another, and those left become faster
 """
 
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, Loan, Progress
+from longtail.cluster.records import Forecast, Progress
 from longtail.types import Request
 
 _FADE = 0.98
@@ -25,9 +24,6 @@ _RECENT = 2048
 _LEAST_REST_S = 1.0
 """Least rest of a rollout that is not at its end: a completion may be longer than expected, and a
 worker may not answer."""
-_CORE_GAIN, _CORE_GAIN_S = 0.6, 5.0
-"""Gain of the cores of another worker until it is measured (two threads of a Xeon and of an EPYC:
-1.5 to 1.8 times one), and the seconds of lending that this guess counts as."""
 _LEAST_S = 0.1
 """Seconds of an observation; less is the jitter of messages."""
 _LEAST_OWN_S, _NOISE = 2.0, 0.25
@@ -245,17 +241,11 @@ class Forecaster:
         self._num_workers, self.max_running = 1, max_running
         self.times, self.lengths = TokenTimes(), Lengths()
         self.speeds = WorkerSpeeds()
-        self._seen: dict[int, tuple[float, Progress, tuple[int, int]]] = {}
-        """Time and progress of each worker when it was last observed, and the numbers of workers
-        that did other work or lent it cores."""
+        self._seen: dict[int, tuple[float, Progress, int]] = {}
+        """Time and progress of each worker when it was last observed, and the number of workers
+        that did other work."""
         self.ends: dict[int, float] = {}
         """Time at which each worker is expected to have finished its requests."""
-        self.lends: dict[int, int] = {}
-        """The borrower of each worker that lends its cores."""
-        self._hosts: Mapping[int, str] = {}
-        """Host of each worker that could lend or borrow."""
-        self._lent = [_CORE_GAIN * _CORE_GAIN_S, _CORE_GAIN_S]
-        """Seconds gained by borrowed cores and seconds with them, per lender."""
         self.stolen_s = 0.0
         """Seconds that the present rollout lost to other work; the mean of the workers."""
 
@@ -264,67 +254,32 @@ class Forecaster:
         self._num_workers = num_workers
         self.lengths.begin(requests)
         self._seen.clear()
-        self.ends, self._hosts, self.stolen_s = {}, {}, 0.0
-        self.lends.clear()
+        self.ends, self.stolen_s = {}, 0.0
 
     def observe(self, progress: Mapping[int, Progress], now: float, beside: int) -> None:
         """Learn from the progress of the generating workers."""
         for worker, each in progress.items():
-            lenders = self._num_lenders(worker)
-            others = beside, lenders
-            at_s, before, then = self._seen.get(worker, (now, each, others))
+            at_s, before, then = self._seen.get(worker, (now, each, beside))
             written = each.num_generated - before.num_generated
-            if then != others or written < 0 or worker not in self._seen:
-                self._seen[worker] = now, each, others
+            if then != beside or written < 0 or worker not in self._seen:
+                self._seen[worker] = now, each, beside
             elif now - at_s >= _LEAST_S and written:
                 running = (each.num_running + before.num_running) / 2
                 seconds, speed = now - at_s, self.speeds.of(worker)
-                if lenders:
-                    self._observe_lent(running, written, seconds * speed, lenders)
-                else:
-                    if running and not beside and each.num_running <= before.num_running:
-                        self.speeds.observe(worker, running, written, seconds)
-                    usual_s = seconds * speed
-                    lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
-                    self.stolen_s += lost_s / speed / len(progress)
-                self._seen[worker] = now, each, others
+                if running and not beside and each.num_running <= before.num_running:
+                    self.speeds.observe(worker, running, written, seconds)
+                usual_s = seconds * speed
+                lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
+                self.stolen_s += lost_s / speed / len(progress)
+                self._seen[worker] = now, each, beside
         self.speeds.compare(self.times.seconds)
 
-    def _observe_lent(self, running: float, written: int, seconds: float, lenders: int) -> None:
-        """Add tokens that a worker of the usual speed has written on borrowed cores, too."""
-        if running and self.times.is_known:
-            usual_s = written / running * self.times.seconds(running)
-            new = ((usual_s - seconds) / lenders, seconds)
-            self._lent = [_FADE * a + b for a, b in zip(self._lent, new, strict=True)]
-
-    @property
-    def core_gain(self) -> float:
-        """Speed that the cores of another worker add, relative to a worker's own ones."""
-        gained, seconds = self._lent
-        return min(max(gained / seconds, 0.0), 1.0)
-
-    def boost(self, worker: int, *, without: int = -1) -> float:
-        """Return the speed of a worker by the cores that are lent to it; 1 if none are.
-
-        `without` is a lender that does not count.
-        """
-        return 1.0 + self.core_gain * self._num_lenders(worker, without)
-
-    def _num_lenders(self, worker: int, without: int = -1) -> int:
-        return sum(to == worker and each != without for each, to in self.lends.items())
-
-    def load(
-        self, loads: Mapping[int, Sequence[Unfinished]], now: float, hosts: Mapping[int, str]
-    ) -> None:
-        """Take the unfinished requests of all generating workers.
-
-        `hosts` are those of all workers, without any if no cores can be lent.
-        """
-        self._hosts = hosts
+    def load(self, loads: Mapping[int, Sequence[Unfinished]], now: float) -> None:
+        """Take the unfinished requests of all generating workers."""
         self.ends = {each: now + self.worker_s(each, texts) for each, texts in loads.items()}
 
-    def worker_s(self, worker: int, texts: Iterable[Unfinished], *, without: int = -1) -> float:
-        """Return the seconds until a worker has finished its requests; `without` as in `boost`."""
+    def worker_s(self, worker: int, texts: Iterable[Unfinished]) -> float:
+        """Return the seconds until a worker has finished its requests."""
         lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
         for index, left in enumerate(lefts):
@@ -334,7 +289,7 @@ class Forecaster:
                 (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
             )
             before = left
-        return seconds / self.speeds.of(worker) / self.boost(worker, without=without)
+        return seconds / self.speeds.of(worker)
 
     def reading_s(self, worker: int, texts: Iterable[Unfinished]) -> float:
         """Return the seconds in which a worker reads what others have written of texts.
@@ -351,23 +306,4 @@ class Forecaster:
             num_workers=self._num_workers,
             rest_s=0.0 if is_over else max(rest_s, _LEAST_REST_S),
             slowdown=0.0 if is_over else self.times.slowdown,
-            loans={} if is_over else self._loans(now, max(rest_s, _LEAST_REST_S)),
         )
-
-    def _loans(self, now: float, rest_s: float) -> dict[int, Loan]:
-        """Return the loan of each worker without texts to the one of its host that ends last.
-
-        What that one gains beyond the end of the next worker is no gain of the rollout.
-        """
-        last, loans = max(self.ends, key=self.ends.__getitem__, default=-1), {}
-        for worker, host in self._hosts.items():
-            borrower = self.lends.get(worker, last)
-            if worker in self.ends or borrower not in self.ends or self._hosts[borrower] != host:
-                continue
-            work_s = max(self.ends[borrower] - now, 0.0) * self.boost(borrower)
-            others = (end - now for each, end in self.ends.items() if each != borrower)
-            without = self.boost(borrower, without=worker)
-            helped_s = max(work_s / (without + self.core_gain), max(others, default=0.0))
-            rate = max(work_s / without - helped_s, 0.0) / rest_s
-            loans[worker] = Loan(borrower=borrower, rate=rate)
-        return loans

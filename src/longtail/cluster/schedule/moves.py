@@ -61,11 +61,8 @@ def best_move(
         gone = set(names)
         stays = [each for each in loads[source] if each.request.request_id not in gone]
         both = [*loads.get(target, ()), *moved]
-        # A lender that gets texts computes them on its cores.
-        borrower = forecast.lends.get(target, source)
-        back = {borrower: loads[borrower]} if borrower in loads else {}
-        changed = {b: forecast.worker_s(b, own, without=target) for b, own in back.items()} | {
-            source: forecast.worker_s(source, stays, without=target),
+        changed = {
+            source: forecast.worker_s(source, stays),
             target: forecast.worker_s(target, both) + forecast.reading_s(target, moved),
         }
         gain_s = now_s - _end_s(seconds | changed, early_s, num_workers)

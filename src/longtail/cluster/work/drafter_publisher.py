@@ -143,7 +143,7 @@ class DrafterPublisher(IdleWork):
         """
         now, workers = self._pool.now(), self._pool.workers
         is_due = self._has_trained and now - self._polled_s >= _POLL_S
-        if not is_due or not workers(State.IDLE, State.LENDING, State.SPOT):
+        if not is_due or not workers(State.IDLE, State.SPOT):
             return
         self._polled_s = now
         generating, training = (

@@ -2,9 +2,9 @@
 
     idle worker ---> the work that gains most for each second of it, or rest
 
-A rollout waits for no such work. `learning` learns from finished groups, `drafter_publisher` trains
-the drafter, and `LendingWork` lends cores to a worker that generates. Each kind predicts its gain
-from the same `Forecast`, whose numbers are measured.
+A rollout waits for no such work. `learning` learns from finished groups, and `drafter_publisher`
+trains the drafter. Each kind predicts its gain from the same `Forecast`, which follows from what is
+measured.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,7 +12,6 @@ from typing import Any, final
 
 from longtail.cluster.records import Forecast, TaskResult
 from longtail.cluster.workers.states import State
-from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion
 
@@ -38,7 +37,7 @@ class IdleWork:
         raise NotImplementedError
 
     def end(self, worker: int) -> None:
-        """End endless work of a worker, now or soon."""
+        """End endless work of a worker soon."""
 
     def add(self, completions: Sequence[Completion]) -> None:
         """Take completions as they are finished."""
@@ -98,58 +97,10 @@ class IdleCoordinator:
                 self.end(worker)
 
     def end(self, worker: int) -> None:
-        """End the endless work of a worker; it is idle now or soon."""
+        """End the endless work of a worker; it is idle soon."""
         self._at[worker].end(worker)
-        if worker in self._pool.workers(State.IDLE):
-            del self._at[worker]
 
     def end_all(self) -> None:
         """End all endless work."""
         for worker in [each for each, work in self._at.items() if work.is_endless]:
             self.end(worker)
-
-
-@final
-class LendingWork(IdleWork):
-    """The cores that are lent in one rollout; `lends` has the borrower of each lender.
-
-        IDLE ---> LENDING, to the worker of its host that will be done last ---> IDLE, at once
-
-    The borrower computes its steps on more threads, which changes no bit of a text (law 4) and
-    leaves the threads of its learner alone. A lender has no task, so any other work may begin at
-    once.
-    """
-
-    def __init__(self, pool: WorkerPool, lends: dict[int, int]) -> None:
-        self._pool, self._lends = pool, lends
-
-    def rate(self, worker: int, forecast: Forecast) -> float:
-        """Return the gain of the worker's loan; 0 if its borrower generates no more."""
-        loan = forecast.loans.get(worker)
-        is_possible = loan is not None and self._is_generating(loan.borrower)
-        return loan.rate if loan is not None and is_possible else 0.0
-
-    def start(self, worker: int, forecast: Forecast) -> None:
-        """Lend the cores of an idle worker."""
-        borrower = forecast.loans[worker].borrower
-        self._pool.states.move(worker, State.LENDING)
-        self._lends[worker] = borrower
-        self._tell(borrower)
-
-    def end(self, worker: int) -> None:
-        """Take the cores back; the worker is idle."""
-        self._pool.states.move(worker, State.IDLE)
-        self._tell(self._lends.pop(worker))
-
-    def on_lost(self, worker: int) -> None:
-        """Forget a lost lender."""
-        if (borrower := self._lends.pop(worker, None)) is not None:
-            self._tell(borrower)
-
-    def _is_generating(self, worker: int) -> bool:
-        return worker in self._pool.workers(State.GENERATING)
-
-    def _tell(self, borrower: int) -> None:
-        if self._is_generating(borrower):
-            num = list(self._lends.values()).count(borrower)
-            self._pool.tell(borrower, Worker.borrow_cores, num)

@@ -45,5 +45,3 @@ class WorkerComponents:
     drafter: LoadedDrafter | None
     """The drafter with weights as the run began with it, if there is one."""
     rollout_threads: int
-    borrows: bool = False
-    """Whether the generator computes on as many threads as PyTorch has, and gains by more."""

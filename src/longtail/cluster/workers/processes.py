@@ -52,10 +52,6 @@ class Processes(abc.ABC):
         """Return the workers whose processes wait for room on a host."""
         return frozenset()
 
-    def host_of(self, worker: int) -> str:
-        """Return the host of a worker; "" on one machine."""
-        return ""
-
     def room(self) -> str:
         """Return how much room there is, as a part of a sentence about those that are absent."""
         return ""

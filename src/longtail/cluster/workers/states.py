@@ -5,8 +5,7 @@
     STARTING -> IDLE ---+--> GENERATING  (its shard) ------+
      ^  |  ^            +--> SPOT        (the drafter) ----+
      |  v  |            +--> AHEAD       (finished groups) +
-    ABSENT |            +--> LENDING     (its cores) ------+
-           |            +--> LEARNING    (the policy) -----+
+    ABSENT |            +--> LEARNING    (the policy) -----+
            |
            +--- DEAD <------ from each of them
 
@@ -15,7 +14,7 @@ wait for the workers is to wait for IDLE. `WorkerStates` records the time in eac
 the timeline of a step. It starts and stops nothing: the pool does.
 
     worker 0   GGGGGGGGGGGGGGGGGGG . LLLLL          G generating   s spot      a learning ahead
-    worker 1   GGGGGGGG . aaaassslll . LLL          . idle         l lending   L learning
+    worker 1   GGGGGGGG . aaaassssss . LLL          . idle         L learning
                |      phase      |st |
 
 A phase is a maximal interval in which a worker generates; a step with an evaluation has several.
@@ -41,12 +40,11 @@ class State(enum.Enum):
     IDLE = "idle"  # it has no task
     SPOT = "spot"  # it trains the drafter while others generate
     AHEAD = "learning_ahead"  # it learns from finished groups while others generate
-    LENDING = "lending"  # its cores compute for a worker that generates; it has no task
     LEARNING = "learning"  # it trains the policy, or does another task of all workers
     DEAD = "dead"  # its process is gone
 
 
-_WORK = (State.GENERATING, State.SPOT, State.AHEAD, State.LENDING, State.LEARNING)
+_WORK = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
 _FOLLOWERS = {
     **dict.fromkeys(_WORK, (State.IDLE, State.DEAD)),
     State.STARTING: (State.IDLE, State.ABSENT, State.DEAD),
@@ -117,7 +115,7 @@ class Timeline:
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step (docs/metrics.md)."""
         totals = self.seconds().values()
-        works = (State.SPOT, State.AHEAD, State.LENDING)
+        works = (State.SPOT, State.AHEAD)
         named = (State.GENERATING, State.IDLE, *works, State.LEARNING)
         sums = {state: sum((each[state] for each in totals), 0.0) for state in named}
         phases = _joined(self._in_state(State.GENERATING))

@@ -33,7 +33,7 @@ from longtail.rl.collectives import SINGLE_PROCESS, TorchProcessGroup
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
-from longtail.system.device import compute_threads, use_threads
+from longtail.system.device import compute_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
 
 T = TypeVar("T")
@@ -70,9 +70,8 @@ class Worker:
 
     # ---- tasks
 
-    def ready(self) -> bool:
-        """Return once the worker is there; whether its engine can compute on borrowed cores."""
-        return self._components.borrows
+    def ready(self) -> None:
+        """Return once the worker is there."""
 
     def num_parameters(self) -> int:
         """Count the policy's parameters."""
@@ -91,10 +90,8 @@ class Worker:
         """
         for messages in (self._added, self._asked_back, self._released):
             messages.clear()  # about an earlier shard, which had ended when they came
-        self._lenders = 0
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
-        num_threads = self._components.rollout_threads
         names, self._finished = {each.request_id for each in requests}, []
         self._progress = Progress(beats=self._beats)
 
@@ -109,10 +106,9 @@ class Worker:
                 names.add(request.request_id)
                 generator.submit(request, beginning)
             self._take_offer()
-            use_threads(num_threads, 1 + self._lenders)
 
         try:
-            with compute_threads(num_threads):
+            with compute_threads(self._components.rollout_threads):
                 self._take_offer()
                 generator.generate(requests, on_step, begun)
                 while generator.num_unfinished:  # what was added
@@ -307,10 +303,6 @@ class Worker:
     def drain_released(self) -> list[Completion]:
         """Return what was written of the requests released since the last call."""
         return _taken(self._released)
-
-    def borrow_cores(self, num_workers: int) -> None:
-        """Generate on the cores of `num_workers` others, too, from the next engine step on."""
-        self._lenders = num_workers
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add texts to train the drafter on."""

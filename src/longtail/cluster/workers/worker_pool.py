@@ -49,7 +49,7 @@ _WITH_BEATS = {
 """Tasks in which `Progress.beats` rise, and the worker's state; in all others it is LEARNING."""
 _UNREADY = (State.STARTING, State.ABSENT)
 _BUSY = (State.GENERATING, State.SPOT, State.AHEAD, State.LEARNING)
-_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD, State.LENDING)
+_HAVE_POLICY = (State.IDLE, State.GENERATING, State.SPOT, State.AHEAD)
 """States in which the policy can be copied; in LEARNING it may be changing."""
 
 
@@ -228,8 +228,6 @@ class WorkerPool:
 
     def abandon(self) -> None:
         """Stop generation and idle work on all workers, and drop their results."""
-        for worker in self.workers(State.LENDING):
-            self.states.move(worker, State.IDLE)
         while self.workers(State.GENERATING, State.SPOT, State.AHEAD):
             for worker in self.workers(State.GENERATING, State.SPOT):
                 self.stop(worker)

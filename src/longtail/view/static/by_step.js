@@ -8,7 +8,7 @@ const PHASES = [
   ["publish", "timing_s/publish", "--starting"], ["drafter", "timing_s/drafter", "--spot"],
   ["other", "timing_s/other", "--idle-ink"],
 ];
-const IDLE = [["learned ahead", "cluster/learning_ahead_s", "--ahead"], ["lent its cores", "cluster/lending_s", "--lending"], ["trained the drafter", "cluster/spot_s", "--spot"], ["idle", "cluster/idle_s", "--idle-ink"]];
+const IDLE = [["learned ahead", "cluster/learning_ahead_s", "--ahead"], ["trained the drafter", "cluster/spot_s", "--spot"], ["idle", "cluster/idle_s", "--idle-ink"]];
 
 const last = (values) => values.findLast((value) => known(value));
 const at = (view, name, index) => view.columns[name]?.[index];

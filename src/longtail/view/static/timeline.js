@@ -1,7 +1,7 @@
 // Workers x time: one bar for each worker, coloured by its state; runs above each other in one scale.
 import { el, fill, num, Panel, percent, seconds, svg, table } from "/static/format.js";
 
-const STATES = { generating: "generates", spot: "trains the drafter", learning_ahead: "learns from finished groups", lending: "lends its cores", learning: "trains the policy", idle: "idle", starting: "starts", absent: "has no host", dead: "lost" };
+const STATES = { generating: "generates", spot: "trains the drafter", learning_ahead: "learns from finished groups", learning: "trains the policy", idle: "idle", starting: "starts", absent: "has no host", dead: "lost" };
 const ROW = 20, GAP = 4, LEFT = 34, TOP = 16, AXIS = 20;
 
 export class Timeline {

@@ -102,10 +102,6 @@ class RayProcesses(Processes):
         """Return the workers whose processes wait for room on a host."""
         return frozenset(self._absent)
 
-    def host_of(self, worker: int) -> str:
-        """Return the address of a worker's host."""
-        return "" if self._places is None else self._places.hosts.get(worker, "")
-
     def room(self) -> str:
         """Return what a worker needs, and what Ray has."""
         return "" if self._places is None else self._places.room()
