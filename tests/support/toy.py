@@ -1,6 +1,6 @@
 """The toy: a model of 1.6M parameters that reasons in writing, its drafters, its problems.
 
-The files are in tests/toy; `support.make_toy` has the task, and writes them.
+The files are in tests/toy; `benchmarks/make_toy.py` has the task, and writes them.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Make the weights, the drafters and the problems of tests/toy anew, in a few minutes on two cores.
 
-    PYTHONPATH=tests python -m support.make_toy
+    PYTHONPATH=tests python benchmarks/make_toy.py
 
 The task is to count the steps of a hailstone sequence, in writing: an even number is followed by
 its half, an odd one by three times it plus one, until 1. The number of steps cannot be predicted
@@ -123,7 +123,7 @@ def make_reasoner() -> None:
         rows,
         source="toy",
         encoder=Encoder.of(words),
-        eos_id=words.eos_ids[0],
+        ends=words.ends,
         max_len=model.config.max_positions,
     )
     batches = ExampleBatches(examples, 2048, seed=0)
@@ -152,8 +152,10 @@ def make_drafter(recipe: str, folder: Path) -> None:
     prompts, run = folder / "prompts.jsonl", folder / recipe
     write(prompts, problems(NUM_PROMPTS, seed=2))
     words = (f"--target.path={REASONER}", f"--data.source={prompts}", f"--run.dir={run}")
-    more = ("--data.max_tokens=1024", "--train.batch_tokens=384", "--drafter.window=32")
-    more = (*more, "--target.dtype=float32", "--train.autocast=false", *OPTIONS[recipe])
+    more = (
+        *("--data.max_tokens=1024", "--train.batch_tokens=384", "--drafter.window=32"),
+        *("--target.dtype=float32", "--train.autocast=false", *OPTIONS[recipe]),
+    )
     if main(["drafter", "train", f"--drafter.recipe={recipe}", *words, *more]):
         raise SystemExit(f"training {recipe} failed")
     target, tokenizer = load_model(REASONER, torch.float32), load_tokenizer(REASONER)
@@ -165,6 +167,7 @@ def make_drafter(recipe: str, folder: Path) -> None:
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows as JSON lines."""
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 

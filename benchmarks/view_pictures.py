@@ -1,6 +1,6 @@
 """Pictures of the page of `longtail view` for the pages of the documentation.
 
-    PYTHONPATH=tests python -m support.view_pictures runs/quickstart docs/img
+    PYTHONPATH=tests python benchmarks/view_pictures.py runs/quickstart docs/img
 
 They show the curves of a run in light colours, and its last step in dark ones.
 """
@@ -8,6 +8,7 @@ They show the curves of a run in light colours, and its last step in dark ones.
 import argparse
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from playwright.sync_api import Browser, sync_playwright
 
@@ -17,7 +18,7 @@ from support.http_threads import viewing
 WIDTH = 1240
 
 
-def picture(browser: Browser, url: str, path: Path, scheme: str) -> None:
+def picture(browser: Browser, url: str, path: Path, scheme: Literal["light", "dark"]) -> None:
     """Write the upper part of the page in light colours, or the part of one step in dark ones."""
     context = browser.new_context(viewport={"width": WIDTH, "height": 900}, color_scheme=scheme)
     page = context.new_page()
@@ -31,8 +32,9 @@ def picture(browser: Browser, url: str, path: Path, scheme: str) -> None:
     split = bottom["y"] + bottom["height"] + 8
     top, height = (0.0, split) if scheme == "light" else (bottom["y"] - 70, 0.0)
     height = height or whole["y"] + whole["height"] - top - 90
-    clip = {"x": 0.0, "y": top, "width": WIDTH, "height": height}
-    page.screenshot(path=path, full_page=True, clip=clip)
+    page.screenshot(
+        path=path, full_page=True, clip={"x": 0.0, "y": top, "width": WIDTH, "height": height}
+    )
     context.close()
 
 
@@ -45,8 +47,8 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     with viewing(open_runs([args.run])) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, scheme in (("view.png", "light"), ("view-step.png", "dark")):
-            picture(browser, url, args.directory / name, scheme)
+        picture(browser, url, args.directory / "view.png", "light")
+        picture(browser, url, args.directory / "view-step.png", "dark")
         browser.close()
 
 
