@@ -5,7 +5,7 @@ expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so tha
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
 _setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
-sample_recovered_...     lacks a parameter that it is called with, in vLLM 0.24
+sample_recovered_...     lacks a parameter that it is called with, in vLLM 0.23 and 0.24
 vars, in the dispatcher  an engine does not start where numba is imported, as its n-gram search does
 
 vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
@@ -57,17 +57,16 @@ def defects() -> list[Patch]:
         Patch.of(rejection, "apply_sampling_constraints", constrained, _constraining),
         Patch.of(experts, "_setup_kernel", "self layer w13 w2", _packing),
     ]
-    kernels = module_of("vllm.utils.cpu_triton_utils")
-    recovered = getattr(kernels, _RECOVERED)
-    if _PRECISION not in signature(recovered.func).parameters:  # in vLLM 0.24
-        without = type(recovered)(_without_precision(recovered.func))
-        found.append(
-            Patch(owner=kernels, name="sample_recovered_tokens_kernel", replacement=without)
-        )
     if find_spec("vllm.triton_utils.dispatcher") is not None:  # since vLLM 0.31
         dispatcher = module_of("vllm.triton_utils.dispatcher")
         check(dispatcher, "_rebind_kernels", "overrides")
         found.append(Patch(owner=dispatcher, name="vars", replacement=_attributes))
+        return found
+    kernels = module_of("vllm.utils.cpu_triton_utils")
+    recovered = getattr(kernels, _RECOVERED)
+    if _PRECISION not in signature(recovered.func).parameters:  # vLLM 0.23, 0.24
+        without = type(recovered)(_without_precision(recovered.func))
+        found.append(Patch(owner=kernels, name=_RECOVERED, replacement=without))
     return found
 
 
