@@ -226,7 +226,7 @@ bench-gpu:
 		$(if $(LARGE),--large $(LARGE)) $(if $(REASONER),--reasoner $(REASONER))
 
 docs: develop
-	$(BIN)/python -m longtail.cli.docs docs/cli.md docs/configuration.md
+	$(BIN)/python benchmarks/pages.py docs/cli.md docs/configuration.md
 
 site: develop
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

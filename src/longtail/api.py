@@ -22,6 +22,7 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import open_engine, open_model
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.growing import GrowingEngine
+from longtail.engine.request import requests_of
 from longtail.engine.text import Piece, stream
 from longtail.errors import ConfigError, RequestError
 from longtail.generator import StepReport
@@ -29,7 +30,6 @@ from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
 from longtail.run.models import model_directory
-from longtail.sampling import completion_key
 from longtail.system.device import own_engine_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
@@ -142,19 +142,9 @@ class Engine:
         self, prompts: Sequence[PromptInput], params: SamplingParams, n: int, seed: int
     ) -> list[Request]:
         """Return the requests of a call, with ids of its own."""
-        call, params = next(self._calls), self.tokenizer.ends.stopping(params)
+        params = self.tokenizer.ends.stopping(params)
         tokens = [self.encode(prompt, params.max_tokens) for prompt in prompts]
-        return [
-            Request(
-                request_id=f"{call}-{place}#{index}",
-                prompt_tokens=each,
-                noise_key=completion_key(seed, index),
-                sampling=params,
-                group_id=f"{call}-{place}",
-            )
-            for place, each in enumerate(tokens)
-            for index in range(n)
-        ]
+        return requests_of(next(self._calls), tokens, params, seed, n)
 
     def _open(self) -> Target:
         return open_model(self._name, self._path, self.tokenizer, self._dtype, self._device)

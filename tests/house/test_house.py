@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from longtail.cli import docs
+import pages
 from longtail.cli.commands import COMMANDS
 from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
@@ -88,10 +88,10 @@ def test_json_and_tensors_are_read_by_the_one_reader_that_checks_them() -> None:
     assert not found - set(_HAVE_A_READER)
 
 
-@pytest.mark.parametrize("name", sorted(docs.PAGES))
+@pytest.mark.parametrize("name", sorted(pages.PAGES))
 def test_a_generated_page_is_what_the_program_has(name: str) -> None:
     # `make docs` writes it anew
-    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == docs.PAGES[name]()
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == pages.PAGES[name]()
 
 
 @pytest.mark.parametrize("model", CONFIGS)

@@ -1,15 +1,34 @@
 """A request in progress, the only mutable record that the scheduler moves; limits of an engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from longtail.errors import RequestError
 from longtail.generator import Generator
+from longtail.sampling import completion_key
 from longtail.speculation.drafter import Draftable
-from longtail.types import Completion, FinishReason, Request
+from longtail.types import Completion, FinishReason, Request, SamplingParams
 
 PREFIX_BLOCK = 16
 """Fewest tokens of KV that requests of different groups share."""
+
+
+def requests_of(
+    call: int, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, seed: int, n: int
+) -> list[Request]:
+    """Return the requests of a call for `n` completions of each prompt, which share its KV."""
+    return [
+        Request(
+            request_id=f"{call}-{place}#{index}",
+            prompt_tokens=prompt,
+            noise_key=completion_key(seed, index),
+            sampling=sampling,
+            group_id=f"{call}-{place}",
+        )
+        for place, prompt in enumerate(prompts)
+        for index in range(n)
+    ]
 
 
 @dataclass(slots=True, eq=False)

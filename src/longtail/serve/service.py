@@ -24,12 +24,12 @@ from typing import Any, final
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from longtail.engine.engine import RolloutEngine
+from longtail.engine.request import requests_of
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import OverloadedError, UnavailableError
 from longtail.generator import Emitted, Failed, StepReport, Verified
-from longtail.sampling import completion_key
 from longtail.serve.options import ServeOptions
-from longtail.types import Completion, Request, SamplingParams
+from longtail.types import Completion, SamplingParams
 
 Event = Verified | Emitted | Completion | Failed
 
@@ -151,23 +151,13 @@ class Service:
         Raises RequestError for what the engine can never serve, and as `check_room`.
         """
         self.check_room(len(prompts) * n)
-        number = next(self._numbers)
-        requests = {
-            f"{number}-{place}-{index}": Request(
-                request_id=f"{number}-{place}-{index}",
-                prompt_tokens=prompt,
-                noise_key=completion_key(seed, index),
-                sampling=sampling,
-                group_id=f"{number}-{place}",
-            )
-            for place, prompt in enumerate(prompts)
-            for index in range(n)
-        }
-        for request in requests.values():
+        requests = requests_of(next(self._numbers), prompts, sampling, seed, n)
+        for request in requests:
             self._engine.check(request)
-        stream = CompletionStream(tuple(requests), partial(self._abort, tuple(requests)))
-        for request_id, request in requests.items():
-            self._streams[request_id] = stream
+        names = [request.request_id for request in requests]
+        stream = CompletionStream(names, partial(self._abort, names))
+        for request in requests:
+            self._streams[request.request_id] = stream
             self._commands.put(partial(self._engine.submit, request))
             self._prompted.inc(len(request.prompt_tokens))
         return stream

@@ -1,6 +1,6 @@
 """Write the generated pages: command line and configuration, as the program has them.
 
-    python -m longtail.cli.docs docs/cli.md docs/configuration.md
+    python benchmarks/pages.py docs/cli.md docs/configuration.md
 
 The name of a file says which page it is.
 """
