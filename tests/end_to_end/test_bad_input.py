@@ -94,18 +94,3 @@ def test_data_that_cannot_be_used(workshop, tmp_path, case):
         write_lines(file, *rows)
     words = [f"--data.source={file}", f"--run.dir={tmp_path / 'run'}", *words]
     _assert_refused(workshop.train("unused", *words), 2, *parts)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "parts"),
-    [
-        (["--reward.name=end_to_end.rewards:seven"], ["attribute 'seven' (did you mean sevens?)"]),
-        (["--run.device=cuda", "--rollout.engine=own"], ["run.device = 'cuda'", "docs/vllm.md"]),
-        (["--rollout.temperature=0"], ["rollout.temperature = 0", "0.001"]),
-        (["--run.dir=/proc/nowhere"], ["run.dir = '/proc/nowhere'", "cannot be written"]),
-    ],
-)
-def test_settings_that_cannot_be_met(workshop, tmp_path, words, parts):
-    said = workshop.train("unused", f"--run.dir={tmp_path / 'run'}", *words)
-    _assert_refused(said, 2, *parts)

@@ -106,13 +106,6 @@ def test_a_text_or_a_chat_alone_is_one_prompt(model_path: Path, prompts: PromptI
     assert one.tokens == same.tokens
 
 
-def test_chat_messages_go_through_the_chat_template(model_path: Path) -> None:
-    engine, params = Engine(str(model_path)), SamplingParams(max_tokens=8)
-    chat = engine.generate([[{"role": "user", "content": "hi"}]], params)
-    raw = engine.generate(["<user>hi<eos><assistant>"], params)
-    assert chat[0].tokens == raw[0].tokens
-
-
 def test_what_does_not_fit_into_the_model_is_refused_before_any_work(model_path: Path) -> None:
     engine = Engine(str(model_path))
     with pytest.raises(RequestError, match="max_tokens = 512: after a prompt of"):
