@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from longtail.config.options import Json, Option
+from longtail.config.sections import Dtype
 
-Dtype = Literal["auto", "float32", "bfloat16", "float64"]
 _AUTO = "as stored, or float32 where that is emulated"
 _DRAFTER = "drafter name or directory, as for speculation.drafter of train"
 _TARGET = "target model (default: that of the drafter's run, else smollm2)"

@@ -129,8 +129,6 @@ class DrafterRunSection(SupervisedRunSection):
     dir: Name = "runs/drafter"
     """Directory of config, texts, metrics and checkpoints; the drafter is in
     `checkpoints/*/policy`."""
-    checkpoint_every: Count = 100
-    """Number of steps between checkpoints and measurements; the last step always makes both."""
 
 
 class DrafterTrainConfig(Section):

@@ -148,6 +148,6 @@ class SupervisedRunSection(CommonRunSection):
     """The run as a whole."""
 
     checkpoint_every: Count = 100
-    """Number of steps between checkpoints; the last step always makes one."""
+    """Number of steps between checkpoints and measurements; the last step always makes both."""
     log_every: Count = 10
     """Number of steps between lines on the terminal; metrics.jsonl gets every step."""

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from longtail.config.options import Option
+from longtail.config.sections import Dtype
 from longtail.errors import ConfigError
 
 KEY_VARIABLE = "LONGTAIL_API_KEY"
@@ -35,10 +36,7 @@ class ServeOptions:
     drain_s: Annotated[
         float, Option("seconds for unfinished requests on shutdown", low=0, high=10**6)
     ] = 30.0
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float64"],
-        Option("auto: as stored, or float32 where that is emulated"),
-    ] = "auto"
+    dtype: Annotated[Dtype, Option("auto: as stored, or float32 where that is emulated")] = "auto"
     device: Annotated[str, Option("auto or cpu; the engine generates on CPUs")] = "auto"
     threads: Annotated[int, Option("compute threads; 0: every core", low=0)] = 0
 
