@@ -17,7 +17,7 @@ from longtail.errors import ConfigError, DataError, did_you_mean
 from longtail.model.hf.chat import END_THINK, THINK, conversation, opens_thought
 from longtail.model.hf.ends import Ends
 from longtail.rl.data.columns import chat_column, chat_of, tools_of
-from longtail.rl.data.prompts import Encoder, encode_at, epoch_order, make_prompts, refuse_other
+from longtail.rl.data.prompts import Encoder, EpochCursor, encode_at, epoch_order, make_prompts
 from longtail.rl.data.sources import Row
 from longtail.system.device import to_stderr
 from longtail.types import Prompt
@@ -131,11 +131,8 @@ def _target(prompt: Prompt, encoder: Encoder, ends: Ends, where: str) -> tuple[s
 
 
 @final
-class ExampleBatches:
-    """Endless batches of at most `batch_tokens` tokens and at least one example.
-
-    Each epoch's order is drawn from (seed, epoch), so the cursor is two numbers.
-    """
+class ExampleBatches(EpochCursor):
+    """Endless batches of at most `batch_tokens` tokens and at least one example."""
 
     def __init__(
         self,
@@ -145,10 +142,8 @@ class ExampleBatches:
         origin: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """`origin` is what the examples are made from, as `origin_of` returns it."""
-        assert examples, "there is no text to train on"
-        self._examples, self._budget, self._seed = examples, batch_tokens, seed
-        self._origin = {"num_examples": len(examples), **origin}
-        self._go_to(0, 0)
+        self._examples, self._budget = examples, batch_tokens
+        super().__init__(len(examples), seed, {"num_examples": len(examples), **origin})
 
     @property
     def per_epoch(self) -> int:
@@ -165,29 +160,14 @@ class ExampleBatches:
         batch: list[Example] = []
         room = self._budget
         while True:
-            if self._position == len(self._examples):
-                if batch and not crosses:
-                    return tuple(batch)
-                self._go_to(self._epoch + 1, 0)
-            example = self._examples[self._order[self._position]]
+            if batch and not crosses and self._position == len(self._examples):
+                return tuple(batch)
+            example = self._examples[self._next()]
             room -= len(example.tokens)
             if batch and room < 0:
                 return tuple(batch)
             batch.append(example)
             self._position += 1
-
-    def state(self) -> dict[str, Any]:
-        """Return the cursor, fit for JSON."""
-        return {**self._origin, "epoch": self._epoch, "position": self._position}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a saved cursor; DataError if it belongs to other examples."""
-        refuse_other(state, self._origin)
-        self._go_to(state["epoch"], state["position"])
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        self._epoch, self._position = epoch, position
-        self._order = epoch_order(self._seed, epoch, len(self._examples))
 
 
 def _prompt_and_completion(

@@ -244,54 +244,68 @@ def refuse_other(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             )
 
 
-@final
-class PromptSource:
-    """Visits prompts epoch after epoch, each epoch in an order determined by (seed, epoch).
+class EpochCursor:
+    """Visits items epoch after epoch, each epoch in an order determined by (seed, epoch).
 
-    The cursor is therefore two numbers, from which a restored source continues exactly.
+    The cursor is therefore two numbers, from which a restored one continues exactly.
     """
 
+    def __init__(
+        self, count: int, seed: int, origin: Mapping[str, Any], *, shuffle: bool = True
+    ) -> None:
+        """`origin` is what the items are made from, by which a checkpoint is known again."""
+        assert count, "there is an item to visit"
+        self._count, self._seed, self._shuffle, self._origin = count, seed, shuffle, origin
+        self._go_to(0, 0)
+
+    def state(self) -> dict[str, Any]:
+        """Return the cursor as JSON values."""
+        return {**self._origin, "epoch": self._epoch, "position": self._position}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved cursor; `DataError` if it belongs to other items or settings."""
+        refuse_other(state, self._origin)
+        epoch, position = state.get("epoch"), state.get("position")
+        if not (isinstance(epoch, int) and isinstance(position, int)) or not (
+            epoch >= 0 and 0 <= position <= self._count
+        ):
+            raise DataError(f"the checkpoint's data cursor is damaged: {epoch=}, {position=}")
+        self._go_to(epoch, position)
+
+    def _next(self) -> int:
+        """Return the index of the item at the cursor; at an end another epoch begins."""
+        if self._position == self._count:
+            self._go_to(self._epoch + 1, 0)
+        return self._order[self._position]
+
+    def _go_to(self, epoch: int, position: int) -> None:
+        self._epoch, self._position = epoch, position
+        self._order = (
+            epoch_order(self._seed, epoch, self._count) if self._shuffle else range(self._count)
+        )
+
+
+@final
+class PromptSource(EpochCursor):
+    """The prompts of a run, in the order of their visits."""
+
     def __init__(self, prompts: PromptSet, *, seed: int, shuffle: bool = True) -> None:
-        assert prompts.prompts, "a prompt set is never empty"
         self._prompts = prompts.prompts
-        self._seed, self._shuffle = seed, shuffle
-        self._identity = {
+        origin = {
             "num_prompts": len(prompts.prompts),
             **origin_of(([each.prompt_id, each.data] for each in self._prompts), prompts.settings),
             "seed": seed,
             "shuffle": shuffle,
         }
-        self._go_to(0, 0)
+        super().__init__(len(prompts.prompts), seed, origin, shuffle=shuffle)
 
     def take(self, num_prompts: int) -> tuple[Taken, ...]:
         """Return the next prompts, crossing into new epochs as needed."""
         taken = []
         for _ in range(num_prompts):
-            if self._position == len(self._prompts):
-                self._go_to(self._epoch + 1, 0)
-            prompt = self._prompts[self._order[self._position]]
+            taken.append(Taken(prompt=self._prompts[self._next()], epoch=self._epoch))
             self._position += 1
-            taken.append(Taken(prompt=prompt, epoch=self._epoch))
         return tuple(taken)
-
-    def state(self) -> dict[str, Any]:
-        """Return the cursor as JSON values."""
-        return {**self._identity, "epoch": self._epoch, "position": self._position}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved cursor; `DataError` if it belongs to other prompts or settings."""
-        refuse_other(state, self._identity)
-        epoch, position = state.get("epoch"), state.get("position")
-        if not (isinstance(epoch, int) and isinstance(position, int)) or not (
-            epoch >= 0 and 0 <= position <= len(self._prompts)
-        ):
-            raise DataError(f"the checkpoint's prompt cursor is damaged: {epoch=}, {position=}")
-        self._go_to(epoch, position)
-
-    def _go_to(self, epoch: int, position: int) -> None:
-        count = len(self._prompts)
-        self._epoch, self._position = epoch, position
-        self._order = epoch_order(self._seed, epoch, count) if self._shuffle else range(count)
 
 
 def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
