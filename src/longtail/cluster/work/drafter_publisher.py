@@ -100,7 +100,7 @@ class DrafterPublisher(IdleWork):
         gain_s = self.versions.gain.gain_s(forecast.rest_s, rollout_s)
         return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
 
-    def start(self, worker: int, forecast: Forecast) -> None:
+    def start(self, worker: int) -> None:
         """Start training on an idle worker."""
         self._send_new(worker)
         self._pool.start(worker, Worker.train_drafter, self.versions.published)

@@ -32,7 +32,7 @@ class IdleWork:
         """
         raise NotImplementedError
 
-    def start(self, worker: int, forecast: Forecast) -> None:
+    def start(self, worker: int) -> None:
         """Start the work on an idle worker."""
         raise NotImplementedError
 
@@ -66,7 +66,7 @@ class IdleCoordinator:
         for worker in self._pool.workers(State.IDLE):
             if (work := self._best(worker, forecast)) is not None:
                 self._at[worker] = work
-                work.start(worker, forecast)
+                work.start(worker)
 
     def _best(self, worker: int, forecast: Forecast) -> IdleWork | None:
         rates = [(work.rate(worker, forecast), work) for work in self._works]

@@ -55,7 +55,7 @@ class LearningWork(IdleWork):
         while self._running or (self._ready and self._is_on):
             for worker in self._pool.workers(State.IDLE):
                 if self._ready and self._is_on:
-                    self._start_longest(worker)
+                    self.start(worker)
             for ended in self._pool.watch(POLL_S):
                 if ended.is_lost:
                     self.on_lost(ended.worker)
@@ -73,11 +73,7 @@ class LearningWork(IdleWork):
         is_possible = self._ready and self._is_on
         return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
 
-    def start(self, worker: int, forecast: Forecast) -> None:
-        """Learn from the longest micro-batch."""
-        self._start_longest(worker)
-
-    def _start_longest(self, worker: int) -> None:
+    def start(self, worker: int) -> None:
         """Start with the longest: the last micro-batches decide when all workers are done."""
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
