@@ -9,6 +9,7 @@ The last line of standard output is a JSON object.
 import json
 import os
 import sys
+from functools import partialmethod
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,31 +38,52 @@ def trl(mode: str, toy: str, problems: str, folder: str) -> Any:
     os.environ["LONGTAIL_VLLM"] = mode
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer
+    from vllm import LLM, SamplingParams
 
     prompts = Path(folder) / "prompts.jsonl"
     rows = [json.loads(line)["prompt"] for line in Path(problems).read_text().splitlines()[:16]]
     prompts.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows))
-    texts = list[str]()
+    texts, accepted = list[str](), list[int]()
+
+    def llm() -> Any:
+        return trainer.vllm_generation.llm
 
     def reward(completions: list[Any], **_: Any) -> list[float]:
         found = [message["content"] for (message,) in completions]
         texts.extend(found)
+        counters = {each.name: each for each in llm().get_metrics()}
+        accepted.append(counters["vllm:spec_decode_num_accepted_tokens"].value if drafts else 0)
         return [float(len(set(text))) for text in found]
 
+    def learned() -> float:
+        (status,) = llm().collective_rpc("longtail_status")
+        return float(status["learned"]["tokens"]) if drafts else 0.0
+
+    drafts = mode == "learned"
+    # TRL gives no dtype, and vLLM takes bfloat16, in which a text depends on the number of rows.
+    LLM.__init__ = partialmethod(LLM.__init__, dtype="float32", disable_log_stats=False)
     trainer = GRPOTrainer(
         model=toy,
         args=GRPOConfig(
             output_dir=folder, use_vllm=True, vllm_mode="colocate", num_generations=4,
             per_device_train_batch_size=8, max_steps=3, max_completion_length=NEW_TOKENS,
-            learning_rate=1e-4, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
-            vllm_max_model_length=LENGTH,
+            learning_rate=1e-3, report_to=[], use_cpu=True, bf16=False, save_strategy="no",
+            vllm_max_model_length=LENGTH, logging_steps=1,
         ),
         train_dataset=load_dataset("json", data_files=str(prompts), split="train"),
         reward_funcs=reward,
     )  # fmt: skip
     trainer.train()
-    (status,) = trainer.vllm_generation.llm.collective_rpc("longtail_status")
-    return {"texts": texts, "learned": status.get("learned")}
+    counts = [learned()]
+    trainer.vllm_generation.sync_weights()
+    llm().generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=1))
+    difference = "sampling/sampling_logp_difference/max"
+    return {
+        "texts": texts,
+        "differences": [each[difference] for each in trainer.state.log_history[:3]],
+        "accepted": accepted,
+        "counts": [*counts, learned()],
+    }
 
 
 def verl(folder: str, toy: str) -> Any:

@@ -27,8 +27,11 @@ def test_trl_trains_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> 
         folder = tmp_path / mode
         folder.mkdir()
         found[mode] = run("trl", mode, str(toy.REASONER), str(toy.PROBLEMS), str(folder))
+        assert max(found[mode]["differences"]) < 1e-4  # vLLM's logprobs and the trainer's
     assert found["learned"]["texts"] == found["coupled"]["texts"]  # those after updates, too
-    assert found["learned"]["learned"]["solves"] > 0
+    assert 0 < found["learned"]["accepted"][0] < found["learned"]["accepted"][1]
+    before, after = found["learned"]["counts"]
+    assert after == pytest.approx(before / 4) > 0
 
 
 def test_verls_option_reaches_vllm_and_its_weights_change_the_policy(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Six defects of vLLM on CPUs, and linear layers in blocks of equal height.
+"""Seven defects of vLLM on CPUs, and linear layers in blocks of equal height.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
 apply_sampling_...       top-k of no rows raises, in a step where no request has a draft
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
+load_weights             packed layers have no place for the weights that a trainer loads
 _setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
 sample_recovered_...     lacks a parameter that it is called with, in vLLM 0.23 and 0.24
 vars, in the dispatcher  an engine does not start where numba is imported, as its n-gram search does
@@ -13,7 +14,6 @@ pass does. Where each linear layer multiplies blocks of a fixed number of rows, 
 neighbour in bfloat16 either. This costs time: short blocks are filled up with zeros.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -24,21 +24,21 @@ import torch
 from torch import Tensor
 
 from longtail.config.vllm_plugin import VllmSettings
-from longtail.vllm.guards import Patch, check, class_of, module_of
+from longtail.vllm.guards import Patch, check, class_of, module_of, reloading
 
 _RECOVERED, _PRECISION = "sample_recovered_tokens_kernel", "USE_FP64_GUMBEL"
-logger = logging.getLogger("vllm.plugins.longtail")
 
 
 def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements on a CPU; none elsewhere."""
     if not is_cpu():
         return []
-    found = defects()
+    runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
+    found = [*defects(), Patch.of(runner, "load_model", "self", _loading, "load_dummy_weights")]
     if (rows := settings.block_rows) is not None:
-        runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-        blocks = partial(_loading_blocks, rows=rows)
-        found.append(Patch.of(runner, "load_model", "self", blocks, "load_dummy_weights"))
+        layers = module_of("vllm.model_executor.layers.utils")
+        name = "dispatch_cpu_unquantized_gemm"
+        found.append(Patch.of(layers, name, "layer remove_weight", partial(_blocks, rows=rows)))
     return found
 
 
@@ -126,29 +126,43 @@ def repack_heads(model: torch.nn.Module) -> None:
             module.quant_method.process_weights_after_loading(module)
 
 
-def _loading_blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:
+def _loading(stock: Callable[..., None]) -> Callable[..., None]:
+    begin, finish = reloading()
+
     def load_model(self: Any, *args: Any, **options: Any) -> None:
+        """Load the model, which takes new weights in any parts from then on."""
         stock(self, *args, **options)
-        logger.warning(
-            "longtail: %d linear layers compute blocks of %d rows, so that texts do not depend on "
-            "the batch in bfloat16; steps take longer",
-            fix_rows(self.model, rows),
-            rows,
-        )
+        model, load, opened = self.model, self.model.load_weights, list[Any]()
+
+        def load_weights(weights: Any) -> Any:
+            """Load some weights; the next forward pass ends what the first of them began."""
+            if not opened and not all(each.numel() for each in model.parameters()):
+                begin(model)
+                opened.append(model.register_forward_pre_hook(pack))
+            return load(weights)
+
+        def pack(*_: Any) -> None:
+            opened.pop().remove()
+            finish(model, self.model_config)
+            repack_heads(model)
+
+        model.load_weights = load_weights
 
     return load_model
 
 
-def fix_rows(model: torch.nn.Module, rows: int) -> int:
-    """Set every linear layer of a CPU model to blocks of `rows` rows; return their number.
+def _blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        """Choose a layer's product, at each load of its weights; it gets blocks of rows.
 
-    Products of mixtures of experts are not among them.
-    """
-    found = [module for module in model.modules() if "cpu_linear" in vars(module)]
-    for module in found:
-        holder: Any = module
-        holder.cpu_linear = in_blocks(holder.cpu_linear, rows)
-    return len(found)
+        Products of mixtures of experts are not among them.
+        """
+        before = vars(layer).get("cpu_linear")
+        stock(layer, remove_weight)
+        if (chosen := vars(layer).get("cpu_linear")) is not before:
+            layer.cpu_linear = in_blocks(chosen, rows)
+
+    return dispatch
 
 
 def in_blocks(product: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:

@@ -30,9 +30,9 @@ from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.depths import Depths, VllmDrafter
-from longtail.vllm.guards import KEY, check
+from longtail.vllm.guards import KEY, check, reloading
 from longtail.vllm.learned_worker import save_if_learned
-from longtail.vllm.reload import load_drafter, load_policy, reloading
+from longtail.vllm.reload import load_drafter, load_policy
 from longtail.vllm.start import start
 
 _ENVIRONMENT = {

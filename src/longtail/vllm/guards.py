@@ -32,6 +32,8 @@ VARIABLE = "LONGTAIL_VLLM"
 """Environment variable that switches the plugin on (coupled, match, learned) or off (off)."""
 SPECULATION_VARIABLE = "LONGTAIL_VLLM_SPECULATIVE"
 """Environment variable with a speculative_config as JSON, for frameworks that pass none."""
+RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
+"""Module of vLLM that loads weights into a packed model."""
 KEY = "longtail"
 """Name of the settings in vLLM's additional_config."""
 
@@ -176,6 +178,18 @@ def check(owner: Any, name: str, first: str, then: str = "") -> Callable[..., An
     else:
         return function
     raise ConfigError(f"{name} in {place} {what}; known is {', '.join(known)}; {_REMEDY}")
+
+
+def reloading() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return vLLM's functions before and after weights are loaded into a packed model.
+
+    Raises ConfigError if this vLLM has none that are known.
+    """
+    module = module_of(RELOAD)
+    return (
+        check(module, "initialize_layerwise_reload", "model"),
+        check(module, "finalize_layerwise_processing", "model model_config"),
+    )
 
 
 def module_of(path: str) -> Any:

@@ -7,7 +7,7 @@
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,21 +16,7 @@ from torch import Tensor, nn
 
 from longtail.errors import ConfigError
 from longtail.vllm import cpu_fixes
-from longtail.vllm.guards import check, module_of
-
-_RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
-
-
-def reloading() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return vLLM's functions before and after weights are loaded into a packed model.
-
-    Raises ConfigError if this vLLM has none that are known.
-    """
-    module = module_of(_RELOAD)
-    return (
-        check(module, "initialize_layerwise_reload", "model"),
-        check(module, "finalize_layerwise_processing", "model model_config"),
-    )
+from longtail.vllm.guards import RELOAD, check, reloading
 
 
 def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -87,7 +73,7 @@ def _noting_layers_left_out() -> Iterator[set[str]]:
             found.update({name} - {"ParallelLMHead"} if separator else ())
             return not separator
 
-    logger, noting = logging.getLogger(_RELOAD), Noting()
+    logger, noting = logging.getLogger(RELOAD), Noting()
     level = logger.level
     logger.addFilter(noting)
     logger.setLevel(logging.WARNING)

@@ -35,7 +35,7 @@ def test_the_target_is_out_of_reach_while_weights_are_loaded(monkeypatch):
         seen.append(model_config)
 
     functions = (initialize_layerwise_reload, finalize_layerwise_processing)
-    layerwise = module(reload._RELOAD, **{each.__name__: each for each in functions})
+    layerwise = module(reload.RELOAD, **{each.__name__: each for each in functions})
     config = module("vllm.config", set_current_vllm_config=lambda _: nullcontext())
     for each in (layerwise, config):
         monkeypatch.setitem(sys.modules, each.__name__, each)

@@ -47,6 +47,18 @@ def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
     assert blocks(x[:6].view(2, 3, 6), weight, None).shape == (2, 3, 5)
 
 
+def test_blocks_of_rows_stay_when_weights_are_loaded_anew():
+    heights, layer = [], SimpleNamespace()
+
+    def stock(layer, remove_weight):
+        layer.cpu_linear = lambda x, weight, bias: heights.append(len(x)) or x
+
+    for _ in range(2):
+        cpu_fixes._blocks(stock, 8)(layer, remove_weight=True)
+        layer.cpu_linear(torch.ones(3, 1), None, None)
+    assert heights == [8, 8]
+
+
 def test_attributes_of_a_library_that_poses_as_an_object_are_none() -> None:
     """Numba's wrappers have a function in the place of their dictionary."""
 
