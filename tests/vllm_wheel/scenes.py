@@ -8,9 +8,14 @@ One JSON object on standard output: the texts of every scene, and what it counte
 """
 
 import gc
+import itertools
 import json
 import os
+import random
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -154,7 +159,7 @@ def draft_model(job: dict[str, Any]) -> Any:
 
 def cramped(job: dict[str, Any]) -> Any:
     """So few blocks of keys and values that requests are preempted."""
-    with engine(job, "eagle3", num_gpu_blocks_override=120, block_size=16) as llm:
+    with engine(job, "eagle3", num_gpu_blocks_override=160, block_size=16) as llm:
         return texts(job, llm)
 
 
@@ -172,11 +177,83 @@ def learned(job: dict[str, Any]) -> Any:
     return found
 
 
+def updated(job: dict[str, Any]) -> Any:
+    """Texts before and after weights change in place, two of each."""
+    from longtail.vllm.plugin import _status
+
+    found: dict[str, Any] = {"tokens": []}
+    with engine(job, "learned", enable_prefix_caching=True) as llm:
+        worker = llm.llm_engine.model_executor.driver_worker  # as trainers in its process reach it
+        for turn in range(4):
+            if turn == 2:
+                change(worker)
+            llm.reset_prefix_cache()
+            found["texts"] = texts(job, llm)["tokens"]
+            found["tokens"].append(_status(worker)["learned"]["tokens"])
+    with engine(job, None, enable_prefix_caching=False) as llm:
+        change(llm.llm_engine.model_executor.driver_worker)
+        return found | {"plain": texts(job, llm)["tokens"]}
+
+
+def change(worker: Any) -> None:
+    """Change a part of the target in place that a CPU's engine has no packed copy of."""
+    import torch
+
+    with torch.no_grad():
+        for name, each in worker.model_runner.get_model().named_parameters():
+            if "norm" in name:
+                each.mul_(1.25)
+
+
 def ranks(job: dict[str, Any]) -> Any:
-    """A learned drafter of two ranks, which hold halves of the target."""
+    """A learned drafter of two ranks, which hold halves of the target, and of its new weights."""
     with engine(job, "learned", tensor_parallel_size=2) as llm:
-        turns = [texts(job, llm)["tokens"] for _ in range(3)]
-        return {"turns": turns, "status": llm.collective_rpc("longtail_status")}
+        found = {"turns": [texts(job, llm)["tokens"] for _ in range(3)]}
+        found["status"] = llm.collective_rpc("longtail_status")
+        llm.collective_rpc(change)
+        llm.reset_prefix_cache()
+        return found | {"changed": texts(job, llm), "after": llm.collective_rpc("longtail_status")}
+
+
+def launched(job: dict[str, Any]) -> Any:
+    """The same in two processes with engines of their own, as torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    words = [sys.executable, "-I", __file__, json.dumps(job | {"scenes": ["rank"]}), *sys.path[:2]]
+    started = [
+        subprocess.Popen(
+            words,
+            env={**os.environ, **address, "WORLD_SIZE": "2", "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+        )
+        for rank in "01"
+    ]
+    try:
+        return [json.loads(each.communicate(timeout=600)[0])["rank"] for each in started]
+    finally:
+        for each in started:
+            each.kill()
+
+
+def rank(job: dict[str, Any]) -> Any:
+    """One of them; the clock of the second is another one."""
+    found: dict[str, Any] = {"depths": [], "turns": []}
+    if os.environ["RANK"] == "1":
+        ticks = itertools.accumulate(iter(random.Random(1).random, None))
+        time.perf_counter = lambda: next(ticks)
+    options = {"distributed_executor_backend": "external_launcher", "tensor_parallel_size": 2}
+    with engine(job, "learned", **options) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        schedule = scheduler.schedule
+
+        def noting(*args: Any, **words: Any) -> Any:
+            output = schedule(*args, **words)
+            found["depths"].append(output.num_spec_tokens_to_schedule)
+            return output
+
+        scheduler.schedule = noting
+        found["turns"] = [texts(job, llm)["tokens"] for _ in range(3)]
+    return found
 
 
 if __name__ == "__main__":

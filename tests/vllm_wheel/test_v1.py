@@ -47,10 +47,11 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job |= {"target": str(target.directory)}
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
     job |= {"prompts": prompts, "seeds": seeds, "runner": "v1", "turns": 5}
-    job["scenes"] = ["plain", "eagle3", "learned", "ranks", *DRAFTING]
+    job["scenes"] = ["plain", "eagle3", "learned", "updated", "ranks", "launched", *DRAFTING]
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
+    assert not [each["failed"] for each in found.values() if "failed" in each]
     return found
 
 
@@ -125,8 +126,28 @@ def test_vllm_learns_a_drafter_from_nothing(played: dict[str, Any]) -> None:
     assert saved.sums["counts"].sum() > 0
 
 
+def test_weights_that_change_in_place_are_noticed(played: dict[str, Any]) -> None:
+    """And where they are as before nothing is lost."""
+    updated = played["updated"]
+    assert updated["texts"] == updated["plain"] != played["plain"]["tokens"]
+    first, before, after, later = updated["tokens"]
+    assert first <= before > after <= later
+
+
 def test_ranks_learn_the_same_drafter(played: dict[str, Any]) -> None:
-    assert played["ranks"]["turns"] == [played["plain"]["tokens"]] * 3
-    first, second = (each["learned"] for each in played["ranks"]["status"])
+    ranks = played["ranks"]
+    assert ranks["turns"] == [played["plain"]["tokens"]] * 3
+    first, second = (each["learned"] for each in ranks["status"])
     assert first == second
     assert first["solves"] > 1
+    assert ranks["changed"]["tokens"] == played["updated"]["plain"]
+    fewer, others = (each["learned"] for each in ranks["after"])
+    assert fewer == others
+    assert fewer["tokens"] < first["tokens"]
+
+
+def test_ranks_that_torchrun_starts_agree_whatever_their_clocks_say(played: dict[str, Any]) -> None:
+    first, second = played["launched"]
+    assert first["turns"] == second["turns"] == [played["plain"]["tokens"]] * 3
+    assert first["depths"] == second["depths"]
+    assert len(set(first["depths"])) > 1

@@ -2,7 +2,8 @@
 
 vLLM has a table of depths by the number of running requests. The scheduler knows what each step
 took and yielded, in a server as in a loop, so the tuner runs there. Each choice is kept for some
-steps, since a step verifies what the step before it drafted.
+steps, since a step verifies what the step before it drafted. Where each rank has a scheduler, all
+take the choice of the first: their clocks differ.
 """
 
 import time
@@ -47,11 +48,13 @@ class VllmDrafter:
 class Depths:
     """Chooses the depth before each step of a scheduler, and learns from it afterwards."""
 
-    def __init__(self, scheduler: Any, tuner: Tuner) -> None:
+    def __init__(
+        self, scheduler: Any, tuner: Tuner, agree: Callable[[Plan], Plan] | None = None
+    ) -> None:
         self._schedule = check(scheduler, "schedule", "", then="throttle_prefills")
         known = "scheduler_output model_runner_output"
         self._update = check(scheduler, "update_from_output", known)
-        self._scheduler, self._tuner = scheduler, tuner
+        self._scheduler, self._tuner, self._agree = scheduler, tuner, agree
         self._plan = Plan(strategy=None)
         self._running = self._left = 0
         ahead = bool(scheduler.vllm_config.scheduler_config.async_scheduling)
@@ -99,7 +102,8 @@ class Depths:
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
-            self._plan = self._tuner.plan(self._batch(running, running))
+            own = self._tuner.plan(self._batch(running, running))
+            self._plan = own if self._agree is None else self._agree(own)
             strategy, most = self._plan.strategy, self._scheduler.num_spec_tokens
             self.depth = 0 if strategy is None else min(strategy.depth, most)
         self._latest.append(self.depth)
@@ -132,3 +136,12 @@ class Depths:
             num_pairs=0,
             room=running * self._scheduler.num_spec_tokens,
         )
+
+
+def agreement(parallel: Any) -> Callable[[Plan], Plan] | None:
+    """Return what gives each rank of torchrun the first one's choice; None with one scheduler."""
+    if parallel.distributed_executor_backend != "external_launcher":
+        return None
+    from vllm.distributed import get_tp_group
+
+    return lambda plan: get_tp_group().broadcast_object(plan)

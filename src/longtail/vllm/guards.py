@@ -75,9 +75,14 @@ def _release(version: str) -> tuple[int, ...]:
     return () if found is None else tuple(map(int, found.groups()))
 
 
+def is_known(version: str) -> bool:
+    """Return whether the functions of a vLLM are known."""
+    return _FIRST <= _release(version) <= _LAST
+
+
 def check_version(*, in_v2: bool = False) -> None:
     """Raise ConfigError for a vLLM whose functions, or those of its V2, are not known."""
-    if not _FIRST <= _release(version := vllm_version()) <= _LAST:
+    if not is_known(version := vllm_version()):
         raise ConfigError(f"longtail in vLLM: this is vLLM {version}; {_REMEDY}")
     if in_v2 and _release(version) < _COUPLED_V2:
         raise ConfigError(
@@ -90,17 +95,6 @@ def learning(config: Any) -> VllmSettings | None:
     """Return the settings of a vllm_config in which vLLM learns its drafter; None elsewhere."""
     settings = requested(config.additional_config, os.environ)
     return settings if settings is not None and settings.drafter is not None else None
-
-
-def has_one_scheduler(config: Any) -> bool:
-    """Return whether one scheduler decides for all ranks, so that it may follow its own clock.
-
-    Ranks of an external launcher (torchrun) have one each, and must come to the same decisions;
-    data-parallel engines wait for each other.
-    """
-    parallel = config.parallel_config
-    is_external = parallel.distributed_executor_backend == "external_launcher"
-    return parallel.data_parallel_size == 1 and not (is_external and parallel.world_size > 1)
 
 
 def chains(method: str, depth: int, max_running: int) -> dict[str, Any]:
@@ -231,6 +225,11 @@ def admit_learned(config: Any) -> None:
             f"max_loras = {adapters.max_loras}: states of several adapters make no one drafter; "
             "set it to 1, or give a trained drafter as speculative_config"
         )
+    elif getattr(getattr(config, "quant_config", None), "lm_head_quantized", False):
+        problem = (
+            "lm_head of this model is quantised, whose weights a learned drafter reads; take a "
+            "quantisation that leaves it out, or remove drafter"
+        )
     elif getattr(model, "is_hybrid", False) and config.device_config.device_type == "cpu":
         problem = (  # its convolution has room for the longest draft only
             "on a CPU vLLM's linear attention verifies drafts of one length alone; remove drafter"
@@ -238,6 +237,23 @@ def admit_learned(config: Any) -> None:
     else:
         return
     raise ConfigError(f"longtail in vLLM, a learned drafter: {problem}")
+
+
+def check_room(config: Any) -> None:
+    """Raise ConfigError for a GPU that has no room for a learned drafter beside vLLM's share."""
+    cache = config.cache_config
+    if config.device_config.device_type == "cpu" or getattr(cache, "kv_cache_memory_bytes", None):
+        return
+    depth = config.speculative_config.num_speculative_tokens
+    sums = 4 * (depth + 1) * (2 * config.model_config.get_hidden_size()) ** 2
+    memory = module_of("vllm.platforms").current_platform.get_device_total_memory()
+    left = memory * (1 - cache.gpu_memory_utilization)
+    if sums > left:
+        raise ConfigError(
+            f"gpu_memory_utilization = {cache.gpu_memory_utilization:g} leaves {left / 1e9:.1f} GB "
+            f"to longtail's learned drafter, whose sums take {sums / 1e9:.1f} GB; lower it, or "
+            f"additional_config.{KEY}.depth"
+        )
 
 
 def admit(config: Any) -> None:

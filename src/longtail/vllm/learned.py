@@ -8,7 +8,7 @@ the block's. Both are measured against the text at every step, whichever was dra
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,6 +19,8 @@ from longtail.vllm.ridge import Block, Draw, Rows
 
 _KEPT = 0.98
 """Weight of earlier steps in the rates."""
+_READ = 65_536
+"""Elements of a parameter that tell whether it is new: in bfloat16 few of an update are."""
 _COPIED = LONGEST + 1
 """Number of the rates of copied tokens."""
 
@@ -80,13 +82,16 @@ class Learned:
 
     def __init__(self, block: Block, texts: Texts, *, copies: bool) -> None:
         self.block, self.texts, self._copies = block, texts, copies
-        self._has_changed = False
+        self.has_changed = False
+        """Whether the target has new weights, which the next step follows."""
         device, depth = block.parts.device, block.depth
         copied = [0.1 + 0.08 * min(matched, 6) for matched in range(_COPIED)]
         expected = torch.tensor(copied + [0.4] * depth, device=device)
         self._rates = _Rates(expected, torch.ones_like(expected))
         """Rates of copies by the number of tokens matched, then of the block by slot."""
         self._last: _Last | None = None
+        self._seen: Tensor | None = None
+        """Sums of the first elements of each of the target's parameters."""
 
     def status(self) -> dict[str, float]:
         """Return tokens and solves so far, and the accept length that the block promises."""
@@ -96,9 +101,13 @@ class Learned:
             "accept_length": 1 + float(self._rates.values()[_COPIED:].cumprod(0).sum()),
         }
 
-    def policy_changed(self) -> None:
-        """Follow new weights of the target at the next step: they may be loaded one by one."""
-        self._has_changed = True
+    @torch.inference_mode()
+    def look(self, model: Any) -> None:
+        """Follow weights of the target that differ from those of the last look."""
+        sums = [each.reshape(-1)[:_READ].double().sum() for each in model.parameters()]
+        found = self.block.parts.of_first_rank({"sums": torch.stack(sums)})["sums"]
+        self.has_changed |= self._seen is not None and not torch.equal(found, self._seen)
+        self._seen = found
 
     @torch.inference_mode()
     def step(
@@ -113,8 +122,8 @@ class Learned:
 
         `roots` are the newest tokens; a request within its prompt has none.
         """
-        if self._has_changed:
-            self._has_changed = False
+        if self.has_changed:
+            self.has_changed = False
             self.block.renew()
         rows, places = step.rows(has_root, self.block.depth), step.given[1]
         self.block.observe(rows)

@@ -1,7 +1,8 @@
 """The learned drafter in a worker: its start, new weights of the target, saving.
 
 load_model                                                      the drafter reads the target's parts
-load_weights, reload_weights, finish_weight_update, add_lora    earlier texts count less
+load_weights, finish_weight_update, add_lora                    earlier texts count less
+a first step, of new requests alone                             the same if weights differ
 collective_rpc("longtail_save_drafter", args=(DIRECTORY,))      a drafter directory
 
 Its memory is taken after that of the weights, outside of vLLM's pool: sleep leaves it alone.
@@ -38,16 +39,13 @@ logger = logging.getLogger("vllm.plugins.longtail")
 METHOD = "longtail_save_drafter"
 
 
-def patches(runner: str) -> list[Patch]:
-    """Return the replacements in a worker of the model runner v1 or v2."""
+def patches() -> list[Patch]:
+    """Return the replacements in a worker of either model runner."""
     holder = class_of("vllm.v1.worker.gpu_worker", "Worker")
-    module = "gpu.model_runner" if runner == "v2" else "gpu_model_runner"
-    owner = class_of(f"vllm.v1.worker.{module}", "GPUModelRunner")
-    reload = "self weights_iterator weights_path is_checkpoint_format"
     by_worker = partial(_renewing, find=lambda self: learned_of(self.model_runner))
     return [
         Patch.of(holder, "load_model", "self", _loading, "load_dummy_weights"),
-        Patch.of(owner, "reload_weights", reload, partial(_renewing, find=learned_of)),
+        Patch.of(holder, "execute_model", "self scheduler_output", _looking),
         Patch.of(holder, "finish_weight_update", "self", by_worker),
         Patch.of(holder, "add_lora", "self lora_request", by_worker),
         Patch(owner=holder, name=METHOD, replacement=save_drafter),
@@ -68,7 +66,8 @@ def open_learned(model: Any, config: Any) -> Learned:
         block.depth, block.sums.products.nbytes >> 20,
     )  # fmt: skip
     learned = Learned(block, Texts(running, length, parts.device), copies=settings.history)
-    # TRL, verl, SkyRL and prime-rl load weights into the model itself.
+    learned.look(model)
+    # Weights that are loaded while requests run, as by prime-rl, are followed at once.
     model.load_weights = _renewing(model.load_weights, lambda _: learned)
     return learned
 
@@ -93,6 +92,22 @@ def _loading(stock: Callable[..., None]) -> Callable[..., None]:
     return load_model
 
 
+def _looking(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_model(self: Any, scheduler_output: Any) -> Any:
+        """Run a step; a learned drafter looks at weights before one of new requests alone.
+
+        Trainers also copy and merge weights in place, while the engine is idle.
+        """
+        learned = learned_of(self.model_runner)
+        num_requests = len(scheduler_output.num_scheduled_tokens)
+        is_first = num_requests == len(scheduler_output.scheduled_new_reqs)
+        if learned is not None and num_requests and (is_first or learned.has_changed):
+            learned.look(self.model_runner.get_model())
+        return stock(self, scheduler_output)
+
+    return execute_model
+
+
 def _renewing(
     stock: Callable[..., Any], find: Callable[[Any], Learned | None]
 ) -> Callable[..., Any]:
@@ -101,7 +116,7 @@ def _renewing(
         """Take new weights of the target; a learned drafter follows."""
         result = stock(self, *args, **options)
         if (learned := find(self)) is not None:
-            learned.policy_changed()
+            learned.has_changed = True
         return result
 
     return act

@@ -90,13 +90,15 @@ def install(config: Any) -> None:
         )
     if settings is not None and shared is not None:
         guards.admit(config)
+        if settings.drafter is not None:
+            guards.check_room(config)
         if _PROCESS.settings is None:
             _replace(shared, "v2" if getattr(config, "use_v2_model_runner", False) else "v1")
         if settings.drafter is not None and not _PROCESS.learns:
             from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
 
             learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
-            _PROCESS.replace([*learned.patches(), *learned_worker.patches(_PROCESS.runner)])
+            _PROCESS.replace([*learned.patches(), *learned_worker.patches()])
             _PROCESS.learns = True
     _PROCESS.workers += 1
 
@@ -168,13 +170,16 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         asked, learned = requested(self.additional_config, os.environ), learning(self)
         if asked is not None:
             guards.check_version()
+        given = "the argument speculative_config"
         if asked is not None and self.speculative_config is None:
+            given = f"the variable {guards.SPECULATION_VARIABLE}"
             self.speculative_config = guards.speculation(os.environ)
         if learned is not None:
             if self.speculative_config is not None:
                 raise ConfigError(
-                    f"longtail in vLLM: the drafter is {learned.drafter}, and there is a "
-                    f"speculative_config ({self.speculative_config}): remove one of the two"
+                    f"longtail in vLLM: the drafter is {learned.drafter}: remove {given} "
+                    f"({self.speculative_config}) where the engine is made, or remove drafter or "
+                    f"set {VARIABLE} to coupled, to couple those drafts"
                 )
             # It stands in the place of vLLM's n-gram search, the drafter without a model and a
             # cache: of that on the device, with steps ahead, or, in V1, of the other.
@@ -224,10 +229,11 @@ def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         """Construct the scheduler; it chooses the depth of a learned drafter."""
         stock(self, *args, **kwargs)
-        if learning(self.vllm_config) and guards.has_one_scheduler(self.vllm_config):
+        parallel = self.vllm_config.parallel_config  # data-parallel engines wait for each other
+        if learning(self.vllm_config) and parallel.data_parallel_size == 1:
             from longtail.tuner.depth import DepthTuner
-            from longtail.vllm.depths import Depths
+            from longtail.vllm.depths import Depths, agreement
 
-            Depths(self, DepthTuner())
+            Depths(self, DepthTuner(), agreement(parallel))
 
     return init

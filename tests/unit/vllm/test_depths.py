@@ -11,7 +11,6 @@ from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm import depths
 from longtail.vllm.depths import Depths
-from longtail.vllm.guards import has_one_scheduler
 
 DEPTH = 4
 
@@ -103,20 +102,21 @@ def test_plain_decoding_and_the_deepest_table_are_bounds(tuner, depth):
     assert output.num_spec_tokens_to_schedule == depth
 
 
-@pytest.mark.parametrize(
-    ("backend", "world", "engines", "decides"),
-    [
-        ("mp", 2, 1, True),
-        ("external_launcher", 1, 1, True),
-        ("external_launcher", 2, 1, False),
-        ("mp", 2, 2, False),
-    ],
-)
-def test_ranks_with_schedulers_of_their_own_follow_no_clock(backend, world, engines, decides):
-    parallel = SimpleNamespace(
-        distributed_executor_backend=backend, world_size=world, data_parallel_size=engines
-    )
-    assert has_one_scheduler(SimpleNamespace(parallel_config=parallel)) is decides
+def test_ranks_with_schedulers_of_their_own_take_the_choice_of_the_first():
+    """As torchrun starts them; each follows its own clock, and would hang at another depth."""
+    told: list[Plan] = []
+
+    def first(plan: Plan) -> Plan:
+        told.append(plan)
+        return plan
+
+    ranks: list[Any] = [Scheduler(2), Scheduler(2)]
+    Depths(ranks[0], Recording(2, 0, 3), first)
+    Depths(ranks[1], Recording(1, 4, 4), lambda plan: told.pop(0))
+    for _ in range(18):
+        outputs = [scheduler.schedule() for scheduler in ranks]
+        assert len({output.num_spec_tokens_to_schedule for output in outputs}) == 1
+    assert not told
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -6,8 +6,8 @@ import pytest
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
-from longtail.vllm import v2
-from longtail.vllm.guards import admit, admit_learned, check, module_of
+from longtail.vllm import guards, v2
+from longtail.vllm.guards import admit, admit_learned, check, check_room, module_of
 from support.vllm_releases import PARAMETERS, function, module, release
 
 
@@ -72,17 +72,39 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size = 2: the last stage has no"),
         ({"lora_config": SimpleNamespace(max_loras=2)}, "max_loras = 2"),
         ({"is_hybrid": True}, "linear attention"),
+        ({"quant_config": SimpleNamespace(lm_head_quantized=True)}, "lm_head of this model is q"),
     ],
 )
 def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):
-    def asked(runner_type="generate", pipeline_parallel_size=1, lora_config=None, is_hybrid=False):
+    def asked(
+        runner_type="generate", pipeline_parallel_size=1, is_hybrid=False, **config
+    ):  # fmt: skip
         return SimpleNamespace(
             model_config=SimpleNamespace(runner_type=runner_type, is_hybrid=is_hybrid),
             device_config=SimpleNamespace(device_type="cpu"),
             parallel_config=SimpleNamespace(pipeline_parallel_size=pipeline_parallel_size),
-            lora_config=lora_config,
+            **config,
         )
 
     admit_learned(asked())
     with pytest.raises(ConfigError, match=said):
         admit_learned(asked(**changes))
+
+
+def test_a_gpu_without_room_for_the_sums_is_refused_before_the_model_is_loaded(monkeypatch):
+    """Sums of depth 4 take 1.3 GB at hidden size 4,096, beside vLLM's share of 16 GB."""
+    platform = SimpleNamespace(get_device_total_memory=lambda: 16 * 10**9)
+    monkeypatch.setattr(guards, "module_of", lambda _: SimpleNamespace(current_platform=platform))
+
+    def asked(device="cuda", share=0.95, **cache):
+        return SimpleNamespace(
+            cache_config=SimpleNamespace(gpu_memory_utilization=share, **cache),
+            device_config=SimpleNamespace(device_type=device),
+            model_config=SimpleNamespace(get_hidden_size=lambda: 4096),
+            speculative_config=SimpleNamespace(num_speculative_tokens=4),
+        )
+
+    for admitted in (asked(share=0.9), asked(kv_cache_memory_bytes=10**9), asked("cpu")):
+        check_room(admitted)
+    with pytest.raises(ConfigError, match=r"0\.95 leaves 0\.8 GB .* sums take 1\.3 GB; lower it"):
+        check_room(asked())

@@ -16,7 +16,7 @@ from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
 from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
-from longtail.vllm.learned_worker import _loading, open_learned
+from longtail.vllm.learned_worker import _loading, _looking, open_learned
 from support import toy
 from unit.vllm.test_ridge import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
 
@@ -225,19 +225,39 @@ def test_a_drafter_of_another_kind_is_refused_as_a_beginning() -> None:
         open_learned(model(), wanted)
 
 
-def test_weights_that_are_loaded_one_by_one_change_the_policy_once() -> None:
-    """As TRL does; the step after them counts earlier texts a quarter."""
-    target = model()
+def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing() -> None:
+    """The step after new weights, in place or loaded one by one, counts earlier texts a quarter."""
+    weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
+    target = model(parameters=weights.parameters)
     learned = open_learned(target, config())
     learned.block.sums.products.fill_(1.0)
-    for name in ("a", "b"):
-        target.load_weights([(name, torch.zeros(1))])
-    assert learned.block.sums.products.unique() == 1
-    for _ in range(2):
-        v1 = LearnedProposer(config())
-        v1.learned = learned
-        v1_drafts(v1, take(["r"], [Request(key=0, text=[1, 2, 3], prompt_len=3)]))
-    assert learned.block.sums.products.unique() == 0.25
+    v1, fed = LearnedProposer(config()), Request(key=0, text=[1, 2, 3], prompt_len=3)
+    v1.learned = learned
+    drafter = SimpleNamespace(learned=learned)
+    worker = SimpleNamespace(
+        model_runner=SimpleNamespace(drafter=drafter, get_model=lambda: target)
+    )
+    execute = _looking(lambda self, output: v1_drafts(v1, take(["r"], [fed])))
+
+    def left_after(new: int, *changed: int, loads: int = 0) -> float:
+        """Execute a step with `new` of one request, after changes of these modules."""
+        with torch.no_grad():
+            for place in changed:
+                next(weights[place].parameters()).view(-1)[-1].add_(1e-3)
+        for _ in range(loads):
+            target.load_weights([])
+        num_tokens = {"r": 1}
+        output = SimpleNamespace(num_scheduled_tokens=num_tokens, scheduled_new_reqs=["r"][:new])
+        execute(worker, output)
+        return float(learned.block.sums.products.unique())
+
+    assert left_after(1) == 1
+    assert left_after(0, 0) == 1  # requests run
+    assert left_after(1) == 1 / 4
+    assert left_after(1, 1) == 1 / 16
+    assert left_after(1) == 1 / 16
+    assert left_after(0, 1, 0, loads=2) == 1 / 64
+    assert left_after(1) == 1 / 64
 
 
 def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool() -> None:

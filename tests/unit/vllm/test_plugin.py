@@ -145,10 +145,14 @@ def test_an_unknown_vllm_is_refused_only_if_the_environment_asks(monkeypatch):
         plugin.register()
 
 
-def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(process):
+def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(process, monkeypatch):
     asked = {"drafter": "learned", "depth": 3}
-    with pytest.raises(ConfigError, match="remove one of the two"):
+    with pytest.raises(ConfigError, match=r"remove the argument speculative_config .*'eagle3'"):
         process.EngineArgs({"longtail": asked}, {"method": "eagle3"}).create_engine_config()
+    monkeypatch.setenv("LONGTAIL_VLLM_SPECULATIVE", '{"method": "mtp"}')
+    with pytest.raises(ConfigError, match=r"remove the variable LONGTAIL_VLLM_SPECULATIVE .*'mtp'"):
+        process.EngineArgs({"longtail": asked}).create_engine_config()
+    monkeypatch.delenv("LONGTAIL_VLLM_SPECULATIVE")
     args = process.EngineArgs({"longtail": asked}, num_speculative_tokens=3)
     assert args.create_engine_config().additional_config["longtail"]["depth"] == 3
     assert args.speculative_config["num_speculative_tokens"] == 3

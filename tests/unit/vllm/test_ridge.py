@@ -31,6 +31,7 @@ def model(**changes: object) -> SimpleNamespace:
         "embed_input_ids": EMBEDDING.__getitem__,
         "load_weights": lambda weights: None,
         "modules": list,
+        "parameters": HEAD.parameters,
     }
     return SimpleNamespace(**{**parts, **changes})
 
