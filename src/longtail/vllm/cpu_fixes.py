@@ -14,6 +14,7 @@ pass does. Where each linear layer multiplies blocks of a fixed number of rows, 
 neighbour in bfloat16 either. This costs time: short blocks are filled up with zeros.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -27,6 +28,7 @@ from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, class_of, module_of, reloading
 
 _RECOVERED, _PRECISION = "sample_recovered_tokens_kernel", "USE_FP64_GUMBEL"
+logger = logging.getLogger("vllm.plugins.longtail")
 
 
 def patches(settings: VllmSettings) -> list[Patch]:
@@ -36,6 +38,11 @@ def patches(settings: VllmSettings) -> list[Patch]:
     runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
     found = [*defects(), Patch.of(runner, "load_model", "self", _loading, "load_dummy_weights")]
     if (rows := settings.block_rows) is not None:
+        logger.warning(
+            "longtail: linear layers compute blocks of %d rows, so that texts do not depend on the "
+            "batch in bfloat16; steps take longer",
+            rows,
+        )
         layers = module_of("vllm.model_executor.layers.utils")
         name = "dispatch_cpu_unquantized_gemm"
         found.append(Patch.of(layers, name, "layer remove_weight", partial(_blocks, rows=rows)))

@@ -75,14 +75,9 @@ def _release(version: str) -> tuple[int, ...]:
     return () if found is None else tuple(map(int, found.groups()))
 
 
-def is_known(version: str) -> bool:
-    """Return whether the functions of a vLLM are known."""
-    return _FIRST <= _release(version) <= _LAST
-
-
 def check_version(*, in_v2: bool = False) -> None:
     """Raise ConfigError for a vLLM whose functions, or those of its V2, are not known."""
-    if not is_known(version := vllm_version()):
+    if not _FIRST <= _release(version := vllm_version()) <= _LAST:
         raise ConfigError(f"longtail in vLLM: this is vLLM {version}; {_REMEDY}")
     if in_v2 and _release(version) < _COUPLED_V2:
         raise ConfigError(

@@ -178,8 +178,8 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
             if self.speculative_config is not None:
                 raise ConfigError(
                     f"longtail in vLLM: the drafter is {learned.drafter}: remove {given} "
-                    f"({self.speculative_config}) where the engine is made, or remove drafter or "
-                    f"set {VARIABLE} to coupled, to couple those drafts"
+                    f"({self.speculative_config}) where the engine is made; or, to couple those "
+                    f"drafts, leave out drafter, or set {VARIABLE}=coupled"
                 )
             # It stands in the place of vLLM's n-gram search, the drafter without a model and a
             # cache: of that on the device, with steps ahead, or, in V1, of the other.

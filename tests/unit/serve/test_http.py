@@ -7,16 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 
+from longtail.assembly.drafters import Target, open_speculation
+from longtail.drafter.formats.checkpoint import TENSORS
 from longtail.drafter.history import HistoryDrafter
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.serve import server
 from longtail.speculation.strategy import Strategy
+from longtail.system import tensor_files
+from support.published import our_drafter
 from support.serving import (
     NAME,
     OPTIONS,
@@ -295,6 +300,20 @@ def test_a_drafter_is_exchanged_while_texts_are_generated_and_changes_none():
     assert plain["longtail"]["drafted_tokens"] == 0
     assert drafted["longtail"]["drafted_tokens"] > 0
     assert drafted["choices"] == plain["choices"]
+
+
+def test_a_drafter_that_no_kernel_may_read_is_answered_with_400(tmp_path):
+    engine, tokenizer, path = make_engine(), shared_tokenizer(), tmp_path / "d"
+    our_drafter(engine.model, tokenizer, reduced=True, layers=(0, 1)).save(path)
+    tensors = tensor_files.read(path / TENSORS)
+    tensor_files.save(tensors | {"draft_ids": tensors["draft_ids"].int()}, path / TENSORS)
+    target = Target(model=engine.model, tokenizer=tokenizer, directory=path, name="here")
+    read = partial(open_speculation, [str(path)], target)
+    with live(make_model_server(engine, open_drafters=read)) as client:
+        answer = client.post("/reload_drafter")
+        assert answer.status_code == 400
+        assert f"{path / TENSORS}: draft_ids is int32" in answer.json()["error"]["message"]
+        assert client.post(TEXT, json=prompt()).status_code == 200
 
 
 def test_requests_and_health_fail_once_the_engine_has_failed():

@@ -260,6 +260,20 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
     assert left_after(1) == 1 / 64
 
 
+def test_weights_whose_load_is_not_ended_are_looked_at_afterwards() -> None:
+    """Packed weights are without data from a trainer's load to the next forward pass."""
+    weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
+    target = model(parameters=weights.parameters)
+    learned = open_learned(target, config())
+    target.load_weights([])
+    whole, weights[0] = weights[0], torch.nn.Linear(3, 300, device="meta")
+    learned.look(target)
+    assert learned.has_changed
+    weights[0], learned.has_changed = whole, False
+    learned.look(target)
+    assert not learned.has_changed
+
+
 def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool() -> None:
     """What lies in vLLM's pool of weights is lost when it sleeps deeply, as TRL and verl let it."""
     order = list[str]()
