@@ -145,6 +145,22 @@ def eagle3(job: dict[str, Any]) -> Any:
         return [texts(job, llm), texts(job, llm, backwards=True)]
 
 
+def losing(job: dict[str, Any]) -> Any:
+    """An EAGLE-3 drafter whose likeliest tokens are the target's least likely ones."""
+    from prometheus_client import REGISTRY
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+    with engine(job, "losing") as llm:
+        turns = [texts(job, llm) for _ in range(3)]
+        shown = [each for each in REGISTRY.collect() if each.name.startswith("longtail:")]
+    (stats := SchedulerStats()).longtail = {each.name: each.samples[0].value for each in shown}
+    sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))  # to a front end
+    found = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
+    return {"turns": turns, "shown": found.longtail}
+
+
 def ridge(job: dict[str, Any]) -> Any:
     """A ridge drafter, exported as EAGLE-1."""
     with engine(job, "ridge") as llm:

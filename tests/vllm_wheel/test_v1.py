@@ -40,14 +40,25 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     prompts = find_prompts(asked, target)
     eagle3 = read_drafter(str(toy.DRAFTERS["eagle3"]), target, torch.float32)
     assert eagle3 is not None
-    drafters = {"eagle3": eagle3, "ridge": _ridge(prompts, asked).as_eagle()}
+    losing = eagle3.copied()
+    losing.layer.norm.weight.data.neg_()
+    drafters = {"eagle3": eagle3, "losing": losing, "ridge": _ridge(prompts, asked).as_eagle()}
     for name, loaded in drafters.items():
         _write(root / name, loaded, target)
     job: dict[str, Any] = {name: str(root / name) for name in (*drafters, "saved")}
     job |= {"target": str(target.directory)}
     seeds = [noise_key(0, "drafter eval", index) for index in range(_NUM_PROMPTS)]
     job |= {"prompts": prompts, "seeds": seeds, "runner": "v1", "turns": 5}
-    job["scenes"] = ["plain", "eagle3", "learned", "updated", "ranks", "launched", *DRAFTING]
+    job["scenes"] = [
+        "plain",
+        "eagle3",
+        "losing",
+        "learned",
+        "updated",
+        "ranks",
+        "launched",
+        *DRAFTING,
+    ]
     done = play("scenes.py", json.dumps(job))
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -105,6 +116,13 @@ def accept_length(earlier: dict[str, Any], later: dict[str, Any]) -> float:
 def accepted_share(earlier: dict[str, Any], later: dict[str, Any]) -> float:
     """Accepted share of the drafted tokens, whatever depths the seconds of steps led to."""
     return grown(earlier, later, "accepted_tokens", "draft_tokens")
+
+
+def test_a_drafter_that_loses_hardly_drafts(played: dict[str, Any]) -> None:
+    assert [each["tokens"] for each in played["losing"]["turns"]] == 3 * [played["plain"]["tokens"]]
+    shown = played["losing"]["shown"]
+    assert 0 < shown["longtail:steps_drafted"] < 0.3 * shown["longtail:steps_plain"]
+    assert shown["longtail:seconds_saved"] < 0
 
 
 def test_vllm_reads_the_exported_ridge_drafter_rightly(played: dict[str, Any]) -> None:

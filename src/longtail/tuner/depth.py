@@ -81,6 +81,11 @@ class DepthTuner(Tuner):
             return PLAIN
         return self._chain(depth, batch)
 
+    def plain_s(self, running: int) -> float | None:
+        """Return the mean seconds of plain steps of about as many requests."""
+        mean = self._plain.get(running.bit_length())
+        return None if mean is None else mean.value
+
     def _is_time(self) -> bool:
         """Return whether to probe; the next wait is twice as long."""
         self._left -= 1

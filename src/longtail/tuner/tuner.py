@@ -42,6 +42,10 @@ class Tuner(abc.ABC):
     def reset_estimates(self) -> None:  # noqa: B027
         """Drop estimates of drafters, since one was changed."""
 
+    def plain_s(self, running: int) -> float | None:
+        """Return the seconds of a plain step; None where none of the kind was seen."""
+        return None
+
 
 PLAIN = Plan(strategy=None)
 

@@ -16,8 +16,9 @@ from typing import Any, final
 from torch import Tensor
 
 from longtail.tuner.records import Batch, Outcome, Plan
-from longtail.tuner.tuner import Tuner
-from longtail.vllm.guards import chains, check
+from longtail.tuner.tuner import OffTuner, Tuner
+from longtail.vllm.gains import Gains
+from longtail.vllm.guards import chains, check, learning
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
@@ -38,9 +39,9 @@ class VllmDrafter:
     tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     """Returns published weights by vLLM's names."""
 
-    def config(self, max_running: int) -> dict[str, Any]:
-        """Return vLLM's `speculative_config`, with a table for every number of requests."""
-        found = chains(self.method, MAX_DEPTH, max_running)
+    def config(self) -> dict[str, Any]:
+        """Return vLLM's `speculative_config`."""
+        found = chains(self.method, MAX_DEPTH)
         return found if self.directory is None else found | {"model": str(self.directory)}
 
 
@@ -49,12 +50,14 @@ class Depths:
     """Chooses the depth before each step of a scheduler, and learns from it afterwards."""
 
     def __init__(
-        self, scheduler: Any, tuner: Tuner, agree: Callable[[Plan], Plan] | None = None
+        self, scheduler: Any, tuner: Tuner | None, agree: Callable[[Plan], Plan] | None = None
     ) -> None:
         self._schedule = check(scheduler, "schedule", "", then="throttle_prefills")
         known = "scheduler_output model_runner_output"
         self._update = check(scheduler, "update_from_output", known)
-        self._scheduler, self._tuner, self._agree = scheduler, tuner, agree
+        self._reset = scheduler.reset_prefix_cache
+        self._scheduler, self.tuner, self._agree = scheduler, tuner or OffTuner(), agree
+        self._gains = Gains(learns=learning(scheduler.vllm_config) is not None)
         self._plan = Plan(strategy=None)
         self._running = self._left = 0
         ahead = bool(scheduler.vllm_config.scheduler_config.async_scheduling)
@@ -66,24 +69,27 @@ class Depths:
         """Tokens to draft ahead; 0: plain decoding."""
         self.plan_s = 0.0
         """Seconds of the last choice."""
-        tuner.begin(None, 1)
-        scheduler.dynamic_sd_lookup = [0] * (scheduler.max_num_running_reqs + 1)
+        self.tuner.begin(None, 1)
+        self._table = [] if tuner is None else [0] * (scheduler.max_num_running_reqs + 1)
+        if self._table:  # else it counts only
+            scheduler.dynamic_sd_lookup = self._table
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
+        scheduler.reset_prefix_cache, scheduler.longtail_depths = self.reset_prefix_cache, self
 
     def begin(self) -> None:
         """Draft with a drafter that has changed."""
         self._left = 0
-        self._tuner.reset_estimates()
+        self.tuner.reset_estimates()
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Schedule a step; the table says how many tokens it drafts (vLLM calls it)."""
         began, scheduler = time.perf_counter(), self._scheduler
         self._choose(min(len(scheduler.running), scheduler.max_num_running_reqs))
-        table = scheduler.dynamic_sd_lookup
-        table[:] = [self.depth] * len(table)
+        self._table[:] = [self.depth] * len(self._table)
         self.plan_s = time.perf_counter() - began
         output = self._schedule(*args, **options)
-        output.num_spec_tokens_to_schedule = self.depth  # vLLM 0.23 has no such field
+        if self._table:
+            output.num_spec_tokens_to_schedule = self.depth  # vLLM 0.23 has no such field
         self._began[id(output)] = began
         return output
 
@@ -93,23 +99,32 @@ class Depths:
         # A step that was scheduled ahead begins when the one before has ended.
         began = max(self._began.pop(id(scheduler_output), now), self._ended)
         self._ended = now
-        if len(set(self._latest)) == 1 and scheduler_output.num_scheduled_tokens:
-            self._tuner.learn(self._outcome(scheduler_output, model_runner_output, now - began))
-        return self._update(scheduler_output, model_runner_output)
+        if scheduler_output.num_scheduled_tokens:
+            self._learn(scheduler_output, model_runner_output, now - began)
+        found = self._update(scheduler_output, model_runner_output)
+        for each in found.values():
+            if each.scheduler_stats is not None:
+                each.scheduler_stats.longtail = self._gains.gauges
+        return found
+
+    def reset_prefix_cache(self, *args: Any, **options: Any) -> Any:
+        """Log what drafts gained with these weights (vLLM calls it when they have changed)."""
+        self._gains.log()
+        return self._reset(*args, **options)
 
     def _choose(self, running: int) -> None:
         """Choose the depth of the next step."""
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
-            own = self._tuner.plan(self._batch(running, running))
+            own = self.tuner.plan(self._batch(running, running))
             self._plan = own if self._agree is None else self._agree(own)
             strategy, most = self._plan.strategy, self._scheduler.num_spec_tokens
             self.depth = 0 if strategy is None else min(strategy.depth, most)
         self._latest.append(self.depth)
 
-    def _outcome(self, taken: Any, given: Any, seconds: float) -> Outcome:
-        """Return what a step took and yielded."""
+    def _learn(self, taken: Any, given: Any, seconds: float) -> None:
+        """Learn from what a step took and yielded, and count it."""
         places, sampled = given.req_id_to_index, given.sampled_token_ids
         verified = [
             (len(drafts), max(len(sampled[places[name]]) - 1, 0))
@@ -118,8 +133,8 @@ class Depths:
         ]
         num_nodes = sum(drafted for drafted, _ in verified)
         num_tokens = taken.total_num_scheduled_tokens - num_nodes
-        return Outcome(
-            batch=self._batch(len(taken.num_scheduled_tokens), num_tokens),
+        outcome = Outcome(
+            batch=self._batch(running := len(taken.num_scheduled_tokens), num_tokens),
             plan=self._plan,
             timings=(),
             num_drafts=len(verified),
@@ -127,6 +142,12 @@ class Depths:
             num_accepted=sum(accepted for _, accepted in verified),
             verify_s=seconds,
         )
+        if len(set(self._latest)) == 1:
+            self.tuner.learn(outcome)
+        saved_s, plain_s = None, self.tuner.plain_s(running)
+        if plain_s is not None and num_tokens == running:  # it reads no prompts
+            saved_s = any(self._latest) * (outcome.num_emitted / running * plain_s - seconds)
+        self._gains.add(verified, sum(map(len, sampled)), seconds, saved_s)
 
     def _batch(self, running: int, num_tokens: int) -> Batch:
         return Batch(

@@ -76,7 +76,10 @@ class VllmGenerator(ActiveRequests):
         plugin.require(self._engine)
         reloading()  # refuses a vLLM that cannot take new weights, before the first text
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._depths = None if drafter is None else Depths(self._scheduler, drafter.tuner)
+        self._depths: Depths | None = getattr(self._scheduler, "longtail_depths", None)
+        if drafter is not None and self._depths is not None:
+            drafter.tuner.begin(None, 1)
+            self._depths.tuner = drafter.tuner
         self._by_vllms_names = None if drafter is None else drafter.tensors
         self._scheduled: Any = None
         """vLLM's schedule of the step that has ended; None if none has."""
@@ -145,7 +148,7 @@ class VllmGenerator(ActiveRequests):
             failed=tuple(result.failed),
             verified=tuple(result.verified),
             tuner_s=0.0 if self._depths is None else self._depths.plan_s,
-            speculates=bool(self._table),
+            speculates=self._depths is not None,
             switch=switch,
         )
 
@@ -242,12 +245,7 @@ class VllmGenerator(ActiveRequests):
     @property
     def _depth(self) -> int:
         """Depth of the drafts to come; 0 without a drafter."""
-        return self._table[0] if self._table else 0
-
-    @property
-    def _table(self) -> list[int] | None:
-        """Depths by the number of requests; vLLM 0.23 has none."""
-        return getattr(self._scheduler, "dynamic_sd_lookup", None)
+        return 0 if self._depths is None else self._depths.depth
 
     @property
     def _scheduler(self) -> Any:

@@ -22,6 +22,8 @@ from longtail.system.machine import vllm_version
 
 _FIRST, _LAST, _COUPLED_V2, _LEARNED_V2 = (0, 23), (0, 33), (0, 29), (0, 32)
 """vLLM releases whose functions are known; the first whose Model Runner V2 they can be in."""
+_DEPTHS, _ADJUSTABLE = (0, 24), ("eagle", "eagle3", "mtp", "dflash", "draft_model", "ngram")
+"""The first vLLM release whose drafters take a depth by the step, and those that do."""
 KNOWN = "0.23 to 0.33"
 TESTED_VERSIONS = ("0.32.", "0.33.")
 """vLLM releases with which `longtail train` generates."""
@@ -92,17 +94,20 @@ def learning(config: Any) -> VllmSettings | None:
     return settings if settings is not None and settings.drafter is not None else None
 
 
-def chains(method: str, depth: int, max_running: int) -> dict[str, Any]:
-    """Return a speculative_config; for V2 with a table of depths by the number of requests.
+def chooses_depth(config: Any) -> bool:
+    """Return whether each step may draft another number of tokens, and the drafter can.
 
-    V1 takes the table from the scheduler (`Depths`): from here it would cost its full CUDA graphs,
-    and vLLM 0.23 does not know it.
+    Data-parallel engines wait for each other.
     """
-    found: dict[str, Any] = {"method": method, "num_speculative_tokens": depth}
-    if method != "ngram" and may_run_v2():
-        found["num_speculative_tokens_per_batch_size"] = [(1, max_running, depth)]
-    is_search = method.startswith("ngram")
-    return found | ({"prompt_lookup_max": 4, "prompt_lookup_min": 2} if is_search else {})
+    method, version = config.speculative_config.method, _release(vllm_version())
+    can = learning(config) is not None or (version >= _DEPTHS and method in _ADJUSTABLE)
+    return bool(can and config.parallel_config.data_parallel_size == 1)
+
+
+def chains(method: str, depth: int) -> dict[str, Any]:
+    """Return a speculative_config."""
+    search = {"prompt_lookup_max": 4, "prompt_lookup_min": 2} if method.startswith("ngram") else {}
+    return {"method": method, "num_speculative_tokens": depth} | search
 
 
 def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -1,7 +1,7 @@
 """Entry point that vLLM calls in each of its processes, and what runs there when an engine asks.
 
     front end    EngineArgs.create_engine_config: settings are parsed, features refused, both early
-    engine core  Scheduler.__init__: the depth of a learned drafter is chosen there
+    engine core  Scheduler.__init__: the depth of drafts is chosen there, and what they gain counted
     worker       WorkerBase.__init__: functions of the model runner are checked and replaced
 
 Imports of vLLM are inside functions: importing this module costs a fifth of a second, and an
@@ -29,8 +29,7 @@ logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below 
 _FRONT_END = "vllm.engine.arg_utils"
 _WORKER = "vllm.v1.worker.worker_base"
 _CORE, _SCHEDULER = "vllm.v1.engine.core", "vllm.v1.core.sched.scheduler"
-_MOST_RUNNING = 8192
-"""End of the table of depths where the number of running requests is vLLM's choice."""
+_METRICS = "vllm.v1.metrics.loggers"
 _NOT_ACTIVE = (
     "the plugin longtail is not active in vLLM's workers; install longtail in vLLM's environment, "
     "name it in VLLM_PLUGINS if that is set, and have the engine ask for it: "
@@ -64,13 +63,13 @@ def register() -> None:
     Nothing of vLLM is imported for it: a front end whose engine asks hooks the worker later.
     """
     settings = requested(None, os.environ)
-    asked, learns = settings is not None, settings is not None and settings.drafter is not None
+    asked = settings is not None
     if _FRONT_END in sys.modules:
         _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
     if asked or _WORKER in sys.modules:
         _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
-    if learns or _CORE in sys.modules:  # the core imports the scheduler after the plugins
-        _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, learns)
+    if asked or _CORE in sys.modules:  # the core imports the scheduler after the plugins
+        _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked)
 
 
 def install(config: Any) -> None:
@@ -183,14 +182,13 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
                 )
             # It stands in the place of vLLM's n-gram search, the drafter without a model and a
             # cache: of that on the device, with steps ahead, or, in V1, of the other.
-            most = self.max_num_seqs or _MOST_RUNNING
-            self.speculative_config = guards.chains("ngram_gpu", learned.depth, most)
+            self.speculative_config = guards.chains("ngram_gpu", learned.depth)
         config = None
         if learned is None or guards.may_run_v2():
             config = stock(self, *args, **kwargs)
         if learned is not None and (config is None or not config.use_v2_model_runner):
             self.async_scheduling = False
-            self.speculative_config = guards.chains("ngram", learned.depth, most)
+            self.speculative_config = guards.chains("ngram", learned.depth)
             config = stock(self, *args, **kwargs)
         assert config is not None, "it is made above"
         settings = requested(config.additional_config, os.environ)
@@ -199,9 +197,17 @@ def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any
         guards.check_version(in_v2=bool(config.use_v2_model_runner))
         guards.admit(config)
         _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked=True)
+        if (drafts := config.speculative_config) is not None:
+            from longtail.vllm.gains import around_record
+
+            _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked=True)
+            _hook(_METRICS, "PrometheusStatLogger", "record", around_record, asked=False)
+            if config.use_v2_model_runner and guards.chooses_depth(config):
+                # V2 captures graphs for these depths. In V1 a table here costs its full graphs.
+                most = drafts.num_speculative_tokens
+                drafts.num_speculative_tokens_per_batch_size = [(1, 1, most), (2, 2, 0)]
         if settings.drafter is not None:
             guards.admit_learned(config)
-            _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked=True)
             if settings.begin is not None:  # before the model is loaded
                 from longtail.drafter.formats.checkpoint import target_name  # needs torch
 
@@ -227,13 +233,19 @@ def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(stock)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Construct the scheduler; it chooses the depth of a learned drafter."""
+        """Construct the scheduler; it chooses the depth of drafts, and counts what they gain."""
         stock(self, *args, **kwargs)
-        parallel = self.vllm_config.parallel_config  # data-parallel engines wait for each other
-        if learning(self.vllm_config) and parallel.data_parallel_size == 1:
+        config, drafts = self.vllm_config, self.vllm_config.speculative_config
+        if requested(config.additional_config, os.environ) and drafts is not None:
             from longtail.tuner.depth import DepthTuner
             from longtail.vllm.depths import Depths, agreement
+            from longtail.vllm.gains import carry_gauges
 
-            Depths(self, DepthTuner(), agreement(parallel))
+            carry_gauges()
+            if not (chooses := guards.chooses_depth(config)):
+                alike = "every step drafts as many tokens, as %s here can do no other"
+                logger.info(f"longtail: {alike}", drafts.method)
+            agree = agreement(config.parallel_config) if chooses else None
+            Depths(self, DepthTuner() if chooses else None, agree)
 
     return init

@@ -77,7 +77,7 @@ def start(
         "use_tqdm_on_load": False,
         "seed": 0,
         "additional_config": {KEY: {}},
-        "speculative_config": drafter and drafter.config(limits.max_running),
+        "speculative_config": drafter and drafter.config(),
         **({} if on_cpu else {"gpu_memory_utilization": GPU_SHARE}),
         **options,
     }

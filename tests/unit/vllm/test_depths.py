@@ -1,5 +1,6 @@
 """The scheduler drafts where that pays by its own steps' seconds, and decodes plainly elsewhere."""
 
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,9 @@ from longtail.speculation.strategy import Strategy
 from longtail.tuner.depth import DepthTuner
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from longtail.vllm import depths
+from longtail.vllm import depths, guards
 from longtail.vllm.depths import Depths
+from longtail.vllm.gains import Gains
 
 DEPTH = 4
 
@@ -23,7 +25,7 @@ class Scheduler:
 
     def __init__(self, running: int, ahead: bool = False) -> None:
         scheduling = SimpleNamespace(async_scheduling=ahead)
-        self.vllm_config = SimpleNamespace(scheduler_config=scheduling)
+        self.vllm_config = SimpleNamespace(scheduler_config=scheduling, additional_config={})
         self.running = [f"r{i}" for i in range(running)]
         self.dynamic_sd_lookup: list[int] | None = None  # as in V1
         self.depth = self.prompt = 0
@@ -38,17 +40,20 @@ class Scheduler:
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict:
-        return {}
+        return {0: SimpleNamespace(scheduler_stats=SimpleNamespace())}
+
+    def reset_prefix_cache(self) -> bool:
+        return True
 
 
-def end(scheduler: Any, output: Any, stands: float = 0.5) -> None:
-    """End a step, in which a share of the drafts stands."""
+def end(scheduler: Any, output: Any, stands: float = 0.5) -> Any:
+    """End a step, in which a share of the drafts stands; return vLLM's statistics."""
     drafted = max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)
     names = output.num_scheduled_tokens
     sampled = [[0] * (1 + round(drafted * stands)) for _ in names]
     places = {name: place for place, name in enumerate(names)}
     given = SimpleNamespace(req_id_to_index=places, sampled_token_ids=sampled)
-    scheduler.update_from_output(output, given)
+    return scheduler.update_from_output(output, given)[0].scheduler_stats
 
 
 class Recording(Tuner):
@@ -117,6 +122,66 @@ def test_ranks_with_schedulers_of_their_own_take_the_choice_of_the_first():
         outputs = [scheduler.schedule() for scheduler in ranks]
         assert len({output.num_spec_tokens_to_schedule for output in outputs}) == 1
     assert not told
+
+
+@pytest.mark.parametrize("chooses", [True, False])
+def test_what_drafts_gain_is_logged_and_counted(monkeypatch, caplog, chooses):
+    """The first step verifies none; each later one yields 2 tokens a request in 15 s, not 10."""
+    clock = [0.0]
+    monkeypatch.setattr(depths.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Recording, "plain_s", lambda self, running: 10.0)
+    caplog.set_level(logging.INFO, "vllm.plugins.longtail")
+    scheduler: Any = Scheduler(3)
+    scheduler.dynamic_sd_lookup = [2] * 65  # vLLM's own, which stays where nothing is chosen
+    Depths(scheduler, Recording(2) if chooses else None)
+    for _ in range(4):
+        output = scheduler.schedule()
+        clock[0] += 15.0 if output.scheduled_spec_decode_tokens else 13.0
+        stats = end(scheduler, output)
+    scheduler.reset_prefix_cache()
+    saved = [f"{each} s saved against plain steps" for each in ("7.0", "5.0")]
+    first, last = saved if chooses else 2 * ["no plain step was seen to compare with"]
+    length = "accept length 2.00 (by depth: 1.00, 0.00)"
+    assert caplog.messages == [
+        f"longtail: 15 tokens in 43 s, {length}, 67 % of steps drafted, {first}",
+        f"longtail: 6 tokens in 15 s, {length}, 100 % of steps drafted, {last}",
+    ]
+    shown = {"steps_drafted": 3, "steps_plain": 1, "step_seconds": 58.0, "draft_depth": 2}
+    assert stats.longtail == shown | {"seconds_saved": 12.0 * chooses}
+
+
+@pytest.mark.parametrize(("learns", "remedy"), [(False, "load them again"), (True, "learns")])
+def test_drafts_that_stand_no_more_are_warned_of_once(caplog, learns, remedy):
+    gains = Gains(learns=learns)
+    for accepted in (1, 0, 0, 0, 1, 0):
+        for _ in range(40):
+            gains.add([(3, accepted)], 1, 0.1, None)
+        gains.log()
+    assert len(caplog.messages) == 2
+    said = "longtail: 0 of 120 drafted tokens were accepted, 33% before: "
+    assert all(each.startswith(said) and remedy in each for each in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("version", "method", "engines", "own", "chooses"),
+    [
+        ("0.24.0", "mtp", 1, {}, True),
+        ("0.23.0", "eagle3", 1, {}, False),  # one depth
+        ("0.32.0", "medusa", 1, {}, False),
+        ("0.32.0", "eagle3", 2, {}, False),
+        ("0.23.0", "ngram", 1, {"drafter": "learned"}, True),
+    ],
+)
+def test_drafters_that_can_draft_more_and_less_do(
+    monkeypatch, version, method, engines, own, chooses
+):
+    monkeypatch.setattr(guards, "vllm_version", lambda: version)
+    config = SimpleNamespace(
+        additional_config={"longtail": own},
+        speculative_config=SimpleNamespace(method=method),
+        parallel_config=SimpleNamespace(data_parallel_size=engines),
+    )
+    assert guards.chooses_depth(config) is chooses
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -25,12 +25,14 @@ def process(monkeypatch):
             self.config = config
 
         def create_engine_config(self):
+            drafts = self.speculative_config
             return SimpleNamespace(
                 additional_config=self.additional_config,
                 use_v2_model_runner=not self.config.pop("is_v1", False),
-                speculative_config=self.speculative_config and SimpleNamespace(**self.config),
+                speculative_config=drafts
+                and SimpleNamespace(**{"num_speculative_tokens": 3} | drafts | self.config),
                 model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
-                parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+                parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
             )
 
     class WorkerBase:
@@ -162,10 +164,13 @@ def test_a_learned_drafter_needs_no_speculative_config_and_tolerates_none(proces
 
 
 def test_the_release_decides_the_runner_and_unknown_ones_are_refused(process, monkeypatch):
-    """Before 0.32 a drafter is learned in V1, whose scheduler gets the table of depths."""
-    args = process.EngineArgs({"longtail": {"drafter": "learned"}})
-    args.create_engine_config()
-    assert "num_speculative_tokens_per_batch_size" in args.speculative_config
+    """Before 0.32 a drafter is learned in V1; V2 has graphs for all drafts and for none."""
+    for given in (({"drafter": "learned"},), ({}, {"method": "eagle3"})):
+        config = process.EngineArgs({"longtail": given[0]}, *given[1:]).create_engine_config()
+        depths = {
+            row[-1] for row in config.speculative_config.num_speculative_tokens_per_batch_size
+        }
+        assert depths == {0, config.speculative_config.num_speculative_tokens}
     for version in ("0.23.0", "0.31.0+cpu"):
         monkeypatch.setattr(guards, "vllm_version", lambda version=version: version)
         args = process.EngineArgs({"longtail": {"drafter": "learned"}}, is_v1=True)
