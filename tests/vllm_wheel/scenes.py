@@ -155,10 +155,12 @@ def losing(job: dict[str, Any]) -> Any:
     with engine(job, "losing") as llm:
         turns = [texts(job, llm) for _ in range(3)]
         shown = [each for each in REGISTRY.collect() if each.name.startswith("longtail:")]
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     (stats := SchedulerStats()).longtail = {each.name: each.samples[0].value for each in shown}
     sent = MsgpackEncoder().encode(EngineCoreOutputs(scheduler_stats=stats))  # to a front end
     found = MsgpackDecoder(EngineCoreOutputs).decode(sent).scheduler_stats
-    return {"turns": turns, "shown": found.longtail}
+    chosen = bool(getattr(scheduler, "dynamic_sd_lookup", None))
+    return {"turns": turns, "shown": found.longtail, "chosen": chosen}
 
 
 def ridge(job: dict[str, Any]) -> Any:

@@ -22,8 +22,8 @@ from longtail.system.machine import vllm_version
 
 _FIRST, _LAST, _COUPLED_V2, _LEARNED_V2 = (0, 23), (0, 33), (0, 29), (0, 32)
 """vLLM releases whose functions are known; the first whose Model Runner V2 they can be in."""
-_DEPTHS, _ADJUSTABLE = (0, 24), ("eagle", "eagle3", "mtp", "dflash", "draft_model", "ngram")
-"""The first vLLM release whose drafters take a depth by the step, and those that do."""
+_ADJUSTABLE = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "ngram")
+"""Methods of vLLM that take a depth by the step."""
 KNOWN = "0.23 to 0.33"
 TESTED_VERSIONS = ("0.32.", "0.33.")
 """vLLM releases with which `longtail train` generates."""
@@ -99,8 +99,9 @@ def chooses_depth(config: Any) -> bool:
 
     Data-parallel engines wait for each other.
     """
-    method, version = config.speculative_config.method, _release(vllm_version())
-    can = learning(config) is not None or (version >= _DEPTHS and method in _ADJUSTABLE)
+    on_cpu = config.device_config.device_type == "cpu"  # 0.24 copies one number of drafts there
+    takes = _release(vllm_version()) >= ((0, 29) if on_cpu else (0, 24))
+    can = learning(config) or (takes and config.speculative_config.method in _ADJUSTABLE)
     return bool(can and config.parallel_config.data_parallel_size == 1)
 
 

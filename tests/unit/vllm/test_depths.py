@@ -166,6 +166,7 @@ def test_drafts_that_stand_no_more_are_warned_of_once(caplog, learns, remedy):
     ("version", "method", "engines", "own", "chooses"),
     [
         ("0.24.0", "mtp", 1, {}, True),
+        ("0.24.0+cpu", "mtp", 1, {}, False),
         ("0.23.0", "eagle3", 1, {}, False),  # one depth
         ("0.32.0", "medusa", 1, {}, False),
         ("0.32.0", "eagle3", 2, {}, False),
@@ -176,7 +177,9 @@ def test_drafters_that_can_draft_more_and_less_do(
     monkeypatch, version, method, engines, own, chooses
 ):
     monkeypatch.setattr(guards, "vllm_version", lambda: version)
+    device = "cpu" if version.endswith("cpu") else "cuda"
     config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
         additional_config={"longtail": own},
         speculative_config=SimpleNamespace(method=method),
         parallel_config=SimpleNamespace(data_parallel_size=engines),

@@ -33,6 +33,7 @@ def process(monkeypatch):
                 and SimpleNamespace(**{"num_speculative_tokens": 3} | drafts | self.config),
                 model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
                 parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+                device_config=SimpleNamespace(device_type="cuda"),
             )
 
     class WorkerBase:
