@@ -122,7 +122,10 @@ class DepthTuner(Tuner):
             return
         size = batch.num_sampled.bit_length()
         if not depth:
-            self._plain.setdefault(size, _Mean()).add(outcome.seconds)
+            plain = self._plain.setdefault(size, _Mean())
+            if 2 * outcome.seconds < plain.value:  # earlier steps compiled or stalled
+                plain.count = 0
+            plain.add(outcome.seconds)
         elif outcome.num_drafts == batch.num_sampled and size in self._plain:
             share = (outcome.seconds / self._plain[size].value - 1) / depth
             self._slopes.setdefault(size, _Mean()).add(min(share, _STALL))

@@ -47,7 +47,10 @@ class VllmDrafter:
 
 @final
 class Depths:
-    """Chooses the depth before each step of a scheduler, and learns from it afterwards."""
+    """Chooses the depth before each step of a scheduler, and learns from it afterwards.
+
+    Without a tuner each step drafts as many tokens as vLLM's configuration says.
+    """
 
     def __init__(
         self, scheduler: Any, tuner: Tuner | None, agree: Callable[[Plan], Plan] | None = None
@@ -56,36 +59,43 @@ class Depths:
         known = "scheduler_output model_runner_output"
         self._update = check(scheduler, "update_from_output", known)
         self._reset = scheduler.reset_prefix_cache
-        self._scheduler, self.tuner, self._agree = scheduler, tuner or OffTuner(), agree
+        self._scheduler, self._agree, self._tuner = scheduler, agree, tuner or OffTuner()
         self._gains = Gains(learns=learning(scheduler.vllm_config) is not None)
         self._plan = Plan(strategy=None)
         self._running = self._left = 0
+        self.depth = 0 if tuner else scheduler.num_spec_tokens
+        """Tokens to draft ahead; 0: plain decoding."""
         ahead = bool(scheduler.vllm_config.scheduler_config.async_scheduling)
-        self._latest = deque([0], maxlen=2 + ahead)
+        self._latest = deque([self.depth], maxlen=2 + ahead)
         """Depths at which the step that ends next verified and drafted, and later ones."""
         self._began: dict[int, float] = {}
         self._ended = 0.0
-        self.depth = 0
-        """Tokens to draft ahead; 0: plain decoding."""
         self.plan_s = 0.0
         """Seconds of the last choice."""
-        self.tuner.begin(None, 1)
+        self._tuner.begin(None, 1)
         self._table = [] if tuner is None else [0] * (scheduler.max_num_running_reqs + 1)
-        if self._table:  # else it counts only
+        if self._table:
             scheduler.dynamic_sd_lookup = self._table
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
         scheduler.reset_prefix_cache, scheduler.longtail_depths = self.reset_prefix_cache, self
 
+    def use(self, tuner: Tuner) -> None:
+        """Let another tuner choose, if the depth can be chosen."""
+        if self._table:
+            self._tuner = tuner
+            tuner.begin(None, 1)
+
     def begin(self) -> None:
         """Draft with a drafter that has changed."""
         self._left = 0
-        self.tuner.reset_estimates()
+        self._tuner.reset_estimates()
 
     def schedule(self, *args: Any, **options: Any) -> Any:
         """Schedule a step; the table says how many tokens it drafts (vLLM calls it)."""
         began, scheduler = time.perf_counter(), self._scheduler
-        self._choose(min(len(scheduler.running), scheduler.max_num_running_reqs))
-        self._table[:] = [self.depth] * len(self._table)
+        if self._table:
+            self._choose(min(len(scheduler.running), scheduler.max_num_running_reqs))
+            self._table[:] = [self.depth] * len(self._table)
         self.plan_s = time.perf_counter() - began
         output = self._schedule(*args, **options)
         if self._table:
@@ -104,7 +114,7 @@ class Depths:
         found = self._update(scheduler_output, model_runner_output)
         for each in found.values():
             if each.scheduler_stats is not None:
-                each.scheduler_stats.longtail = self._gains.gauges
+                each.scheduler_stats.longtail = dict(self._gains.gauges)
         return found
 
     def reset_prefix_cache(self, *args: Any, **options: Any) -> Any:
@@ -117,7 +127,7 @@ class Depths:
         self._left -= 1
         if running.bit_length() != self._running or self._left <= 0:
             self._running, self._left = running.bit_length(), _HELD_STEPS
-            own = self.tuner.plan(self._batch(running, running))
+            own = self._tuner.plan(self._batch(running, running))
             self._plan = own if self._agree is None else self._agree(own)
             strategy, most = self._plan.strategy, self._scheduler.num_spec_tokens
             self.depth = 0 if strategy is None else min(strategy.depth, most)
@@ -143,8 +153,8 @@ class Depths:
             verify_s=seconds,
         )
         if len(set(self._latest)) == 1:
-            self.tuner.learn(outcome)
-        saved_s, plain_s = None, self.tuner.plain_s(running)
+            self._tuner.learn(outcome)
+        saved_s, plain_s = None, self._tuner.plain_s(running)
         if plain_s is not None and num_tokens == running:  # it reads no prompts
             saved_s = any(self._latest) * (outcome.num_emitted / running * plain_s - seconds)
         self._gains.add(verified, sum(map(len, sampled)), seconds, saved_s)

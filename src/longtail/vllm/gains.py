@@ -3,7 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import make_dataclass
+from dataclasses import field, make_dataclass
 from typing import Any, final
 
 logger = logging.getLogger("vllm.plugins.longtail")
@@ -11,7 +11,7 @@ logger = logging.getLogger("vllm.plugins.longtail")
 _EVERY_S = 30.0
 """Seconds of steps in a line, unless weights change."""
 _TRIED, _FINE, _NOTHING = 100, 0.2, 0.02
-"""Least drafted tokens of a line that judges them; accepted shares that are fine, and nothing."""
+"""Drafted tokens that tell; accepted shares that are fine, and nothing."""
 _REMEDIES = (
     "new weights outdate a drafter, and sleep level 2 discards its own: load them again",
     "if weights have changed, the drafter learns the new ones from the texts to come",
@@ -19,7 +19,6 @@ _REMEDIES = (
 """Sentence for a drafter with weights of its own, and for one that learns."""
 _GAUGES = ("steps_drafted", "steps_plain", "step_seconds", "seconds_saved", "draft_depth")
 """Sums since the start that vLLM itself has not, and the depth of the last step."""
-_LABELS = ("model_name", "engine")
 
 
 @final
@@ -28,12 +27,9 @@ class Gains:
 
     def __init__(self, *, learns: bool) -> None:
         self._remedy, self._usual = _REMEDIES[learns], 0.0
+        self._tokens, self._compared, self._drafts = 0, False, Counter[tuple[int, int]]()
         self.gauges = dict.fromkeys(_GAUGES, 0.0)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._since, self._tokens, self._compared = self.gauges.copy(), 0, 0
-        self._tried, self._stood = Counter[int](), Counter[int]()  # by the place in a draft
+        self._since = self.gauges.copy()
 
     def add(
         self, drafts: Sequence[tuple[int, int]], tokens: int, seconds: float, saved_s: float | None
@@ -42,42 +38,52 @@ class Gains:
         self.gauges["steps_drafted" if drafts else "steps_plain"] += 1
         self.gauges["step_seconds"] += seconds
         self.gauges["seconds_saved"] += saved_s or 0.0
-        self.gauges["draft_depth"] = max((drafted for drafted, _ in drafts), default=0)
+        self.gauges["draft_depth"] = max(drafts, default=(0, 0))[0]
         self._tokens += tokens
-        self._compared += saved_s is not None
-        for drafted, accepted in drafts:
-            self._tried.update(range(drafted))
-            self._stood.update(range(accepted))
+        self._compared |= saved_s is not None
+        self._drafts.update(drafts)
         if self.gauges["step_seconds"] - self._since["step_seconds"] >= _EVERY_S:
             self.log()
 
     def log(self) -> None:
         """Write a line about the steps since the last one; warn when drafts stand no more."""
-        tried, stood = self._tried.total(), self._stood.total()
+        tried, stood = Counter[int](), Counter[int]()  # by the place in a draft
+        for (drafted, accepted), times in self._drafts.items():
+            tried.update(dict.fromkeys(range(drafted), times))
+            stood.update(dict.fromkeys(range(accepted), times))
         if self._tokens:
-            drafted, plain, seconds, gain = (self.gauges[n] - self._since[n] for n in _GAUGES[:4])
-            shares = ", ".join(f"{self._stood[at] / self._tried[at]:.2f}" for at in self._tried)
-            length = f"{1 + stood / max(self._tried[0], 1):.2f} (by depth: {shares or 'none'})"
+            steps, plain, seconds, gain = (self.gauges[n] - self._since[n] for n in _GAUGES[:4])
+            shares = ", ".join(f"{stood[at] / tried[at]:.2f}" for at in sorted(tried)) or "none"
             saved = f"{gain:.1f} s saved against plain steps"
             logger.info(
-                "longtail: %s tokens in %.0f s, accept length %s, %.0f %% of steps drafted, %s",
-                f"{self._tokens:,}", seconds, length, 100 * drafted / (drafted + plain),
+                "longtail: %s tokens in %.0f s, accept length %.2f (by depth: %s), "
+                "%.0f %% of steps drafted, %s",
+                f"{self._tokens:,}", seconds, 1 + stood.total() / max(tried[0], 1), shares,
+                100 * steps / (steps + plain),
                 saved if self._compared else "no plain step was seen to compare with",
             )  # fmt: skip
-        if tried >= _TRIED and stood > _FINE * tried:
-            self._usual = stood / tried
-        elif tried >= _TRIED and stood < _NOTHING * tried and self._usual:
-            was = f"{stood} of {tried} drafted tokens were accepted, {self._usual:.0%} before"
-            logger.warning("longtail: %s: %s", was, self._remedy)
+        self._since, self._tokens, self._compared = self.gauges.copy(), 0, False
+        if (all_tried := tried.total()) < _TRIED:
+            return  # they join the next ones
+        self._drafts.clear()
+        share = stood.total() / all_tried
+        if share < _NOTHING and self._usual:
+            was = f"{stood.total()} of {all_tried} drafted tokens were accepted"
+            logger.warning("longtail: %s, %.0f %% before: %s", was, self._usual, self._remedy)
             self._usual = 0.0
-        self._begin()
+        elif share > _FINE:
+            self._usual = 100 * share
 
 
 def carry_gauges() -> None:
-    """Give vLLM's SchedulerStats a field for them, in the scheduler's process and the front end."""
+    """Give vLLM's SchedulerStats a field for them, in the scheduler's process and the front end.
+
+    They go as a map between processes: one without the plugin leaves out what it does not know.
+    """
     from vllm.v1.metrics.stats import SchedulerStats as Stats
 
-    made: Any = make_dataclass("Gauges", [("longtail", dict[str, float] | None, None)])
+    new = ("longtail", dict[str, float] | None, field(default=None, init=False))
+    made: Any = make_dataclass("Gauges", [new])
     Stats.__dataclass_fields__ |= made.__dataclass_fields__
     Stats.__annotations__ |= made.__annotations__
     Stats.longtail = None
@@ -88,13 +94,14 @@ def around_record(stock: Callable[..., None]) -> Callable[..., None]:
     from prometheus_client import Gauge  # vLLM requires it
 
     carry_gauges()
-    like: dict[str, Any] = {"labelnames": _LABELS, "multiprocess_mode": "mostrecent"}
+    like: dict[str, Any] = {"labelnames": ("model_name", "engine")}
+    like["multiprocess_mode"] = "mostrecent"
     gauges = {name: Gauge(f"longtail:{name}", "See docs/vllm.md", **like) for name in _GAUGES}
 
-    def record(self: Any, stats: Any, *args: Any, engine_idx: int = 0, **options: Any) -> None:
-        stock(self, stats, *args, engine_idx=engine_idx, **options)
-        model = self.vllm_config.model_config.served_model_name
-        for name, value in (getattr(stats, "longtail", None) or {}).items():
-            gauges[name].labels(model, engine_idx).set(value)
+    def record(self: Any, scheduler_stats: Any, *args: Any, **options: Any) -> None:
+        stock(self, scheduler_stats, *args, **options)
+        labels = self.vllm_config.model_config.served_model_name, options.get("engine_idx", 0)
+        for name, value in (getattr(scheduler_stats, "longtail", None) or {}).items():
+            gauges[name].labels(*labels).set(value)
 
     return record

@@ -78,8 +78,7 @@ class VllmGenerator(ActiveRequests):
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
         self._depths: Depths | None = getattr(self._scheduler, "longtail_depths", None)
         if drafter is not None and self._depths is not None:
-            drafter.tuner.begin(None, 1)
-            self._depths.tuner = drafter.tuner
+            self._depths.use(drafter.tuner)
         self._by_vllms_names = None if drafter is None else drafter.tensors
         self._scheduled: Any = None
         """vLLM's schedule of the step that has ended; None if none has."""

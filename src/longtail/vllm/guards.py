@@ -97,12 +97,14 @@ def learning(config: Any) -> VllmSettings | None:
 def chooses_depth(config: Any) -> bool:
     """Return whether each step may draft another number of tokens, and the drafter can.
 
-    Data-parallel engines wait for each other.
+    Data-parallel engines wait for each other; of pipeline stages each runs some of the requests.
     """
     on_cpu = config.device_config.device_type == "cpu"  # 0.24 copies one number of drafts there
-    takes = _release(vllm_version()) >= ((0, 29) if on_cpu else (0, 24))
-    can = learning(config) or (takes and config.speculative_config.method in _ADJUSTABLE)
-    return bool(can and config.parallel_config.data_parallel_size == 1)
+    since = _LEARNED_V2 if config.use_v2_model_runner else (0, 29) if on_cpu else (0, 24)
+    takes = config.speculative_config.method in _ADJUSTABLE and _release(vllm_version()) >= since
+    parallel = config.parallel_config
+    is_one = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
+    return bool(is_one and (takes or learning(config)))
 
 
 def chains(method: str, depth: int) -> dict[str, Any]:

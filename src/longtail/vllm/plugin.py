@@ -243,8 +243,7 @@ def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
 
             carry_gauges()
             if not (chooses := guards.chooses_depth(config)):
-                alike = "every step drafts as many tokens, as %s here can do no other"
-                logger.info(f"longtail: {alike}", drafts.method)
+                logger.info("longtail: all steps draft alike, as %s has to here", drafts.method)
             agree = agreement(config.parallel_config) if chooses else None
             Depths(self, DepthTuner() if chooses else None, agree)
 

@@ -101,3 +101,11 @@ def test_what_another_number_of_requests_taught_is_used() -> None:
     engine = Simulated()
     engine.rate(16, 0.02, 0.3)
     assert engine.rate(8, 0.02, 0.3, plans=40) > 0.95  # plain first, and hardly a probe
+
+
+def test_a_first_step_that_compiles_does_not_make_a_bad_drafter_look_good() -> None:
+    engine = Simulated()
+    plan, none = engine.tuner.plan(batch(8)), {"num_drafts": 0, "num_nodes": 0, "num_accepted": 0}
+    for took in (2.0, seconds(8, 0, 0.4)):
+        engine.tuner.learn(Outcome(batch=batch(8), plan=plan, timings=(), **none, verify_s=took))
+    assert engine.rate(8, 0.05, 0.4, plans=60) > 0.9
