@@ -18,7 +18,7 @@ from torch import Tensor
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import OffTuner, Tuner
 from longtail.vllm.gains import Gains
-from longtail.vllm.guards import chains, check, learning
+from longtail.vllm.guards import chains, check
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
@@ -60,7 +60,7 @@ class Depths:
         self._update = check(scheduler, "update_from_output", known)
         self._reset = scheduler.reset_prefix_cache
         self._scheduler, self._agree, self._tuner = scheduler, agree, tuner or OffTuner()
-        self._gains = Gains(learns=learning(scheduler.vllm_config) is not None)
+        self._gains = Gains()
         self._plan = Plan(strategy=None)
         self._running = self._left = 0
         self.depth = 0 if tuner else scheduler.num_spec_tokens
@@ -80,7 +80,7 @@ class Depths:
         scheduler.reset_prefix_cache, scheduler.longtail_depths = self.reset_prefix_cache, self
 
     def use(self, tuner: Tuner) -> None:
-        """Let another tuner choose, if the depth can be chosen."""
+        """Choose by another tuner, where the depth can be chosen."""
         if self._table:
             self._tuner = tuner
             tuner.begin(None, 1)

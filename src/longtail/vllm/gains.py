@@ -12,11 +12,10 @@ _EVERY_S = 30.0
 """Seconds of steps in a line, unless weights change."""
 _TRIED, _FINE, _NOTHING = 100, 0.2, 0.02
 """Drafted tokens that tell; accepted shares that are fine, and nothing."""
-_REMEDIES = (
-    "new weights outdate a drafter, and sleep level 2 discards its own: load them again",
-    "if weights have changed, the drafter learns the new ones from the texts to come",
+_REMEDY = (
+    "new weights outdate a drafter, and sleep level 2 discards its own; a learned one follows by "
+    "itself, load those of another again"
 )
-"""Sentence for a drafter with weights of its own, and for one that learns."""
 _GAUGES = ("steps_drafted", "steps_plain", "step_seconds", "seconds_saved", "draft_depth")
 """Sums since the start that vLLM itself has not, and the depth of the last step."""
 
@@ -25,8 +24,8 @@ _GAUGES = ("steps_drafted", "steps_plain", "step_seconds", "seconds_saved", "dra
 class Gains:
     """Counts what the steps of a scheduler took and yielded."""
 
-    def __init__(self, *, learns: bool) -> None:
-        self._remedy, self._usual = _REMEDIES[learns], 0.0
+    def __init__(self) -> None:
+        self._usual = 0.0
         self._tokens, self._compared, self._drafts = 0, False, Counter[tuple[int, int]]()
         self.gauges = dict.fromkeys(_GAUGES, 0.0)
         self._since = self.gauges.copy()
@@ -69,17 +68,14 @@ class Gains:
         share = stood.total() / all_tried
         if share < _NOTHING and self._usual:
             was = f"{stood.total()} of {all_tried} drafted tokens were accepted"
-            logger.warning("longtail: %s, %.0f %% before: %s", was, self._usual, self._remedy)
+            logger.warning("longtail: %s, %.0f %% before: %s", was, self._usual, _REMEDY)
             self._usual = 0.0
         elif share > _FINE:
             self._usual = 100 * share
 
 
 def carry_gauges() -> None:
-    """Give vLLM's SchedulerStats a field for them, in the scheduler's process and the front end.
-
-    They go as a map between processes: one without the plugin leaves out what it does not know.
-    """
+    """Give vLLM's SchedulerStats a field for them; a process without the plugin leaves it out."""
     from vllm.v1.metrics.stats import SchedulerStats as Stats
 
     new = ("longtail", dict[str, float] | None, field(default=None, init=False))
@@ -91,17 +87,16 @@ def carry_gauges() -> None:
 
 def around_record(stock: Callable[..., None]) -> Callable[..., None]:
     """Return what sets the gauges, too, for PrometheusStatLogger.record."""
-    from prometheus_client import Gauge  # vLLM requires it
-
     carry_gauges()
-    like: dict[str, Any] = {"labelnames": ("model_name", "engine")}
-    like["multiprocess_mode"] = "mostrecent"
-    gauges = {name: Gauge(f"longtail:{name}", "See docs/vllm.md", **like) for name in _GAUGES}
+    gauges = dict[str, Any]()
+    like = {"labelnames": ["model_name", "engine"], "multiprocess_mode": "mostrecent"}
 
     def record(self: Any, scheduler_stats: Any, *args: Any, **options: Any) -> None:
         stock(self, scheduler_stats, *args, **options)
         labels = self.vllm_config.model_config.served_model_name, options.get("engine_idx", 0)
         for name, value in (getattr(scheduler_stats, "longtail", None) or {}).items():
+            if name not in gauges:
+                gauges[name] = self._gauge_cls(f"longtail:{name}", "See docs/vllm.md", **like)
             gauges[name].labels(*labels).set(value)
 
     return record
