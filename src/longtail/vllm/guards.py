@@ -94,6 +94,14 @@ def learning(config: Any) -> VllmSettings | None:
     return settings if settings is not None and settings.drafter is not None else None
 
 
+def loses_states(config: Any) -> bool:
+    """Return whether a step without drafts would forget the drafts that stood before it.
+
+    So linear attention does in vLLM before 0.32, where such a step begins with an older state.
+    """
+    return bool(getattr(config.model_config, "is_hybrid", False)) and not may_run_v2()
+
+
 def chooses_depth(config: Any) -> bool:
     """Return whether each step may draft another number of tokens, and the drafter can.
 
@@ -104,7 +112,7 @@ def chooses_depth(config: Any) -> bool:
     takes = config.speculative_config.method in _ADJUSTABLE and _release(vllm_version()) >= since
     parallel = config.parallel_config
     is_one = parallel.data_parallel_size == parallel.pipeline_parallel_size == 1
-    return bool(is_one and (takes or learning(config)))
+    return bool(is_one and not loses_states(config) and (takes or learning(config)))
 
 
 def chains(method: str, depth: int) -> dict[str, Any]:
@@ -233,9 +241,12 @@ def admit_learned(config: Any) -> None:
             "lm_head of this model is quantised, whose weights a learned drafter reads; take a "
             "quantisation that leaves it out, or remove drafter"
         )
-    elif getattr(model, "is_hybrid", False) and config.device_config.device_type == "cpu":
-        problem = (  # its convolution has room for the longest draft only
-            "on a CPU vLLM's linear attention verifies drafts of one length alone; remove drafter"
+    elif loses_states(config) or (
+        getattr(model, "is_hybrid", False) and config.device_config.device_type == "cpu"
+    ):
+        problem = (  # on a CPU its convolution has room for the longest draft only
+            "linear attention verifies drafts of one length alone on a CPU, and in vLLM before "
+            "0.32; remove drafter"
         )
     else:
         return

@@ -170,6 +170,8 @@ def test_drafts_that_stand_no_more_are_warned_of_once(caplog):
         ("0.31.0+v2", "eagle3", {}, {}, False),  # its V2 drafts all, and verifies less
         ("0.32.0+v2", "eagle3", {}, {}, True),
         ("0.32.0", "medusa", {}, {}, False),
+        ("0.31.0+hybrid", "mtp", {}, {}, False),  # a step without drafts begins with an old state
+        ("0.32.0+hybrid", "mtp", {}, {}, True),
         ("0.32.0", "eagle3", {"data_parallel_size": 2}, {}, False),
         ("0.32.0", "eagle3", {"pipeline_parallel_size": 2}, {}, False),
         ("0.23.0", "ngram", {}, {"drafter": "learned"}, True),
@@ -182,6 +184,7 @@ def test_drafters_that_can_draft_more_and_less_do(
     device = "cpu" if version.endswith("cpu") else "cuda"
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
+        model_config=SimpleNamespace(is_hybrid=version.endswith("hybrid")),
         additional_config={"longtail": own},
         speculative_config=SimpleNamespace(method=method),
         parallel_config=SimpleNamespace(
