@@ -145,6 +145,9 @@ class Generator(abc.ABC):
     def sleep(self) -> None:
         """Free memory while idle, where later requests are not slowed."""
 
+    def close(self) -> None:  # noqa: B027
+        """End what it started beside itself: nothing, unless a generator says what."""
+
     @property
     @abc.abstractmethod
     def num_unfinished(self) -> int:

@@ -60,6 +60,8 @@ class TrainingStep:
     seed: int
     components: TrainerComponents
     grader: GraderPool
+    with_rows: bool = False
+    """Whether completions are episodes."""
     phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
     """Shows what is being done, as `Console.phase`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -112,6 +114,7 @@ class TrainingStep:
             samples=self.rollout.group_size,
             seed=self.seed,
             sampling=self.components.sampling,
+            with_rows=self.with_rows,
         )
 
     def _rollout(
@@ -186,10 +189,9 @@ class Trainer:
             saved = None if checkpoint is None else checkpoint.state["base"]
             directory, base = find_base(config, saved, console.log)
         with console.phase("loading the model and the data"):
-            prompts = partial(
-                load_prompts, config, check=grader.check, log=console.log, now=run.begun
-            )
-            parts = assemble(config, directory, base, prompts, console.log, self._on_progress)
+            log, now = console.log, run.begun
+            prompts = partial(load_prompts, config, check=grader.check, log=log, now=now)
+            parts = assemble(config, directory, base, prompts, log, self._on_progress, now)
         self.workers, self._source = parts.workers, parts.source
         self._step = TrainingStep(
             rollout=config.rollout,
@@ -198,6 +200,7 @@ class Trainer:
             seed=config.run.seed,
             components=parts,
             grader=grader,
+            with_rows=config.environment.is_on,
             phase=console.phase,
         )
         self._evaluator = Evaluator(
@@ -209,20 +212,19 @@ class Trainer:
             sampling=parts.sampling,
             grader=grader,
             console=console,
+            with_rows=config.environment.is_on,
         )
         last_step = None if checkpoint is None else checkpoint.step
         try:
-            self._saver = StateSaver(
-                run, parts.workers, parts.source, keep=config.run.keep_checkpoints
-            )
+            own = config.run
+            self._saver = StateSaver(run, parts.workers, parts.source, keep=own.keep_checkpoints)
             cursor = parts.source.state()
             fresh = TrainerState(step=0, cursor=cursor, seconds=0.0, threads=threads, base=base)
             self._state = self._restored(checkpoint, fresh)
             with console.phase("starting the graders"):
                 grader.wait_ready()
-            self._logger = RunLogger(
-                config.run, run.path, last_step=last_step, shown=config.model_dump()
-            )
+            shown = config.model_dump()
+            self._logger = RunLogger(own, run.path, last_step=last_step, shown=shown)
             self._saver.begin_writing()
         except BaseException:
             self.workers.close()

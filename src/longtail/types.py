@@ -100,6 +100,13 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     group_id: str = ""
     """Requests with the same non-empty group id have one prompt and share its KV."""
+    row: Mapping[str, Any] | None = None
+    """Row of the source, for the environment of an episode; None without one."""
+    may_go_on: bool = False
+    """Whether another request may continue its text, as an episode's next turn: its KV stays until
+    others need the memory."""
+    continues: str = ""
+    """Id of the request whose text, now part of the prompt, this one continues."""
 
     def check(self, vocab_size: int, max_len: int) -> None:
         """Raise RequestError unless a generator of `max_len` positions can serve the request."""
@@ -141,6 +148,34 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """The environment's part of a completion of several turns.
+
+    Example: prompt p0 p1, turns "a b" and "c", an observation of two tokens between them:
+    Completion.tokens are a b o0 o1 c, and `observed` is ((2, 4),)
+    """
+
+    prompt_tokens: tuple[int, ...]
+    """Prompt of the first turn, with what the environment gave at its start."""
+    opening: tuple[Mapping[str, str], ...] = ()
+    """Messages that the environment's `reset` returned."""
+    observed: tuple[tuple[int, int], ...] = ()
+    """Begin and end of each observation in `Completion.tokens`; their logprobs are 0."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """Turns and observations as chat messages, without the prompt."""
+    rewards: tuple[float, ...] = ()
+    """Reward of each turn."""
+    num_calls: int = 0
+    """Number of tool calls."""
+    num_bad_calls: int = 0
+    """Number of those that named no tool, or whose arguments were refused."""
+    waited_s: float = 0.0
+    """Seconds in which the environment answered."""
+    problem: str = ""
+    """Why the episode has no reward; empty if it has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """The generated text of one request.
 
@@ -158,6 +193,14 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     """Version of the weights that generated the first token."""
+    episode: Episode | None = None
+    """The environment's part; None for a text of one turn."""
+
+    @property
+    def num_generated(self) -> int:
+        """Number of tokens that the model wrote."""
+        observed = () if self.episode is None else self.episode.observed
+        return len(self.tokens) - sum(end - begin for begin, end in observed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +213,12 @@ class Rollout:
     prompt: Prompt
     completion: Completion
     reward: float
+
+    @property
+    def prompt_tokens(self) -> tuple[int, ...]:
+        """Tokens before the completion."""
+        episode = self.completion.episode
+        return self.prompt.tokens if episode is None else episode.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

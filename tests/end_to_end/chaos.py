@@ -62,6 +62,10 @@ LEARNERS = {
     "adapters": ("--learner.lora.rank=8", "--learner.lora.dropout=0.1"),
     "dynamic sampling": ("--learner.loss=dapo", "--learner.max_refills=1"),
     "shards": ("--learner.sharding=full",),
+    "episodes": (
+        *("--environment.name=end_to_end.rewards:Echo", "--environment.max_observed=64"),
+        "--reward.name=environment",
+    ),
 }
 DRAFTERS = {
     "none": ("none", ()),

@@ -63,3 +63,15 @@ def exploding(completions: Sequence[str], **_: object) -> list[float]:
     _calls += 1
     scale = 3e38 if _calls > 48 else 1.0
     return [scale * text.count("7") / max(len(text), 1) for text in completions]
+
+
+class Echo:
+    """An environment that says back what it read, with its seed, for three turns."""
+
+    def reset(self, prompt: str, seed: int) -> str:
+        self._seed, self._turns = seed % 10, 0
+        return f"{self._seed}"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        self._turns += 1
+        return f"{text[-2:]}{self._seed}", sevens([text])[0], self._turns == 3

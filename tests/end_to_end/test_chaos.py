@@ -35,6 +35,15 @@ def test_kills_and_signals_change_no_bit(chaos, learner, drafter):
 
 
 @pytest.mark.slow
+def test_episodes_that_move_and_lose_their_worker_or_run_are_written_again(chaos):
+    pytest.importorskip("ray")
+    plan = _kills(("worker", "release"), ("driver", "generate"))
+    trial = Trial(learner="episodes", drafter="fresh+history", workers=2, moves=True, plan=plan)
+    chaos.disturb(trial, "run")
+    assert chaos.kills == Counter(kill.what for kill in plan)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "then"),
     [("release", ("dashboard agent", "learn")), ("accumulate", ("SIGTERM", "start"))],

@@ -4,6 +4,7 @@ python -m support.moves WORDS     is `longtail WORDS` with them
 """
 
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from longtail.cluster.schedule.forecast import Unfinished
 from longtail.cluster.schedule.moves import Move
 
 SHARE_S = 0.05
+MOST = 4
+"""Most moves of a request: an episode repeats its turns after each."""
+_moved: Counter[str] = Counter()
 
 
 def half_of_the_most(
@@ -23,9 +27,9 @@ def half_of_the_most(
     if source is None or not others or not loads[source]:
         return None
     names = [text.request.request_id for text in loads[source]]
-    return Move(
-        source=source, target=others[0], names=tuple(names[: -(-len(names) // 2)]), gain_s=0.0
-    )
+    moves = [name for name in names if _moved[name] < MOST][: -(-len(names) // 2)]
+    _moved.update(moves)
+    return Move(source=source, target=others[0], names=tuple(moves), gain_s=0.0) if moves else None
 
 
 def move_often() -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from longtail.errors import LongtailError
+from longtail.errors import ConfigError, LongtailError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.hf.turns import Turns
 from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder
 from zoo.menagerie import ANSWER, CONVERSATIONS, HERE, TEMPLATES, USER, write_tokenizer
@@ -139,3 +140,32 @@ def test_a_target_is_the_turn_that_the_template_writes_or_it_is_said_how_it_diff
         tokens = example.tokens[:-1] if path.name in ENDLESS else example.tokens
         text = theirs.decode(tokens, clean_up_tokenization_spaces=False)
         assert any(each.startswith(text) for each in whole)
+
+
+REWRITTEN = {
+    *("kimi-k2-thinking", "nemotron-3-nano", "apriel-1.6-15b-thinker", "apriel-1.5-15b-thinker"),
+    *("deepseek-r1-distill-llama-8b", "deepseek-r1-distill-qwen-32b", "deepseek-r1"),
+    *("deepseek-v3.2", "functionary-medium-v3.2", "gemma-4-31b-it-interleaved", "gemma-4-31b-it"),
+    *("glm-4.6", "glm-4.7-flash", "glm-5.2", "gpt-oss-120b", "qwen3.5-4b", "qwq-32b"),
+    *("reka-edge", "rwkv-world", "step-3.5-flash"),
+}
+"""Templates that write an earlier answer otherwise than behind its prompt."""
+
+
+def test_a_turn_follows_another_as_the_template_writes_it(path: Path, ours: Tokenizer) -> None:
+    turns = Turns(ours, ours.template.render)
+    if path.name == "mirothinker":
+        with pytest.raises(ConfigError, match=r"environment\.name: no turn can follow"):
+            turns.check(["user"])
+        return
+    turns.check(["user"])
+    end = () if ours.ends.turn_id is None else (ours.ends.turn_id,)
+    turn = (*ours.encode("It is 7.", goes_on=True), *end)
+    observation = {"role": "user", "content": "Go on."}
+    written = (*turns.prompt("How much?", []), *turn, *turns.observed(turn, [observation]))
+    answer = {"role": "assistant", "content": "It is 7."}
+    whole = ours.encode(
+        ours.template.render([{**USER, "content": "How much?"}, answer, observation])
+    )
+    assert (written == whole) == (path.name not in REWRITTEN)
+    assert written[-8:] == whole[-8:]

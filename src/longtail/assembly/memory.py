@@ -47,7 +47,7 @@ def estimate(plan: RunPlan) -> dict[str, int]:
     config, shape, on_cpu = plan.config, plan.shape, plan.device.type == "cpu"
     rollout, learner, spot, workers = config.rollout, config.learner, config.spot, config.cluster
     small, master = _BYTES[rollout.dtype], _BYTES[learner.dtype]
-    whole, longest = count_parameters(shape), config.data.max_prompt_len + rollout.max_tokens
+    whole, longest = count_parameters(shape), config.longest(config.data.max_prompt_len)
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
     trained, cast = whole, 2 if learner.autocast is True else 0
     weights = (master + cast) * whole
@@ -105,8 +105,7 @@ def check(plan: RunPlan) -> None:
     """Raise ConfigError if a run may need more memory than is free."""
     available, found, config = available_bytes(plan.device), estimate(plan), plan.config
     share, needed = found.get(_VLLM, 0), _needed(plan, found)
-    element, longest = _BYTES[config.rollout.dtype], config.rollout.max_tokens
-    longest += config.data.max_prompt_len
+    element, longest = _BYTES[config.rollout.dtype], config.longest(config.data.max_prompt_len)
     least = element * count_parameters(plan.shape) + longest * kv_bytes(plan.shape, element)
     least = int(least / _argument(plan, "tensor_parallel_size", 1.0))  # of each GPU
     if 0 < share < least:

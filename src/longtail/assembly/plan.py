@@ -1,6 +1,7 @@
 """The plan of a run: its configuration, and the decisions that follow from model and machine."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import util
 from pathlib import Path
 
@@ -39,6 +40,8 @@ class RunPlan:
     """GPUs of a worker: 0 on a CPU; below 1 several workers share one."""
     on_vllm: bool
     """Whether vLLM generates."""
+    now: datetime | None = None
+    """Time that chat templates write."""
     base: Base | None = None
     """Base of the run, which `directory` holds; workers that are started later read it again."""
 

@@ -41,6 +41,7 @@ def load_prompts(
             drop_long=data.drop_long_prompts,
             prompt_column=data.prompt_column,
             answer_column=data.answer_column,
+            may_be_empty=config.environment.name is not None,
         )
         if prompts.num_dropped:
             log(

@@ -1,7 +1,8 @@
 """Construction of a training run from its configuration; everything is checked before it starts."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.rl.data.prompts import HeldOut, PromptSource
+from longtail.rl.environments.pool import confinement
 from longtail.run.models import Base, model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
@@ -34,20 +36,21 @@ class TrainerComponents:
     sampling: SamplingParams
 
 
-def assemble(
+def assemble(  # noqa: PLR0913 - the parts of a run
     config: RunConfig,
     directory: Path,
     base: Base | None,
     read_prompts: Callable[[Tokenizer], HeldOut],
     log: Callable[[str], None] = to_stderr,
     on_progress: Callable[[Progress], None] = lambda progress: None,
+    now: datetime | None = None,
 ) -> TrainerComponents:
     """Build all components from the model in `directory`, and its base if the run needs one.
 
-    `on_progress` is called during rollouts and may raise. Raises ConfigError if configuration,
-    model and data do not fit together.
+    `on_progress` is called during rollouts and may raise; `now` is the time that chat templates
+    write. Raises ConfigError if configuration, model and data do not fit together.
     """
-    plan = memory.fitted(plan_run(config, directory, base), log)
+    plan = replace(memory.fitted(plan_run(config, directory, base), log), now=now)
     tokenizer = load_tokenizer(directory)
     memory.check(plan)
     tokenizer.limit(plan.shape.vocab_size)
@@ -85,7 +88,8 @@ def _started(
 ) -> WorkerGroup:
     """Return the workers once all are ready: one in this process, or several as Ray actors."""
     config, own, limits = plan.config, plan.config.cluster, _limits(plan, longest_prompt)
-    for line in (*precision.costs(config), *precision.inexactness(config)):
+    confined = confinement(network=config.environment.network) if config.environment.is_on else []
+    for line in (*precision.costs(config), *precision.inexactness(config), *confined):
         log(line)
     given, learns = config.speculation.drafter, config.spot.train != "never"
     found = [located(name) for name in drafter_names(given, config.model.path, learns=learns)]
@@ -127,12 +131,16 @@ def _ray_processes(
 def _limits(plan: RunPlan, longest_prompt: int) -> EngineLimits:
     """Return the engine's limits for prompts of up to `longest_prompt` tokens."""
     own, most = plan.config.rollout, plan.shape.max_positions
-    longest = longest_prompt + own.max_tokens
+    longest = plan.config.longest(longest_prompt)
     if longest > most:
+        left = max(most - longest + own.max_tokens, 0)
+        environment = plan.config.environment
+        between = f" and environment.max_observed = {environment.max_observed}"
+        between = between if environment.is_on else ""
         raise ConfigError(
             f"rollout.max_tokens = {own.max_tokens}: after the longest prompt, of {longest_prompt} "
-            f"tokens, the model has {max(most - longest_prompt, 0)} of its {most} positions left; "
-            "lower it, or data.max_prompt_len with data.drop_long_prompts = true"
+            f"tokens,{between} the model has {left} of its {most} positions left; lower it, "
+            "or data.max_prompt_len with data.drop_long_prompts = true"
         )
     return EngineLimits(
         max_running=own.max_running,

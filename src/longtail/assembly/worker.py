@@ -13,7 +13,9 @@ from longtail.assembly.drafters import Target, open_speculation, open_trainable
 from longtail.assembly.plan import RunPlan
 from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
+from longtail.cluster.workers.episodes import EpisodeGenerator
 from longtail.cluster.workers.processes import Place
+from longtail.cluster.workers.running_episode import EpisodeLimits
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import SpotSection
 from longtail.config.sections import OptimizerSection
@@ -25,9 +27,15 @@ from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.errors import ConfigError
+from longtail.generator import Generator
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.hf.turns import Turns
 from longtail.model.transformer import Transformer
+from longtail.rl.data.prompts import Encoder
+from longtail.rl.environments.calls import format_of
+from longtail.rl.environments.pool import Environments
 from longtail.rl.learner import Learner
 from longtail.rl.policy import open_policy
 from longtail.run.models import check_base
@@ -78,7 +86,7 @@ def build_components(
         seed = config.run.seed + place.worker
         drafting = make_drafting(config.spot, drafter, target, speculation, seed=seed)
     return WorkerComponents(
-        generator=generator,
+        generator=_in_episodes(plan, generator, limits, tokenizer),
         learner=Learner(policy, config.learner, total_steps=config.run.steps),
         policy=policy,
         backend="nccl" if plan.gpus >= 1 else "gloo",  # NCCL admits a GPU once
@@ -86,6 +94,43 @@ def build_components(
         drafting=drafting,
         drafter=drafter,
         rollout_threads=rollout_threads(hidden_size),
+    )
+
+
+def _in_episodes(
+    plan: RunPlan, generator: Generator, limits: EngineLimits, tokenizer: Tokenizer
+) -> Generator:
+    """Return the generator as it is, or around it one whose completions are episodes."""
+    own, rollout = plan.config.environment, plan.config.rollout
+    if not own.is_on:
+        return generator
+    calls, problem = "", None
+    try:
+        calls = format_of(tokenizer.template.source or "")
+    except ConfigError as error:  # which only tools need
+        problem = error
+    environments = Environments(
+        own.name or "",
+        own.tools,
+        calls,
+        most=rollout.max_running,
+        call_s=own.timeout_s,
+        episode_s=own.episode_timeout_s,
+        network=own.network,
+    )
+    if problem is not None and environments.tools:
+        raise problem
+    encoder = Encoder.of(tokenizer, plan.config.data, plan.now)
+    turns = Turns(tokenizer, encoder.render, environments.tools)
+    turns.check(("tool",) if environments.tools else ("user",))
+    return EpisodeGenerator(
+        generator,
+        environments,
+        turns,
+        tokenizer.decode,
+        EpisodeLimits(
+            max_turns=own.max_turns, max_observed=own.max_observed, max_len=limits.max_len
+        ),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
+from longtail.config.rewards import ENVIRONMENT, EnvironmentSection, RewardSection
 from longtail.config.sections import (
     Amount,
     CommonRunSection,
@@ -37,6 +38,7 @@ from longtail.system.machine import MAX_INT32
 
 REASONING_GYM = "reasoning_gym"
 RUNNING_SUMS = "running_sums"
+SEEDS = "seeds"
 
 
 class DataSection(PromptSection):
@@ -45,7 +47,8 @@ class DataSection(PromptSection):
     source: Name = RUNNING_SUMS
     """A .jsonl or .parquet file, `hf:OWNER/NAME[/CONFIG][:SPLIT]` (a dataset of the hub),
     `hf:DIR[:SPLIT]`, `reasoning_gym:TASK`, `reasoning_gym:FILE.yaml` (a mixture of tasks, as its
-    CompositeConfig), or `running_sums` (additions of several numbers)."""
+    CompositeConfig), `running_sums` (additions of several numbers), or `seeds` (numbers, for
+    environments that begin by one)."""
     heldout: Name | None = None
     """Source of held-out prompts, in the same forms; unset uses the last `heldout_size` rows of
     `source`, or generates others for `running_sums`."""
@@ -70,22 +73,6 @@ class DataSection(PromptSection):
         """Reward that belongs to the source; None for one that has none."""
         is_gym = self.source.partition(":")[0] == REASONING_GYM
         return REASONING_GYM if is_gym else None
-
-
-class RewardSection(Section):
-    """Grading of completions."""
-
-    name: Name = "last_number"
-    """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
-    `reasoning_gym`, or `module:function` as in TRL. Unset, problems of reasoning-gym have
-    `reasoning_gym`."""
-    per: Literal["completion", "group"] = "completion"
-    """Completions that `module:function` gets in one call: one, so that a failure excludes no
-    other; or all of a prompt, to compare them."""
-    timeout_s: Seconds = 10.0
-    """Most seconds per call; a slower grader is killed, within 0.2 s, and its rollouts excluded."""
-    workers: Processes = 1
-    """Number of grader processes: as many as memory has room for, and at most 32 per core."""
 
 
 _MOST_SEQUENCES = 1_000_000
@@ -279,6 +266,7 @@ class RunConfig(Section):
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
+    environment: EnvironmentSection = EnvironmentSection()
     reward: Annotated[RewardSection, Field(validate_default=True)] = RewardSection()
     rollout: RolloutSection = RolloutSection()
     speculation: SpeculationSection = SpeculationSection()
@@ -303,11 +291,19 @@ class RunConfig(Section):
     @field_validator("reward")
     @classmethod
     def _reward_of_source(cls, reward: RewardSection, info: Any) -> RewardSection:
-        """Fill in the reward that belongs to the source, if none was named."""
-        data = info.data.get("data")
-        if data is None or data.own_reward is None or "name" in reward.model_fields_set:
+        """Fill in the reward that belongs to environment or source, if none was named."""
+        data, environment = info.data.get("data"), info.data.get("environment")
+        own = None if data is None else data.own_reward
+        if environment is not None and environment.name is not None:
+            own = ENVIRONMENT
+        if own is None or "name" in reward.model_fields_set:
             return reward
-        return reward.model_copy(update={"name": data.own_reward})
+        return reward.model_copy(update={"name": own})
+
+    def longest(self, prompt_len: int) -> int:
+        """Return the most tokens of a prompt of this length with its completion."""
+        own = self.environment
+        return prompt_len + self.rollout.max_tokens + (own.max_observed if own.is_on else 0)
 
     @property
     def is_sharded(self) -> bool:
@@ -342,7 +338,7 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
     rollout, data = config.rollout, config.data
-    longest = data.max_prompt_len + rollout.max_tokens
+    longest = config.longest(data.max_prompt_len)
     sequences = rollout.prompts_per_step * rollout.group_size
     if sequences > _MOST_SEQUENCES:
         yield (
@@ -361,7 +357,7 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
             f"rollout.max_step_tokens = {rollout.max_step_tokens}: each of rollout.max_running = "
             f"{rollout.max_running} requests takes a token of every step; use at least that"
         )
-    generated = data.source.partition(":")[0] == REASONING_GYM
+    generated = data.source.partition(":")[0] in (REASONING_GYM, SEEDS)
     if generated and data.heldout is None and data.heldout_size >= data.size:
         yield (
             f"data.heldout_size = {data.heldout_size}: data.size = {data.size} prompts include the "

@@ -120,6 +120,7 @@ class RolloutEngine(ActiveRequests):
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error the engine is a mixture of policies, and of no use."""
         self._refuse_unless_idle(version)
+        self.scheduler.forget()
         write_hf(self.model, parameters, f"policy version {version}")
         self.model.pack()
         if self._speculator is not None:

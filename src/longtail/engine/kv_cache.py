@@ -208,7 +208,7 @@ def make_kv(model: Transformer, limits: EngineLimits) -> KVCache:
     return KVCache(
         model.config,
         num_tokens=_rounded(limits.kv_tokens or longest * limits.max_running),
-        max_rows=limits.max_running,
+        max_rows=2 * limits.max_running,  # with ended requests that may go on
         max_len=_rounded(limits.max_len + MAX_NODES),
         dtype=model.dtype,
     )

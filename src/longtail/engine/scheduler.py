@@ -6,9 +6,10 @@
 
 The order of a step is: running requests with one pending token (decode), running requests with a
 part of their prompt pending, then admissions, oldest first, all within a token budget. When KV runs
-short the youngest running request is preempted: it loses its KV, keeps its tokens, moves to the
-front of the queue and is recomputed. Requests whose prompts begin alike share that KV: the first
-computes it, the others wait for it and start with it.
+short, requests that ended and may go on lose theirs, the oldest first; then the youngest running
+request is preempted: it loses its KV, keeps its tokens, moves to the front of the queue and is
+recomputed. Requests whose prompts begin alike share that KV: the first computes it, the others wait
+for it and start with it.
 """
 
 from collections import deque
@@ -79,7 +80,8 @@ class Scheduler:
     """Holds every unfinished request, in exactly one of `waiting` and `running`.
 
     Invariants: a waiting request owns no KV; a running request owns KV for its computed tokens; the
-    oldest running request is never preempted, so the engine always makes progress.
+    oldest running request is never preempted, so the engine always makes progress. Beside them
+    `_kept` has ended requests, whose KV is given up before a running one waits for memory.
     """
 
     def __init__(self, kv: KVCache, *, max_running: int, max_step_tokens: int) -> None:
@@ -89,6 +91,8 @@ class Scheduler:
         self.waiting: deque[ActiveRequest] = deque()
         self.running: dict[str, ActiveRequest] = {}
         """By request_id, oldest admission first."""
+        self._kept: dict[str, ActiveRequest] = {}
+        """Ended requests that may go on, with their KV, the oldest first."""
         self._prefixes = PrefixIndex()
         self.num_preemptions = 0
         self.num_shared_tokens = 0
@@ -117,6 +121,9 @@ class Scheduler:
 
     def finish(self, active: ActiveRequest) -> None:
         """Remove a running request; a waiting sibling takes over the KV of its prompt."""
+        if active.request.may_go_on and active.is_finished:
+            self._kept[active.request_id] = self.running.pop(active.request_id)
+            return
         self._stop(active)
         sibling = next((each for each in self.waiting if _are_siblings(each, active)), None)
         shared = 0 if sibling is None else min(sibling.prompt_len, len(sibling.tokens) - 1)
@@ -134,9 +141,24 @@ class Scheduler:
         else:
             self.waiting.remove(active)
 
+    def forget(self) -> None:
+        """Give up the KV of all ended requests, as the weights change."""
+        while self._give_up():
+            pass
+
+    def _give_up(self) -> bool:
+        """Give up the KV of the request that ended first; False if there is none."""
+        for name in self._kept:
+            self._prefixes.remove(self._kept.pop(name))
+            self._kv.release(name)
+            return True
+        return False
+
     def _reserve_preempting(self, active: ActiveRequest, num_tokens: int) -> bool:
         """Reserve KV, preempting the youngest requests; False if `active` itself was preempted."""
         while not self._kv.try_grow(active.request_id, active.num_computed + num_tokens):
+            if self._give_up():
+                continue
             youngest = next(reversed(self.running.values()))
             self._preempt(youngest)
             if youngest is active:
@@ -156,18 +178,28 @@ class Scheduler:
         skipped: list[ActiveRequest] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_running:
             active = self.waiting.popleft()
-            shared, source = self._prefixes.longest(active)
+            shared, source = self._beginning(active)
             if source is not None and source.num_computed < shared:
                 skipped.append(active)
                 continue
             num_tokens = min(len(active.tokens) - shared, budget)
             if not self._reserve(active, source, shared, shared + num_tokens):
                 self.waiting.appendleft(active)
+                if self._give_up():
+                    continue
                 break
             self._start(active, shared)
             chosen.append(Scheduled(active=active, num_tokens=num_tokens))
             budget -= num_tokens
         self.waiting.extendleft(reversed(skipped))
+
+    def _beginning(self, active: ActiveRequest) -> tuple[int, ActiveRequest | None]:
+        """Return the number of tokens whose KV another request has, and that request."""
+        earlier = self._kept.get(active.request.continues)
+        if earlier is None:
+            return self._prefixes.longest(active)
+        computed = min(earlier.num_computed, len(earlier.tokens))  # not what followed its end
+        return min(computed, len(active.tokens) - 1), earlier
 
     def _reserve(
         self, active: ActiveRequest, source: ActiveRequest | None, num_shared: int, num_tokens: int
@@ -175,6 +207,12 @@ class Scheduler:
         """Reserve KV for a new request, sharing what another one has computed."""
         if source is None:
             return self._kv.try_grow(active.request_id, num_tokens)
+        if source.request_id == active.request.continues:
+            if not self._kv.try_grow(source.request_id, num_tokens):
+                return False
+            self._prefixes.remove(self._kept.pop(source.request_id))
+            self._kv.hand_over(source.request_id, active.request_id, num_tokens)
+            return True
         return self._kv.try_share(
             source.request_id, active.request_id, num_shared=num_shared, num_tokens=num_tokens
         )

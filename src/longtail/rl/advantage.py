@@ -108,7 +108,9 @@ def shaped_rewards(groups: Sequence[Group], *, max_tokens: int, buffer: int) -> 
     return [
         [
             rollout.reward
-            + overlong_penalty(len(rollout.completion.tokens), max_tokens=max_tokens, buffer=buffer)
+            + overlong_penalty(
+                rollout.completion.num_generated, max_tokens=max_tokens, buffer=buffer
+            )
             for rollout in group.rollouts
         ]
         for group in groups

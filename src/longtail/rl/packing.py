@@ -156,16 +156,18 @@ def pack_group(
     """
     kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
     packs = pack_shared(
-        [rollouts[i].prompt.tokens + rollouts[i].completion.tokens for i in kept],
-        [len(rollouts[i].prompt.tokens) for i in kept],
+        [rollouts[i].prompt_tokens + rollouts[i].completion.tokens for i in kept],
+        [len(rollouts[i].prompt_tokens) for i in kept],
         budget,
     )
     made = []
     for number, (packed, members) in enumerate(packs):
-        own, generated = [kept[i] for i in members], packed.loss_mask.bool()
+        own, written = [kept[i] for i in members], packed.loss_mask.bool()
         logprobs = [value for i in own for value in rollouts[i].completion.logprobs]
         rollout_logprobs = torch.zeros(packed.num_tokens, dtype=torch.float64)
-        rollout_logprobs[generated] = torch.tensor(logprobs, dtype=torch.float64)
+        rollout_logprobs[written] = torch.tensor(logprobs, dtype=torch.float64)
+        packed = _without_observed(packed, [rollouts[i] for i in own])
+        generated = packed.loss_mask.bool()
         by_sequence = torch.tensor([advantages[i] for i in own], dtype=torch.float64)
         made.append(
             MicroBatch(
@@ -176,6 +178,20 @@ def pack_group(
             )
         )
     return made
+
+
+def _without_observed(packed: PackedSequences, rollouts: Sequence[Rollout]) -> PackedSequences:
+    """Return the sequences without loss on what environments wrote."""
+    observed = [
+        start + len(each.prompt_tokens) + place
+        for start, each in zip(packed.cu_seqlens, rollouts, strict=False)
+        if each.completion.episode is not None
+        for span in each.completion.episode.observed
+        for place in range(*span)
+    ]
+    mask, places = packed.loss_mask.clone(), torch.tensor(observed, dtype=torch.int64)
+    mask[places if packed.places is None else packed.places[places]] = 0
+    return replace(packed, loss_mask=mask)
 
 
 def pack_rollouts(
@@ -202,7 +218,7 @@ def pack_rollouts(
         micro_batches=tuple(chain.from_iterable(packs)),
         sampling=sampling,
         num_sequences=len(rollouts),
-        num_generated=sum(len(rollout.completion.tokens) for rollout in rollouts),
+        num_generated=sum(rollout.completion.num_generated for rollout in rollouts),
     )
 
 

@@ -148,6 +148,7 @@ class Console:
 
         failures = int(metrics.get("reward/failures", 0))
         accepted = metrics.get("speculation/accept_length", 0.0)
+        waited = metrics.get("timing_s/environment", 0.0)
         self.log(
             f"step {step:>{len(str(steps))}}/{steps}  reward {value('reward/mean'):.3f}  "
             f"length p50 {value('response_length/p50'):.0f} "
@@ -155,6 +156,7 @@ class Console:
             f"tail idle {value('rollout/tail_idle_share'):.0%}  "
             f"{value('rollout/tokens_per_s'):,.0f} tokens/s  "
             f"rollout {value('timing_s/rollout'):.1f} s of {value('timing_s/step'):.1f} s"
+            + (f"  environments {waited / value('timing_s/rollout'):.0%}" if waited else "")
             + (f"  accept {accepted:.2f}" if accepted else "")
             + (f"  {failures} ungraded" if failures else "")
         )

@@ -28,6 +28,8 @@ class Evaluator:
     sampling: SamplingParams
     grader: GraderPool
     console: Console
+    with_rows: bool = False
+    """Whether completions are episodes."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Sequence[dict[str, Any]]]:
         """Return the mean reward after `step` steps, and the lines of its speculation.
@@ -37,7 +39,11 @@ class Evaluator:
         if not self.heldout:
             return {}, ()
         requests = eval_requests(
-            self.heldout, samples=self.samples, seed=self.seed, sampling=self.sampling
+            self.heldout,
+            samples=self.samples,
+            seed=self.seed,
+            sampling=self.sampling,
+            with_rows=self.with_rows,
         )
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
             rollout = self.workers.rollout(step + 1, requests.requests, trains=False)

@@ -16,7 +16,7 @@ from longtail.rl.data.requests import regroup
 from longtail.rl.data.sources import TASK
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.types import Completion, FinishReason, Group, Rollout
+from longtail.types import Completion, Episode, FinishReason, Group, Rollout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +85,7 @@ class StepRecord:
             "rollout/rounds": float(len(self.rounds)),
             "rollout/left_out_groups": float(len(groups) - self.num_learned),
             **rollout_metrics(report, completions, self.series),
+            **episode_metrics(completions),
             **learned.metrics,
             "training/policy_version": float(learned.version),
             **{f"timing_s/{name}": s for name, s in {**self.seconds, **learning}.items()},
@@ -109,7 +110,7 @@ def rollout_metrics(
     A speculating generator has `series`.
     """
     cut = sum(each.finish_reason is FinishReason.LENGTH for each in completions)
-    lengths = [len(each.tokens) for each in completions]
+    lengths = [each.num_generated for each in completions]
     # lengths that occur
     p50, p90, p99 = map(float, np.percentile(lengths, (50, 90, 99), method="inverted_cdf"))
     metrics = {
@@ -168,15 +169,43 @@ def group_metrics(
 
 def rollout_row(rollout: Rollout) -> dict[str, Any]:
     """Return one line of rollouts.jsonl."""
-    completion = rollout.completion
+    completion, episode = rollout.completion, rollout.completion.episode
+    more = {} if episode is None else _episode_row(episode)
+    opening = "" if episode is None else "".join(each["content"] for each in episode.opening)
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "request_id": completion.request_id,
         "policy_version": completion.policy_version,
         "reward": rollout.reward,
-        "num_tokens": len(completion.tokens),
+        "num_tokens": completion.num_generated,
         "finish_reason": completion.finish_reason.value,
         "logprob": sum(completion.logprobs),
-        "prompt": rollout.prompt.text,
+        "prompt": rollout.prompt.text + opening,
         "text": completion.text,
+        **more,
+    }
+
+
+def _episode_row(episode: Episode) -> dict[str, Any]:
+    names = ("messages", "rewards", "num_calls", "num_bad_calls")
+    return {name: getattr(episode, name) for name in names}
+
+
+def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the metrics of episodes; none if completions have one turn."""
+    found = [(each, each.episode) for each in completions if each.episode is not None]
+    if not found:
+        return {}
+    episodes = [episode for _, episode in found]
+    return {
+        "environment/turns": fmean(
+            sum(m["role"] == "assistant" for m in each.messages) for each in episodes
+        ),
+        "environment/calls": float(sum(each.num_calls for each in episodes)),
+        "environment/bad_calls": float(sum(each.num_bad_calls for each in episodes)),
+        "environment/failures": float(sum(bool(each.problem) for each in episodes)),
+        "timing_s/environment": fmean(each.waited_s for each in episodes),
+        "environment/observed_tokens": float(
+            sum(len(each.tokens) - each.num_generated for each, _ in found)
+        ),
     }

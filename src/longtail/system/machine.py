@@ -6,6 +6,7 @@ Cores and memory are those that this process may use, so a container's limits ar
 import functools
 import importlib
 import os
+import pkgutil
 import platform
 import sys
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, did_you_mean
 from longtail.system.files import parse_json
 
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
@@ -150,6 +151,33 @@ def import_extra(module: str, extra: str, where: str) -> Any:
             return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(f"{where} needs {module} ({error}): {pip_install(extra)}") from error
+
+
+def module_path() -> list[str]:
+    """Return where processes find a user's modules: as here, and in the working directory last."""
+    here = os.getcwd()
+    return [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]
+
+
+def named_callable(name: str, field: str) -> Any:
+    """Return the function or class `module:name`; ConfigError, which names `field`, without it.
+
+    An error of the module itself, other than ImportError, is raised as it is.
+    """
+    try:
+        found = pkgutil.resolve_name(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{field} = {name!r}: its module cannot be imported ({error}); modules are "
+            "found in the working directory and on PYTHONPATH"
+        ) from error
+    except AttributeError as error:
+        hint = did_you_mean(str(error.name), dir(error.obj))
+        raise ConfigError(f"{field} = {name!r}: {error}{hint}") from error
+    if not callable(found):
+        kind = type(found).__name__
+        raise ConfigError(f"{field} = {name!r}: it is of type {kind}, not a function")
+    return found
 
 
 @functools.cache

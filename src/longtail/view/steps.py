@@ -133,14 +133,15 @@ def completion(row: Row, drafts: Sequence[Row]) -> Row:
     """Return one completion with its prompt and drafted characters.
 
     `drafts` are the step's rows of drafts.jsonl, which are apart from the texts, since texts do not
-    depend on the drafter. `drafted` has begin and end of each accepted draft, in characters of the
-    text; None if the run did not keep them.
+    depend on the drafter. `rewards` are those of the turns of an episode. `drafted` has begin and
+    end of each accepted draft, in characters of the text; None if the run did not keep them.
     """
     names = ("prompt_id", "reward", "num_tokens", "finish_reason", "policy_version")
     text = row["text"][:_MOST_TEXT]
     drafted = drafts[-1]["drafted"].get(row["request_id"], []) if drafts else None
     return {
         **{name: row[name] for name in names},
+        "rewards": turns if _are_numbers(turns := row.get("rewards")) else [],
         "prompt": row["prompt"][:_MOST_TEXT],
         "text": text,
         "is_cut": len(text) < len(row["text"]),

@@ -79,7 +79,7 @@ def _step(source: PromptSource, grader: GraderPool, *words: str) -> tuple[Traini
     fields = {
         "rollout": own.rollout, "learner": own.learner, "reward": own.reward.name,
         "seed": own.run.seed, "components": components, "grader": grader,
-        "phase": lambda *_, **__: nullcontext(), "watch": Stopwatch(),
+        "with_rows": False, "phase": lambda *_, **__: nullcontext(), "watch": Stopwatch(),
     }  # fmt: skip
     for name, value in fields.items():
         object.__setattr__(step, name, value)

@@ -133,4 +133,5 @@ class LocalProcess(Processes):
         return {worker: self._worker.progress() for worker in workers}
 
     def close(self) -> None:
-        """Do nothing."""
+        """End what the worker started."""
+        self._worker.close()

@@ -68,6 +68,10 @@ class Worker:
         self.on_step: Callable[[Progress], None] | None = None
         """Called after every engine step if the worker shares its caller's process; may raise."""
 
+    def close(self) -> None:
+        """End what it started; the end of its process does so, too."""
+        self._components.generator.close()
+
     # ---- tasks
 
     def ready(self) -> None:

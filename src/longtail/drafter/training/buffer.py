@@ -51,10 +51,12 @@ class TextSnapshot:
     @staticmethod
     def of(request: Request, completion: Completion, step: int) -> "TextSnapshot":
         """Return the finished text of a request."""
+        episode = completion.episode
+        prompt = request.prompt_tokens if episode is None else episode.prompt_tokens
         return TextSnapshot(
             request_id=request.request_id,
-            tokens=(*request.prompt_tokens, *completion.tokens),
-            prompt_len=len(request.prompt_tokens),
+            tokens=(*prompt, *completion.tokens),
+            prompt_len=len(prompt),
             step=step,
             is_finished=True,
         )

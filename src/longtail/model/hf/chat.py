@@ -7,7 +7,7 @@ template, continues an assistant's message, and refuses what the template leaves
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any, final
@@ -233,3 +233,17 @@ def tool_name(tool: Any) -> str:
     inner = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     name = inner.get("name") if isinstance(inner, Mapping) else None
     return name if isinstance(name, str) else ""
+
+
+def tool_schema(tool: Callable[..., Any]) -> dict[str, Any]:
+    """Return the JSON schema of a function for templates, from its annotations and docstring.
+
+    Raises transformers' errors for a function whose arguments lack either.
+    """
+    from transformers.utils import (
+        chat_template_utils as theirs,
+    )  # it takes seconds: not for graders
+
+    # No tool takes a tensor, and torch takes seconds more
+    vars(theirs)["is_torch_available"] = lambda: False
+    return theirs.get_json_schema(tool)

@@ -134,6 +134,7 @@ def make_prompts(
     prompt_column: str | None = None,
     answer_column: str | None = None,
     limit_fields: tuple[str, str] = ("data.max_prompt_len", "data.drop_long_prompts"),
+    may_be_empty: bool = False,
 ) -> PromptSet:
     """Tokenize every row once.
 
@@ -142,7 +143,7 @@ def make_prompts(
     user message.
 
     Raises `DataError` for a missing column, a prompt that is neither text nor messages, an empty
-    prompt, or one longer than the limit (unless `drop_long`).
+    prompt (unless an environment says more), or one longer than the limit (unless `drop_long`).
     """
     prompt_key = find_column(rows[0], prompt_column, PROMPT_COLUMNS, field="data.prompt_column")
     answer_key = find_column(rows[0], answer_column, ANSWER_COLUMNS, field="data.answer_column")
@@ -156,7 +157,7 @@ def make_prompts(
         where = f"data.source = {source!r}, row {index}"
         prompt = prompt_of(row, prompt_key, is_named=prompt_column is not None, where=where)
         data = with_answer(row, prompt, answer_key)
-        text = _text(data, encoder, where=where)
+        text = _text(data, encoder, where=where, may_be_empty=may_be_empty)
         tokens = encode_at(where, encoder.encode_prompt, text)
         if not tokens:
             raise DataError(f"{where}: the prompt is empty")
@@ -317,10 +318,10 @@ def epoch_order(seed: int, epoch: int, count: int) -> Sequence[int]:
     return sorted(range(count), key=draw)
 
 
-def _text(data: Row, encoder: Encoder, *, where: str) -> str:
+def _text(data: Row, encoder: Encoder, *, where: str, may_be_empty: bool) -> str:
     """Return the text of a row's prompt for the model."""
     prompt, messages = data["prompt"], conversation(data["prompt"], where=where)
-    if not messages or not str(prompt).strip():
+    if not may_be_empty and (not messages or not str(prompt).strip()):
         raise DataError(f"{where}: the prompt is empty")
     if encoder.render is None:
         if isinstance(prompt, str):

@@ -26,9 +26,17 @@ class RequestBatch:
 
 
 def train_requests(
-    taken: Sequence[Taken], *, samples: int, seed: int, sampling: SamplingParams
+    taken: Sequence[Taken],
+    *,
+    samples: int,
+    seed: int,
+    sampling: SamplingParams,
+    with_rows: bool = False,
 ) -> RequestBatch:
-    """Return the requests of a group of completions per prompt, with the noise of its epoch."""
+    """Return the requests of a group of completions per prompt, with the noise of its epoch.
+
+    `with_rows`: the completions are episodes, whose environments read the rows.
+    """
     requests = [
         Request(
             request_id=f"{visit}#{sample}",
@@ -36,6 +44,7 @@ def train_requests(
             noise_key=noise_key(seed, each.prompt.prompt_id, each.epoch, sample),
             sampling=sampling,
             group_id=visit,
+            row=each.prompt.data if with_rows else None,
         )
         for each in taken
         for visit in [f"{each.prompt.prompt_id}@{each.epoch}"]
@@ -46,9 +55,14 @@ def train_requests(
 
 
 def eval_requests(
-    heldout: Sequence[Prompt], *, samples: int, seed: int, sampling: SamplingParams
+    heldout: Sequence[Prompt],
+    *,
+    samples: int,
+    seed: int,
+    sampling: SamplingParams,
+    with_rows: bool = False,
 ) -> RequestBatch:
-    """Return requests of held-out prompts, always with the same noise."""
+    """Return requests of held-out prompts, always with the same noise; see `train_requests`."""
     requests = [
         Request(
             request_id=f"eval/{prompt.prompt_id}#{sample}",
@@ -56,6 +70,7 @@ def eval_requests(
             noise_key=noise_key(seed, "eval", prompt.prompt_id, sample),
             sampling=sampling,
             group_id=f"eval/{prompt.prompt_id}",
+            row=prompt.data if with_rows else None,
         )
         for prompt in heldout
         for sample in range(samples)

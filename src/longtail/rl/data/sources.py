@@ -9,6 +9,7 @@ package is imported only by the source that needs it.
     hf:DIRECTORY[:SPLIT]                   saved by `save_to_disk`, or a folder of data files
     reasoning_gym:TASK                     `size` problems drawn from `seed`
     reasoning_gym:FILE.yaml                the same of a mixture, as reasoning-gym's CompositeConfig
+    seeds                                  `size` numbers, for environments that begin by one
     running_sums                           `size` problems drawn from `seed`
     running_sums:heldout                   others, none of which is among those
 """
@@ -27,6 +28,8 @@ from longtail.system.machine import import_extra
 Row = Mapping[str, Any]
 
 HELDOUT = ":heldout"
+SEEDS = "seeds"
+"""Source of rows with no prompt but what an environment says."""
 EMBEDDED = "running_sums"
 """Source that needs neither a file nor a package, and has held-out problems, too."""
 GENERATED = (EMBEDDED, EMBEDDED + HELDOUT)
@@ -50,6 +53,8 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     kind, _, rest = source.partition(":")
     if source in GENERATED:
         rows: list[Row] = list(sum_task.problems(size, seed, heldout=source.endswith(HELDOUT)))
+    elif source == SEEDS:
+        rows = [{"prompt": "", "seed": seed + number} for number in range(size)]
     elif kind == "reasoning_gym":
         rows = _reasoning_gym(rest, size, seed, where=where)
     elif kind == "hf":
@@ -61,7 +66,7 @@ def load_rows(source: str, size: int, seed: int, *, field: str = "data.source") 
     else:
         raise DataError(
             f"{where}: unknown kind of source; expected a .jsonl or .parquet file, "
-            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {EMBEDDED}"
+            f"hf:NAME_OR_DIR[:SPLIT], reasoning_gym:TASK, {EMBEDDED}, {SEEDS}"
         )
     if not rows:
         raise DataError(f"{where}: it holds no rows")

@@ -35,7 +35,7 @@ def start(reward_name: str, path: Sequence[str]) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():  # it was killed before the signal was set
             os._exit(1)
-        _limit_memory()
+        limit_memory()
     os.dup2(2, 1)  # stdout belongs to the run
     sys.stdout = sys.stderr  # which escapes what its encoding cannot write
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -47,15 +47,19 @@ def start(reward_name: str, path: Sequence[str]) -> None:
         _loaded.append(ConfigError(prefix + describe(error)))
 
 
-def _limit_memory() -> None:
+def limit_memory() -> None:
     """Give the reward what is free now; beyond it, an allocation is a MemoryError of the reward."""
     free = machine.memory().available
     if free is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limit = free if hard == resource.RLIM_INFINITY else min(free, hard)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+        limit(resource.RLIMIT_DATA, free)
     with suppress(OSError):  # out of memory, the kernel kills the grader, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def limit(kind: int, most: int) -> None:
+    """Limit a resource of this process, within the limit that it has."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _reward() -> Reward:

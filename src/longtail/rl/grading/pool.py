@@ -6,7 +6,6 @@ never a reward of 0. pebble owns the processes: it kills and replaces one that e
 its task, while the others continue. `longtail.rl.grading.grader` is what runs in them.
 """
 
-import os
 import pickle
 import signal
 import sys
@@ -92,12 +91,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _open(self) -> ProcessPool:
         if self._pool is None:
-            here = os.getcwd()  # where rewards are found last
-            path = [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]
             self._pool = ProcessPool(
                 max_workers=self._num_workers,
                 initializer=grader.start,
-                initargs=(self._reward_name, path),
+                initargs=(self._reward_name, machine.module_path()),
                 context=get_context("spawn"),  # their parent is this process, with which they end
             )
         return self._pool
@@ -123,21 +120,14 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         With `by_group`, completions are in the order of requests. Raises as `wait_ready` does.
         """
         visits = [visit_of(completion.request_id) for _, completion in pairs]
-        tasks = [
-            GradingTask(
-                prompt=prompt.data.get("prompt", prompt.text),
-                text=completion.text,
-                tokens=completion.tokens,
-                opens_thought=opens_thought(prompt.text),
-                data=dict(prompt.data),
-            )
-            for prompt, completion in pairs
-        ]
+        tasks = [_task(prompt, completion) for prompt, completion in pairs]
         keyed = zip(visits if self._by_group else range(len(pairs)), tasks, strict=True)
         parts = [[task for _, task in members] for _, members in groupby(keyed, itemgetter(0))]
         outcomes = self._run(grader.grade, parts)
         rollouts, failures = [], []
         for (prompt, completion), outcome in zip(pairs, outcomes, strict=True):
+            if completion.episode is not None and completion.episode.problem:
+                outcome = completion.episode.problem
             if isinstance(outcome, str):
                 failure = GradingFailure(prompt=prompt, completion=completion, error=outcome)
                 failures.append(failure)
@@ -225,6 +215,19 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             return f"the grader {how} while grading"
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             return f"the row cannot be sent to a grader: {error}"
+
+
+def _task(prompt: Prompt, completion: Completion) -> GradingTask:
+    episode = completion.episode
+    return GradingTask(
+        prompt=prompt.data.get("prompt", prompt.text),
+        text=completion.text,
+        tokens=completion.tokens,
+        turns=() if episode is None else episode.messages,
+        rewards=() if episode is None else episode.rewards,
+        opens_thought=opens_thought(prompt.text),
+        data=dict(prompt.data),
+    )
 
 
 def _check_room(workers: int) -> None:

@@ -9,7 +9,6 @@ import asyncio
 import inspect
 import logging
 import math
-import pkgutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -26,7 +25,7 @@ from longtail.rl.grading.answers import (
     whole_number,
     with_plain_boxes,
 )
-from longtail.system.machine import import_extra
+from longtail.system.machine import import_extra, named_callable
 
 Messages = list[dict[str, Any]]
 
@@ -40,6 +39,10 @@ class GradingTask:
     text: str
     """Decoded completion."""
     tokens: tuple[int, ...]
+    turns: tuple[Mapping[str, str], ...] = ()
+    """Turns and observations of an episode, as chat messages."""
+    rewards: tuple[float, ...] = ()
+    """Rewards of an episode's turns."""
     opens_thought: bool = False
     """Whether the text that the model read ends with `<think>`."""
     data: Mapping[str, Any] = field(default_factory=dict)
@@ -209,6 +212,18 @@ class ReasoningGymReward(NamedReward):
 
 
 @final
+class EnvironmentReward(Reward):
+    """Sum of the rewards that an environment gave for the turns of an episode."""
+
+    def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
+        """Add up the rewards of each episode."""
+        return [sum(task.rewards) for task in tasks]
+
+    def check(self, data: Mapping[str, Any]) -> None:
+        """Accept every row: the environment reads it."""
+
+
+@final
 class FunctionReward(Reward):
     """Result of a user's function with TRL's signature, called with the completions of one prompt.
 
@@ -222,19 +237,7 @@ class FunctionReward(Reward):
     def __init__(self, name: str) -> None:
         self._name = name
         self.runner = asyncio.Runner()  # one loop for all calls: sessions are bound to theirs
-        try:
-            self._function = pkgutil.resolve_name(name)
-        except ImportError as error:
-            raise ConfigError(
-                f"reward.name = {name!r}: its module cannot be imported ({error}); modules are "
-                "found in the working directory and on PYTHONPATH"
-            ) from error
-        except AttributeError as error:
-            hint = did_you_mean(str(error.name), dir(error.obj))
-            raise ConfigError(f"reward.name = {name!r}: {error}{hint}") from error
-        if not callable(self._function):
-            kind = type(self._function).__name__
-            raise ConfigError(f"reward.name = {name!r}: it is of type {kind}, not a function")
+        self._function = named_callable(name, "reward.name")
 
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
         """Call the function once."""
@@ -268,7 +271,9 @@ async def _awaited(rewards: Awaitable[Any]) -> Any:
 
 
 def _completion(task: GradingTask) -> str | Messages:
-    """Return a completion as TRL gives it: as messages if the prompt is messages."""
+    """Return a completion as TRL gives it: as messages if the prompt is, or it has turns."""
+    if task.turns:
+        return [dict(each) for each in task.turns]
     is_text = isinstance(task.prompt, str)
     return task.text if is_text else [{"role": "assistant", "content": task.text}]
 
@@ -280,7 +285,8 @@ def _number_or_error(reward: object, source: str) -> float | GradingError:
         return error
 
 
-_NAMED: dict[str, type[NamedReward]] = {
+_NAMED: dict[str, type[Reward]] = {
+    "environment": EnvironmentReward,
     "exact": ExactReward,
     "last_number": LastNumberReward,
     "math_verify": MathVerifyReward,
@@ -290,7 +296,8 @@ _NAMED: dict[str, type[NamedReward]] = {
 
 def required_columns(name: str) -> tuple[str, ...]:
     """Return the keys of `GradingTask.data` that this reward needs."""
-    return _NAMED[name].columns if name in _NAMED else ()
+    known = _NAMED.get(name)
+    return known.columns if known is not None and issubclass(known, NamedReward) else ()
 
 
 def reward_factory(name: str) -> Callable[[], Reward]:

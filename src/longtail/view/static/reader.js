@@ -67,6 +67,7 @@ export class Reader {
       return;
     }
     const facts = [["reward", num(found.reward)], ["tokens", num(found.num_tokens)], ["ended by", found.finish_reason], ["policy version", num(found.policy_version)], ["prompt", found.prompt_id]];
+    if (found.rewards.length) facts.splice(1, 0, ["by turn", found.rewards.map((each) => num(each)).join(", ")]);
     const share = found.drafted ? drafted(found.text, found.drafted) : null;
     const note = found.drafted
       ? el("p", { class: "soft" }, el("mark", {}, "Marked"), ` text was drafted and accepted: ${num(Math.round(1000 * share.part) / 10)}\u202f% of the characters.`)
