@@ -9,22 +9,24 @@ answers are JSON of bounded size. Where Linux permits, it has namespaces of its 
 import functools
 import math
 import os
+import pickle
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import wait
 from typing import Annotated, Any, final
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, Field, TypeAdapter
 
-from longtail.errors import ConfigError
+from longtail.errors import ConfigError, GradingError
 from longtail.rl.environments.process import MAX_FILE_BYTES
-from longtail.rl.environments.records import Reply
+from longtail.rl.environments.records import Reply, is_message
+from longtail.rl.grading.answers import checked_number
 from longtail.system import machine
 
 _LOADING_S = 120.0
@@ -34,9 +36,18 @@ _KILLING_S = 10.0
 _MAX_ANSWER_BYTES = 64 * 2**20
 
 
+def _checked(reply: Reply) -> Reply:
+    """Return a reply; ValueError for one that no session makes: the environment forged it."""
+    checked_number(reply.reward, source="it")
+    are_counts = 0 <= reply.bad_calls <= reply.calls < 2**31
+    if not are_counts or not all(is_message(each) for each in reply.messages):
+        raise ValueError("its messages or its numbers of calls are forged")
+    return reply
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    reply: Reply | None = None
+    reply: Annotated[Reply, AfterValidator(_checked)] | None = None
     tools: list[dict[str, Any]] | None = None
     error: Annotated[str, Field(max_length=10_000)] | None = None
 
@@ -83,7 +94,9 @@ class _Process:
     def __init__(self, session: tuple[str, Sequence[str], str], *, network: bool) -> None:
         path = machine.module_path()
         program = f"import sys; sys.path[:] = {path}; from longtail.rl.environments import process;"
-        self.pipe, theirs = Pipe()
+        self.pipe, theirs = socket.socketpair()
+        self.pipe.setblocking(False)  # a process may read and write when it likes, or never
+        self.unsent, self._received = memoryview(b""), bytearray()
         with theirs:
             self.keeper = subprocess.Popen(
                 [
@@ -107,30 +120,51 @@ class _Process:
         return self._asked + self.limit_s + self._loading_s
 
     def ask(self, limit_s: float, *question: Any) -> None:
-        """Send a question. Raises the errors of pickle."""
-        with suppress(OSError):  # it has ended, as its answers show
-            self.pipe.send(question)
+        """Begin to send a question; `receive` sends the rest. Raises the errors of pickle."""
+        self.unsent = memoryview(pickle.dumps(question))
         self._asked, self.limit_s = time.monotonic(), min(limit_s, self.left_s)
+        self._send()
 
     def receive(self) -> _Answer | str | None:
         """Return an answer, or why none will come; None if there is none yet."""
         try:
-            if self.pipe.poll():
-                answer = _ANSWER.validate_json(self.pipe.recv_bytes(_MAX_ANSWER_BYTES))
+            self._send()
+            if self._receive_line():
+                answer = _ANSWER.validate_json(bytes(self._received))
+                self._received.clear()
                 self.left_s -= 0.0 if self._loading_s else time.monotonic() - self._asked
                 self._loading_s, self.limit_s = 0.0, math.inf
                 return answer
         except (EOFError, ConnectionError):
             return self._ending()
-        except (OSError, ValidationError):
+        except (ValueError, GradingError):
             return f"it wrote what is no answer of at most {_MAX_ANSWER_BYTES >> 20} MiB"
         if time.monotonic() < self.deadline:
             return None
         rest = " (the rest of its episode's time)" if self.limit_s == self.left_s else ""
         return f"it gave no answer in {self.limit_s:.3g} s{rest} and was killed"
 
+    def _send(self) -> None:
+        with suppress(OSError):  # it has not read yet, or has ended, as its answers show
+            while self.unsent:
+                self.unsent = self.unsent[self.pipe.send(self.unsent) :]
+
+    def _receive_line(self) -> bool:
+        """Read what has come; return whether it is a whole line."""
+        with suppress(BlockingIOError):
+            while not self._received.endswith(b"\n"):
+                if len(self._received) > _MAX_ANSWER_BYTES:
+                    raise ValueError("too long")
+                if not (data := self.pipe.recv(2**20)):
+                    raise EOFError
+                self._received += data
+        return self._received.endswith(b"\n")
+
     def _ending(self) -> str:
-        status = self.keeper.wait()  # the last that has the pipe
+        try:
+            status = self.keeper.wait(1.0)  # the last that has the pipe
+        except subprocess.TimeoutExpired:
+            return "it closed its pipe"
         name = {128 + each: each.name for each in signal.Signals}.get(status)
         return f"it was killed by {name}" if name else f"it exited with status {status}"
 
@@ -183,7 +217,7 @@ class Environments(AbstractContextManager["Environments"]):
         process = self._process()
         process.ask(_LOADING_S, "tools")
         while (answer := process.receive()) is None:
-            wait([process.pipe], 1.0)
+            _wait([process], 1.0)
         if isinstance(answer, _Answer) and answer.tools is not None:
             self._idle.append(process)
             return answer.tools
@@ -198,6 +232,7 @@ class Environments(AbstractContextManager["Environments"]):
 
     def begin(self, key: str, row: Mapping[str, Any], seed: int) -> None:
         """Begin an episode; the answer is that of the environment's `reset`."""
+        assert self.num_free > 0, "as many episodes run as may"
         process = self._idle.pop() if self._idle else self._process()
         process.left_s = self._episode_s
         self._running[key] = process
@@ -228,7 +263,8 @@ class Environments(AbstractContextManager["Environments"]):
         end = time.monotonic() + timeout_s
         while True:
             found, self._failed = self._failed, []
-            for key, process in [*self._running.items()]:
+            asked = {key: each for key, each in self._running.items() if each.deadline < math.inf}
+            for key, process in asked.items():
                 answer = process.receive()
                 if isinstance(answer, _Answer) and (content := answer.reply or answer.error):
                     found.append((key, content))
@@ -239,11 +275,10 @@ class Environments(AbstractContextManager["Environments"]):
             for process in [each for each in self._idle if each.receive() is not None]:
                 self._idle.remove(process)  # it has ended by itself
                 self._kill(process)
-            now, processes = time.monotonic(), [*self._running.values(), *self._idle]
+            now, processes = time.monotonic(), [*asked.values(), *self._idle]
             if found or now >= end:
                 return found
-            soonest = min([end, *(each.deadline for each in processes)])
-            wait([each.pipe for each in processes], max(0.0, soonest - now))
+            _wait(processes, min([end, *(each.deadline for each in processes)]) - now)
 
     def close(self) -> None:
         """End all processes; closing twice has no effect."""
@@ -266,3 +301,11 @@ class Environments(AbstractContextManager["Environments"]):
             self._running[key].ask(self._call_s, *question)
         except Exception as error:  # noqa: BLE001 - pickling a row runs methods of its values
             self._failed.append((key, f"the row cannot be sent to its environment: {error}"))
+
+
+def _wait(processes: Sequence[_Process], timeout_s: float) -> None:
+    """Wait until one of the processes writes, ends, or reads the rest of a question."""
+    poll = select.poll()
+    for each in processes:
+        poll.register(each.pipe, select.POLLIN | (select.POLLOUT if each.unsent else 0))
+    poll.poll(math.ceil(max(0.0, timeout_s) * 1000))

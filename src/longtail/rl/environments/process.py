@@ -1,6 +1,6 @@
 """Process of one environment, and its keeper, which ends it with all its descendants.
 
-    worker <--pickled questions, answers in JSON--> environment --what it prints--> keeper
+    worker <--pickled questions, lines of JSON--> environment --what it prints--> keeper
 
 The keeper is the parent of the environment and adopts what its children leave. When the environment
 ends, or the worker closes its pipe or ends, the keeper kills all of them. It prints the first of
@@ -10,6 +10,7 @@ what they print to stderr, which is the worker's.
 import ctypes
 import json
 import os
+import pickle
 import resource
 import select
 import shutil
@@ -21,7 +22,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,6 +35,8 @@ MAX_FILE_BYTES = 2**30
 _MAX_PRINTED_BYTES = 2**20
 _CLOSING_S = 1.0
 """Seconds in which an idle environment may close."""
+_SHOWN = "/longtail-environment"
+"""Path by which the model knows the scratch folder, whose own is another each time."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -43,7 +45,7 @@ def main(pipe: int, session: tuple[str, Sequence[str], str]) -> NoReturn:
 
     The exit status is that of the environment, or 128 and the signal that ended it.
     """
-    scratch = tempfile.mkdtemp(prefix="longtail-environment-")
+    scratch = os.path.realpath(tempfile.mkdtemp(prefix="longtail-environment-"))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     printed, printing = os.pipe()
     environment = os.fork()  # no thread has been started yet
@@ -54,7 +56,7 @@ def main(pipe: int, session: tuple[str, Sequence[str], str]) -> NoReturn:
         os.dup2(printing, 1)
         os.dup2(printing, 2)
         os.set_inheritable(pipe, False)
-        _serve(Connection(pipe), session, scratch)
+        _serve(pipe, session, scratch)
     os.close(printing)
     threading.Thread(target=_end_with_worker, args=(pipe, environment), daemon=True).start()
     copier = threading.Thread(target=_copy, args=(printed,), daemon=True)
@@ -106,7 +108,7 @@ def _kill_descendants(environment: int) -> None:
             return
 
 
-def _serve(pipe: Connection, session: tuple[str, Sequence[str], str], scratch: str) -> NoReturn:
+def _serve(pipe: int, session: tuple[str, Sequence[str], str], scratch: str) -> NoReturn:
     """Answer questions, each the name of a method and its arguments, until the pipe is closed."""
     from longtail.rl.environments.session import Session, open_session
     from longtail.rl.grading.grader import describe, limit, limit_memory
@@ -116,9 +118,13 @@ def _serve(pipe: Connection, session: tuple[str, Sequence[str], str], scratch: s
     limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
     sys.stdout = sys.stderr  # which escapes what its encoding cannot write
     opened: Session | None = None
-    with suppress(EOFError, ConnectionError):  # the worker has ended
+    questions, answers = open(pipe, "rb"), open(pipe, "wb", closefd=False)  # noqa: SIM115
+    escaped, folder = json.dumps(scratch)[1:-1], os.path.basename(scratch)
+    with suppress(EOFError, ConnectionError, pickle.UnpicklingError):  # the worker has ended
         while True:
-            method, *arguments = pipe.recv()
+            method, *arguments = pickle.load(questions)  # noqa: S301 - the worker's
+            if method == "step":
+                arguments = [each.replace(_SHOWN, scratch) for each in arguments]
             try:
                 opened = opened or open_session(*session)
                 if method == "reset":
@@ -128,7 +134,9 @@ def _serve(pipe: Connection, session: tuple[str, Sequence[str], str], scratch: s
                 answer = json.dumps({"error": describe(error)})
             finally:  # an alarm left by this question must not interrupt the next
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            pipe.send_bytes(answer.encode())
+            answer = answer.replace(escaped, _SHOWN).replace(folder, _SHOWN[1:])
+            answers.write(f"{answer}\n".encode())
+            answers.flush()
     if opened is not None:
         opened.close()
     os._exit(0)

@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+ROLES = ("user", "tool", "system")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +19,8 @@ class Reply:
     """Calls of tools in the text that is answered."""
     bad_calls: int = 0
     """Calls that did not parse, named no tool, or raised."""
+
+
+def is_message(value: Any) -> bool:
+    """Return whether a value is a message that a model may read, with any content."""
+    return isinstance(value, Mapping) and value.get("role") in ROLES and "content" in value

@@ -23,7 +23,7 @@ from longtail.errors import ConfigError, GradingError, JsonError, LongtailError
 from longtail.model.hf.chat import join_parts, tool_schema
 from longtail.rl.environments.adapters import ADAPTERS
 from longtail.rl.environments.calls import Call, parse
-from longtail.rl.environments.records import Reply
+from longtail.rl.environments.records import ROLES, Reply, is_message
 from longtail.rl.grading.answers import checked_number
 from longtail.rl.grading.grader import describe
 from longtail.system.files import parse_json
@@ -32,7 +32,6 @@ from longtail.system.machine import named_callable
 _MAX_CHARACTERS = 4 * 2**20
 """Longest message; no engine can read the rest of a longer one."""
 _NO_TOOLS = frozenset({"reset", "get_reward", "close"})
-_ROLES = ("user", "tool", "system")
 
 
 def open_session(name: str, tools: Sequence[str], calls: str) -> "Session":
@@ -183,14 +182,13 @@ def _messages(observation: Any, source: str) -> tuple[dict[str, str], ...]:
     if isinstance(observation, str):
         observation = [{"role": "user", "content": observation}]
     for message in observation if isinstance(observation, list) else [None]:
-        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+        if not is_message(message):
             raise GradingError(
                 f"{source} returned {observation!r:.80}, not a text, None or messages with a "
-                f"content and one of the roles {', '.join(_ROLES)}"
+                f"content and one of the roles {', '.join(ROLES)}"
             )
     return tuple(
-        {"role": each["role"], "content": _text(each.get("content"), source)}
-        for each in observation
+        {"role": each["role"], "content": _text(each["content"], source)} for each in observation
     )
 
 

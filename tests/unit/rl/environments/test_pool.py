@@ -1,6 +1,8 @@
 """Environments' processes: each bad one is contained alone, and leaves nothing behind."""
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from longtail.rl.environments.pool import Environments, confinement
 from longtail.rl.environments.records import Reply
 
 TOY = '''
-import json, os, signal, socket, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, tempfile, time
 
 print("printed at import")
 
@@ -52,8 +54,11 @@ class Toy:
                 while text.startswith("fork"): time.sleep(1)
             case "forge":
                 for fd in range(3, 256):
-                    try: os.write(fd, b'{"reply": {"reward": NaN}}\\n')
+                    try: os.write(fd, text[6:].replace("$", "\\n").encode())
                     except OSError: pass
+                while "$" not in text: time.sleep(1)
+            case "where": text = f"{os.getcwd()} {os.path.basename(tempfile.gettempdir())}"
+            case "open": open(text.split()[1] + "/found", "w").close()
             case "connect": socket.create_connection(("127.0.0.1", int(text.split()[1])))
             case "surrogate": return "half \\ud83d a pair", 1, False
             case "file": open("left", "w").close()
@@ -128,7 +133,15 @@ BAD = {
     "fork 36111": KILLED,
     "memory": "MemoryError (toy_environments.py:20, in step)",
     "write": "OSError: [Errno 27] File too large (toy_environments.py:22, in step)",
-    "forge": "the environment failed: it wrote what is no answer of at most 64 MiB",
+    'forge {"reply"': KILLED,  # half an answer
+    **dict.fromkeys(
+        (
+            'forge {"reply": {"reward": NaN}}$',
+            'forge {"reply": {"messages": [{"role": "assistant", "content": ""}]}}$',
+            'forge {"reply": {"calls": -1}}$',
+        ),
+        "the environment failed: it wrote what is no answer of at most 64 MiB",
+    ),
     "infinite": "step returned inf: a reward must be finite",
 }
 
@@ -160,6 +173,27 @@ def test_an_episode_has_its_seed_its_row_and_an_empty_folder(toys):
         toys.finish("a")
         assert answer(toys, "a") == Reply(done=True)
         toys.end("a")
+
+
+def test_the_scratch_folder_has_the_same_path_each_time_for_texts_and_observations(toys):
+    replies = play(toys, "where", "where now", "open /longtail-environment")
+    for text in ("where", "where now"):
+        shown = replies[text].messages[0]["content"]
+        assert shown == "/longtail-environment longtail-environment"
+    assert isinstance(replies["open /longtail-environment"], Reply)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the group of a new process has its keeper")
+def test_a_long_row_does_not_wait_for_its_environment_and_no_more_than_most_begin(toys):
+    with Environments(*toys._session, most=1, call_s=9.0, episode_s=9.0) as made:
+        made._idle.append(process := made._process())
+        os.killpg(process.keeper.pid, signal.SIGSTOP)
+        made.begin("a", {"start": "x" * 2**20}, 1)
+        assert made.answers(0.01) == []
+        with pytest.raises(AssertionError, match="as many episodes run as may"):
+            made.begin("b", {}, 1)
+        os.killpg(process.keeper.pid, signal.SIGCONT)
+        assert len(answer(made, "a").messages[0]["content"]) > 2**20
 
 
 def test_a_row_that_cannot_be_sent_and_an_episode_that_lasts_too_long_fail(toys, monkeypatch):
