@@ -9,8 +9,7 @@ All of it is a handful of tensor operations; the host only gives each request a 
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Int
@@ -29,8 +28,12 @@ texts of the same prompt, 1.88 with others.
 _MOST_BYTES = 64 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+def sent(numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Copy numbers to a device; from pinned memory it does not wait for the work before it."""
+    return torch.tensor(numbers, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class Found(NamedTuple):
     """Continuations of the longest known end of each request."""
 
     tokens: Int[Tensor, "requests depth"]
@@ -45,9 +48,11 @@ class Texts:
     """Texts in progress and the newest finished ones, each in a place of a table."""
 
     def __init__(self, max_running: int, max_len: int, device: torch.device) -> None:
+        self.max_running, self.max_len = max_running, max_len
         size = max(max_running + _TEXTS, min(8 * max_running, _MOST_BYTES // (4 * max_len)))
+        self.num_places = size + 1
+        """The last one takes what is written for no request."""
         self._tokens = torch.zeros(size + 1, max_len, device=device, dtype=torch.int32)
-        """The last text takes what is written for no request."""
         self._lengths = torch.zeros(size + 1, device=device, dtype=torch.int64)
         self._prompts = torch.full((size + 1,), -1, device=device)
         """Hash of each text's prompt."""
@@ -55,7 +60,11 @@ class Texts:
         self._weights = weights.to(device)
         """Weights of a prompt's tokens in its hash; the sum may overflow."""
         self._begun = torch.zeros(size + 1, device=device, dtype=torch.int64)
-        self._num_begun = 0
+        self._searched = self._begun.new_zeros(size + 1, min(_TEXTS, size))
+        """Texts that are searched for the request of each place, the first ones first."""
+        self._num_begun, self._has_begun = 0, False
+        self.width = 0
+        """Most tokens that a text can have by now."""
         self._free = list(range(len(self._tokens) - 1))
         self._places: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
@@ -82,21 +91,27 @@ class Texts:
         self._prompts[place] = ((tokens[:prompt_len] + 1) * self._weights[:prompt_len]).sum()
         self._begun[place] = self._num_begun
         self._most[place] = len(tokens)
+        self._has_begun = True
 
     def given(
         self, names: Sequence[str], prompt_lens: Sequence[int], lengths: Sequence[int]
-    ) -> Int[Tensor, "3 requests"]:
+    ) -> list[list[int]]:
         """Return, for each request, a number that no other one ever has, its place, its prompt.
 
         No text has more tokens by now than `lengths`.
         """
+        if self._has_begun:  # the texts to search are others
+            self._has_begun = False
+            at = sent([*self._places.values()], self._begun.device)
+            is_same = self._prompts[None, :-1] == self._prompts[at][:, None]
+            rank = self._begun[:-1] + is_same * _SAME
+            rank.scatter_(1, at[:, None], 2 * _SAME)
+            self._searched[at] = rank.topk(self._searched.shape[1], 1).indices
         places = [self._places[each] for each in names]
         for place, length in zip(places, lengths, strict=True):
-            self._most[place] = min(length, self._tokens.shape[1])
-        rows = [[self._numbers[each] for each in names], places, list(prompt_lens)]
-        # From pinned memory a copy to a GPU does not wait for the work before it.
-        given = torch.tensor(rows, pin_memory=self._tokens.is_cuda)
-        return given.to(self._tokens.device, non_blocking=True)
+            self._most[place] = min(length, self.max_len)
+        self.width = max(self._most)
+        return [[self._numbers[each] for each in names], places, list(prompt_lens)]
 
     def write(
         self,
@@ -106,22 +121,17 @@ class Texts:
         counts: Bool[Tensor, "requests tokens"],
     ) -> None:
         """Write new tokens; those that do not count go to no text."""
-        last = len(self._tokens) - 1
-        rows = torch.where(counts, places[:, None], last)
+        rows = torch.where(counts, places[:, None], -1)
         self._tokens[rows, positions] = tokens.to(torch.int32)
         ends = torch.where(counts, positions + 1, 0).amax(1)
         self._lengths[places] = torch.maximum(self._lengths[places], ends)
 
-    def find(self, places: Int[Tensor, "requests"], depth: int) -> Found:
-        """Return what follows the longest known end of each request."""
-        is_same = self._prompts[None, :-1] == self._prompts[places][:, None]
-        rank = self._begun[:-1] + is_same * _SAME
-        rank.scatter_(1, places[:, None], 2 * _SAME)
-        width = max(self._most)
-        most = min(_TEXTS, rank.shape[1], max(_SEARCHED // (len(places) * width), 1))
-        newest = rank.topk(most, 1)
-        texts = self._tokens[newest.indices, :width]
-        lengths = torch.where(newest.values > 0, self._lengths[newest.indices], 0)
+    def find(self, places: Int[Tensor, "requests"], depth: int, width: int) -> Found:
+        """Return what follows the longest known end of each request, in texts up to `width`."""
+        most = max(_SEARCHED // (len(places) * width), 1)
+        searched = self._searched[places][:, :most]
+        most = searched.shape[1]
+        texts, lengths = self._tokens[searched, :width], self._lengths[searched]
         at = torch.arange(max(width, LONGEST), device=places.device)
         ends, at = self._lengths[places][:, None] - 1 - at[:LONGEST], at[:width]
         # Before its first token there is none, which equals no other one.
@@ -136,13 +146,12 @@ class Texts:
         # Of equal matches the first text's last one is copied.
         order = torch.arange(most, 0, -1, device=places.device)[:, None] * width + at
         step = (most + 1) * width
-        best = (score.int() * step + order.int()).flatten(1).max(1)
-        text, place = best.indices // width, best.indices % width
-        chosen = newest.indices.gather(1, text[:, None])[:, 0]
-        following = place[:, None] + 1 + torch.arange(depth, device=places.device)
-        matched = best.values.long() // step
+        best = (score.int() * step + order.int()).amax((1, 2)).long()
+        matched, best = best // step, best % step
+        chosen = searched.gather(1, most - best[:, None] // width)[:, 0]
+        following = best[:, None] % width + 1 + torch.arange(depth, device=places.device)
         counts = (following < self._lengths[chosen][:, None]) & (matched > 0)[:, None]
-        tokens = self._tokens[chosen[:, None], following.clamp(max=self._tokens.shape[1] - 1)]
+        tokens = self._tokens[chosen[:, None], following.clamp(max=self.max_len - 1)]
         return Found(tokens=tokens.long(), matched=matched, counts=counts)
 
     def after(
@@ -151,5 +160,5 @@ class Texts:
         """Return the tokens that were written after these positions, and whether they were."""
         at = positions[:, None] + 1 + torch.arange(depth, device=places.device)
         counts = at < self._lengths[places][:, None]
-        at = at.clamp(max=self._tokens.shape[1] - 1)
+        at = at.clamp(max=self.max_len - 1)
         return self._tokens[places[:, None], at].long(), counts

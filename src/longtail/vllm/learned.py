@@ -5,17 +5,26 @@ the block's. Both are measured against the text at every step, whichever was dra
 
     copies    how often the next token follows, by the number of tokens that matched before it
     block     how often a slot is right, if those before it were
+
+All of a step but what `Block.learn` does is one function of tensors, which a GPU runs as one graph:
+requests, texts and depths then have a few shapes (not run on a GPU so far).
 """
 
-from dataclasses import dataclass
-from typing import Any, final
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch._dynamo.decorators import mark_unbacked
+from torch._dynamo.exc import TorchDynamoException
 
-from longtail.vllm.history import LONGEST, Found, Texts
-from longtail.vllm.ridge import Block, Draw, Rows
+from longtail.vllm.history import LONGEST, Found, Texts, sent
+from longtail.vllm.ridge import Block, SlotDraw
+
+logger = logging.getLogger("vllm.plugins.longtail")
 
 _KEPT = 0.98
 """Weight of earlier steps in the rates."""
@@ -23,82 +32,62 @@ _READ = 65_536
 """Elements of a parameter that tell whether it is new: in bfloat16 few of an update are."""
 _COPIED = LONGEST + 1
 """Number of the rates of copied tokens."""
+_FEWEST_REQUESTS, _SHORTEST_TEXTS, _TIMES = 8, 1024, 4
+"""The least numbers of requests and tokens that a graph has, and the factor to the next ones."""
+_GRAPHS = 256
+"""Most graphs: torch's own limit is 8."""
+
+Draw = Callable[..., Tensor]
+"""Returns tokens; given logits, whose they are, the `Step`'s last three, positions before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step of vLLM as both model runners have it; all but the last three by flat token."""
+class Step(NamedTuple):
+    """A step of vLLM as both model runners have it."""
 
     states: Float[Tensor, "tokens hidden"]
     tokens: Int[Tensor, "tokens"]
     positions: Int[Tensor, "tokens"]
-    starts: Int[Tensor, "requests"]
-    """First token of each request."""
-    last: Int[Tensor, "requests"]
-    """Last token of each request that stands."""
-    given: Int[Tensor, "3 requests"]
-    """Number, place and length of the prompt of each request."""
-
-    def rows(self, has_root: Bool[Tensor, "requests"], depth: int) -> Rows:
-        """Return the rows that one step can have accepted; none of a prompt."""
-        wanted = self.last[:, None] - torch.arange(depth + 1, device=self.last.device)
-        counts = (wanted >= self.starts[:, None]) & has_root[:, None]
-        wanted = wanted.clamp(min=0)
-        positions = self.positions[wanted].long()
-        return Rows(
-            states=self.states[wanted],
-            tokens=self.tokens[wanted].long(),
-            positions=positions,
-            counts=counts & (positions >= self.given[2][:, None]),
-            requests=self.given[0],
-        )
-
-
-Chains = tuple[Int[Tensor, "requests depth"], Bool[Tensor, "requests depth"]]
-"""Drafts of a step, and whether there is one; a chain has none after its first gap."""
-
-
-@final
-@dataclass(slots=True)
-class _Rates:
-    """Shares of right tokens, of which earlier ones count less."""
-
-    hits: Float[Tensor, "kinds"]
-    tries: Float[Tensor, "kinds"]
-
-    def values(self) -> Float[Tensor, "kinds"]:
-        return self.hits / self.tries
-
-    def learn(self, kinds: Tensor, hits: Tensor, tries: Tensor) -> None:
-        """Count tries of each kind."""
-        for total, new in ((self.hits, hits & tries), (self.tries, tries)):
-            total.mul_(_KEPT).index_add_(0, kinds.flatten(), new.flatten().to(total.dtype))
-        self.tries.clamp_(min=1e-3)
+    bounds: Int[Tensor, "ends"]
+    """First token of each request, then the end of the last."""
+    num_sampled: Int[Tensor, "requests"]
+    num_rejected: Int[Tensor, "requests"]
+    newest: Int[Tensor, "places"]
+    """Token that was drawn last."""
+    places: Int[Tensor, "requests"]
+    """Place of each request in `newest` and in what follows."""
+    temperature: Float[Tensor, "places"] | None
+    """None: all requests are greedy."""
+    seeds: Int[Tensor, "places"]
 
 
 @final
 class Learned:
     """Copies and block of one worker."""
 
-    def __init__(self, block: Block, texts: Texts, *, copies: bool) -> None:
-        self.block, self.texts, self._copies = block, texts, copies
+    def __init__(self, block: Block, texts: Texts, draw: Draw, *, copies: bool) -> None:
+        self.block, self.texts, self._draw, self._copies = block, texts, draw, copies
         self.has_changed = False
         """Whether the target has new weights, which the next step follows."""
-        device, depth = block.parts.device, block.depth
-        copied = [0.1 + 0.08 * min(matched, 6) for matched in range(_COPIED)]
-        expected = torch.tensor(copied + [0.4] * depth, device=device)
-        self._rates = _Rates(expected, torch.ones_like(expected))
-        """Rates of copies by the number of tokens matched, then of the block by slot."""
-        self._last: _Last | None = None
         self._seen: Tensor | None = None
         """Sums of the first elements of each of the target's parameters."""
+        device, depth = block.parts.device, block.depth
+        copied = [0.1 + 0.08 * min(matched, 6) for matched in range(_COPIED)]
+        self._hits = torch.tensor(copied + [0.4] * depth, device=device)
+        self._tries = torch.ones_like(self._hits)
+        """Right and tried tokens: copies by the number that matched, then the block's by slot."""
+        self._tried = torch.full((texts.num_places, 5, depth), -1, device=device)
+        """Drafts of each place's last step: copies, the block's, the place of both in the rates
+        (-1: of none), the position before."""
+        self._graph: Callable[..., Tensor] | None = None
+        if device.type == "cuda":
+            self._graph = torch.compile(self._drafted, fullgraph=True, dynamic=False)
 
     def status(self) -> dict[str, float]:
         """Return tokens and solves so far, and the accept length that the block promises."""
         return {
             "tokens": self.block.sums.num_tokens,
             "solves": self.block.num_solved,
-            "accept_length": 1 + float(self._rates.values()[_COPIED:].cumprod(0).sum()),
+            "accept_length": 1 + float(_promised((self._hits / self._tries)[None, _COPIED:])),
         }
 
     @torch.inference_mode()
@@ -115,92 +104,144 @@ class Learned:
 
     @torch.inference_mode()
     def step(
-        self,
-        step: Step,
-        roots: Int[Tensor, "requests"],
-        has_root: Bool[Tensor, "requests"],
-        depth: int,
-        draw: Draw,
-    ) -> Chains:
-        """Learn from a step and draft for the next.
+        self, step: Step, given: Sequence[Sequence[int]], depth: int
+    ) -> Int[Tensor, "requests columns"]:
+        """Learn from a step, and return how many drafts each request has, then its drafts.
 
-        `roots` are the newest tokens; a request within its prompt has none.
+        `given` is of `Texts.given`. Where there is no draft, the newest token stands in.
         """
         if self.has_changed:
             self.has_changed = False
             self.block.renew()
-        rows, places = step.rows(has_root, self.block.depth), step.given[1]
-        self.block.observe(rows)
-        at, states = rows.positions[:, :1] + 1, rows.states[:, 0]
+        count = size = len(given[0])
+        width = self.texts.width
+        if self._graph is not None:  # each size makes a graph
+            size = _fixed(count, _FEWEST_REQUESTS, self.texts.max_running)
+            width = _fixed(width, _SHORTEST_TEXTS, self.texts.max_len)
+            depth = depth and self.block.depth
+        numbers = [*given, range(count), self.block.reserve(count)]
+        padded = [[*each, *[-1] * (size - count)] for each in numbers]
+        found = self._run(step, sent(padded, self._tried.device), depth, width)
+        self.block.learn()
+        return found[:count]
+
+    def _run(self, step: Step, *where: Any) -> Tensor:
+        """Draft, by a graph where there is one."""
+        if self._graph is None or not self.block.is_ready:
+            return self._drafted(step, *where)
+        for each in filter(torch.is_tensor, step):  # shapes that differ from step to step
+            mark_unbacked(each, 0)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=_GRAPHS):
+                return self._graph(step, *where)
+        except TorchDynamoException as error:  # before anything has run
+            logger.warning("longtail: drafts are not compiled, and so cost more: %s", error)
+            self._graph = None
+            return self._drafted(step, *where)
+
+    def _drafted(
+        self, step: Step, given: Int[Tensor, "5 requests"], depth: int, width: int
+    ) -> Int[Tensor, "requests columns"]:
+        """Return what `step` does; `given` has places in `step` and in the buffer, too.
+
+        Columns of -1 are of no request: such a place is that of no text.
+        """
+        numbers, places, prompt_lens, row, first = given.unbind()
+        has_root, row = row >= 0, row.clamp(min=0)
+        has_root &= step.num_sampled[row] > 0
+        index = step.places[row].long()
+        roots = step.newest[index].long()
+        # The rows that one step can have accepted, the newest first; none of a prompt.
+        wanted = step.bounds[row + 1].long() - 1 - step.num_rejected[row].long()
+        wanted = wanted[:, None] - torch.arange(self.block.depth + 1, device=row.device)
+        counts = (wanted >= step.bounds[row][:, None]) & has_root[:, None]
+        wanted = wanted.clamp(min=0)
+        positions, tokens = step.positions[wanted].long(), step.tokens[wanted].long()
+        counts &= positions >= prompt_lens[:, None]
+        states, at = step.states[wanted], positions[:, :1] + 1
+        self.block.keep(first, numbers, states, tokens, positions, counts)
         self.texts.write(
             places,
-            torch.cat((at, rows.positions), 1),
-            torch.cat((roots[:, None], rows.tokens), 1),
-            torch.cat((has_root[:, None], rows.counts), 1),
+            torch.cat((at, positions), 1),
+            torch.cat((roots[:, None], tokens), 1),
+            torch.cat((has_root[:, None], counts), 1),
         )
-        self._measure()
-        found = self.texts.find(places, depth) if self._copies and depth else None
-        if depth == 0 or not self.block.is_ready:
-            return _alone(found, roots, has_root, depth)
-        if found is None:
-            drafts = self.block.propose(states, roots, depth, draw)
-            return drafts, has_root[:, None].expand_as(drafts)
-        steps, rates = torch.arange(depth, device=at.device), self._rates.values()
+        if self._copies:
+            self._measure(places, prompt_lens)
+
+        def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
+            return self._draw(logits, ids, index, step.temperature, step.seeds, at[:, 0] + slot)
+
+        propose = partial(self.block.propose, states[:, 0], roots, depth)
+        exist, stand_ins = has_root[:, None], roots[:, None].expand(-1, self.block.depth)
+        drafts, tried = stand_ins[:, :0], self._tried[:0]
+        found = self.texts.find(places, depth, width) if self._copies and depth else None
+        if found is not None and self.block.is_ready:
+            drafts, tried = self._mixed(found, propose, draw, exist, at)
+        elif found is not None:  # copies alone, before there is a block
+            drafts, exist = found.tokens, exist & found.counts & (found.matched > 1)[:, None]
+        elif depth and self.block.is_ready:
+            drafts = propose(draw)
+        missing = 0, self.block.depth - drafts.shape[1]
+        self._tried[places] = nn.functional.pad(tried, missing, value=-1) if len(tried) else -1
+        exist = exist.expand_as(drafts)
+        drafts = torch.where(exist, drafts, roots[:, None])
+        return torch.cat((exist.sum(1, keepdim=True), drafts, stand_ins[:, drafts.shape[1] :]), 1)
+
+    def _mixed(
+        self, found: Found, propose: Callable[[SlotDraw], Tensor], draw: SlotDraw, exist: Tensor,
+        at: Tensor,
+    ) -> tuple[Int[Tensor, "requests depth"], Int[Tensor, "requests 5 depth"]]:  # fmt: skip
+        """Return the block's chains, some of them begun by copies, and what to measure of both."""
+        rates = self._hits / self._tries
+        steps = torch.arange(found.tokens.shape[1], device=rates.device)
         longer = (found.matched[:, None] + steps).clamp(max=LONGEST)
-        promised = (rates[longer] * found.counts).cumprod(1).sum(1)
-        goes_first = promised > rates[_COPIED:][:depth].cumprod(0).sum()
+        promised = _promised(rates[longer] * found.counts)
+        goes_first = promised > _promised(rates[None, _COPIED:][:, : len(steps)])
+        own: list[Tensor] = []
 
         def copied_or_drawn(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
-            drawn = draw(slot, logits, ids)
-            if slot == 0:
-                own.append(drawn)
-            return torch.where(goes_first & found.counts[:, slot], found.tokens[:, slot], drawn)
+            own.append(draw(slot, logits, ids))
+            is_copied = goes_first & found.counts[:, slot]
+            return torch.where(is_copied, found.tokens[:, slot], own[-1])
 
-        own = list[Tensor]()
-        tokens = self.block.propose(states, roots, depth, copied_or_drawn)
+        chains = propose(copied_or_drawn)
         # The block's first token is measured in any case, the others where the chain is its own.
-        of_block = torch.cat((own[0][:, None], tokens[:, 1:]), 1)
-        counts = (steps == 0) | ~goes_first[:, None]
-        self._last = _Last(
-            places=places,
-            positions=at[:, 0],
-            tokens=torch.stack((found.tokens, of_block)),
-            counts=torch.stack((found.counts, counts)),
-            kinds=torch.stack((longer, (_COPIED + steps).expand_as(longer))),
-        )
-        return tokens, has_root[:, None].expand_as(tokens)
+        of_block = torch.cat((own[0][:, None], chains[:, 1:]), 1)
+        copied = longer.where(exist & found.counts, -1)
+        drawn = (_COPIED + steps).where(exist & ((steps == 0) | ~goes_first[:, None]), -1)
+        tried = found.tokens, of_block, copied, drawn, at.expand_as(chains)
+        return chains, torch.stack(tried, 1)
 
-    def _measure(self) -> None:
-        """Compare the drafts of the step before with the text."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        # The text is read where it stands, since places in the batch change between steps.
-        text, counts = self.texts.after(last.places, last.positions, last.tokens.shape[2])
-        counts = counts & last.counts
-        right = (last.tokens == text) & counts
-        # A token is tried if those before it are right.
-        before = torch.nn.functional.pad(right, (1, -1), value=True).cumprod(2, dtype=torch.int32)
-        self._rates.learn(last.kinds, right, counts & before.bool())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Last:
-    """Drafts of the step before: copies, and the block's."""
-
-    places: Int[Tensor, "requests"]
-    positions: Int[Tensor, "requests"]
-    tokens: Int[Tensor, "2 requests depth"]
-    counts: Bool[Tensor, "2 requests depth"]
-    """Whether a token is measured."""
-    kinds: Int[Tensor, "2 requests depth"]
-    """Places in the rates."""
+    def _measure(self, places: Int[Tensor, "requests"], prompt_lens: Tensor) -> None:
+        """Compare the drafts of the step before with the text, once."""
+        tried = self._tried[places]
+        tokens, kinds, at = tried[:, :2], tried[:, 2:4], tried[:, 4:]
+        text, counts = self.texts.after(places, at[:, 0, 0], self.block.depth)
+        # Drafts of an earlier request in this place are before what the present one writes.
+        counts = counts[:, None] & (kinds >= 0) & (at >= prompt_lens[:, None, None])
+        right = tokens == text[:, None]
+        rates = torch.arange(len(self._tries), device=places.device)
+        hits, tries = self._hits * 0, self._tries * 0
+        for slot in range(self.block.depth):  # a token is tried if those before it are right
+            of_rate = counts[..., slot, None] & (kinds[..., slot, None] == rates)
+            tries = tries + of_rate.sum((0, 1))
+            hits = hits + (of_rate & right[..., slot, None]).sum((0, 1))
+            counts = counts & right[..., slot, None]
+        self._hits.mul_(_KEPT).add_(hits)
+        self._tries.mul_(_KEPT).add_(tries).clamp_(min=1e-3)
 
 
-def _alone(found: Found | None, roots: Tensor, has_root: Tensor, depth: int) -> Chains:
-    """Return copies alone, before there is a block."""
-    none = roots[:, None].expand(-1, depth)
-    if found is None:
-        return none, torch.zeros_like(none, dtype=torch.bool)
-    counts = found.counts & (has_root & (found.matched > 1))[:, None]
-    return torch.where(counts, found.tokens, none), counts
+def _promised(rates: Float[Tensor, "requests depth"]) -> Float[Tensor, "requests"]:
+    """Return how many tokens of a chain will be right, by the rate of each after right ones."""
+    promised = torch.zeros_like(rates[:, 0])
+    for each in reversed(rates.unbind(1)):
+        promised = each * (1 + promised)
+    return promised
+
+
+def _fixed(number: int, least: int, most: int) -> int:
+    """Return the size of a graph."""
+    while least < number:
+        least *= _TIMES
+    return min(least, most)

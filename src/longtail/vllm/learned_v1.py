@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from longtail.vllm.guards import Patch, check, class_of, learning, module_of
+from longtail.vllm.history import sent
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v1 import draw_drafts
@@ -58,7 +58,7 @@ class LearnedProposer:
 
     def open(self, model: Any) -> None:
         """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config)
+        self.learned = open_learned(model, self._config, _drawn)
 
     def drafts(
         self,
@@ -70,29 +70,6 @@ class LearnedProposer:
     ) -> list[list[int]]:
         """Learn from a step and return the drafts of each request."""
         assert self.learned is not None, "vLLM loads the model first"
-        step = self._read(runner, scheduler_output, sampled, states)
-        positions = step.positions[step.last].long() + 2
-        keys = getattr(self, "longtail_keys", None)
-        temperature = None if sampling_metadata.all_greedy else sampling_metadata.temperature
-
-        def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
-            if keys is None or temperature is None:
-                return ids[logits.argmax(-1)]
-            return draw_drafts(logits, temperature[: len(logits)], keys, positions + slot, ids)
-
-        roots = torch.tensor([each[-1] if each else 0 for each in sampled], device=states.device)
-        has_root = torch.tensor([bool(each) for each in sampled], device=states.device)
-        depth = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
-        depth = self.learned.block.depth if depth is None else depth
-        tokens, counts = self.learned.step(step, roots, has_root, depth, draw)
-        numbers = counts.cumprod(1).sum(1).tolist()
-        return [row[:number] for row, number in zip(tokens.tolist(), numbers, strict=True)]
-
-    def _read(
-        self, runner: Any, scheduler_output: Any, sampled: list[list[int]], states: Tensor
-    ) -> Step:
-        """Return a step as the runner has it; requests that are new get a place."""
-        assert self.learned is not None, "see drafts"
         texts, batch = self.learned.texts, runner.input_batch
         names = batch.req_ids[: len(sampled)]
         prompt_lens = batch.num_prompt_tokens[: len(names)].tolist()
@@ -102,17 +79,38 @@ class LearnedProposer:
             if not texts.is_known(name):
                 text = batch.token_ids_cpu_tensor[index, : lengths[index]]
                 texts.begin(name, text.to(states.device), prompt_lens[index])
-        bounds = torch.from_numpy(runner.query_start_loc.np[: len(names) + 1]).long()
         drafts = scheduler_output.scheduled_spec_decode_tokens
         rejected = [
             len(drafts.get(name, ())) + 1 - len(new) if new else 0
             for name, new in zip(names, sampled, strict=True)
         ]
-        return Step(
+        newest = [each[-1] if each else 0 for each in sampled]
+        rows = [list(map(len, sampled)), rejected, range(len(names)), newest]
+        num_sampled, num_rejected, index, newest = sent(rows, states.device)
+        keys = getattr(self, "longtail_keys", None)
+        is_greedy = keys is None or sampling_metadata.all_greedy
+        step = Step(
             states=states,
             tokens=runner.input_ids.gpu,
             positions=runner.positions,
-            starts=bounds[:-1].to(states.device),
-            last=(bounds[1:] - 1 - torch.tensor(rejected)).to(states.device),
-            given=texts.given(names, prompt_lens, lengths),
+            bounds=runner.query_start_loc.gpu,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            places=index,
+            newest=newest,
+            temperature=None if is_greedy else sampling_metadata.temperature,
+            seeds=index if keys is None else keys,
         )
+        depth = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
+        depth = self.learned.block.depth if depth is None else depth
+        found = self.learned.step(step, texts.given(names, prompt_lens, lengths), depth)
+        return [row[: min(number, depth)] for number, *row in found.tolist()]
+
+
+def _drawn(
+    logits: Tensor, ids: Tensor, index: Tensor, temperature: Tensor | None, keys: Tensor, at: Tensor
+) -> Tensor:
+    """Draw as the target will."""
+    if temperature is None:
+        return ids[logits.argmax(-1)]
+    return draw_drafts(logits, temperature[index], keys[index], at + 1, ids)

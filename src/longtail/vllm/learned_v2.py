@@ -52,7 +52,7 @@ class LearnedSpeculator:
         self, vllm_config: Any, device: torch.device, req_states: Any, draw: Callable[..., Tensor]
     ) -> None:
         self._config, self._requests = vllm_config, req_states
-        self._draw, self._full = draw, torch.empty(0)
+        self._draw = draw
         self.num_speculative_steps: int = vllm_config.speculative_config.num_speculative_tokens
         running = vllm_config.scheduler_config.max_num_seqs
         shape = running, self.num_speculative_steps
@@ -67,10 +67,15 @@ class LearnedSpeculator:
 
     def open(self, model: Any) -> None:
         """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config)
-        size = len(self._drafts), self.learned.block.parts.vocab_size
-        self._full = torch.empty(size, device=self._drafts.device)
-        """Logits of all tokens, since noise is keyed by a token's place among them."""
+        self.learned = open_learned(model, self._config, self._drawn)
+
+    def _drawn(self, logits: Tensor, ids: Tensor, *where: Tensor | None) -> Tensor:
+        """Draw as the target will: noise is keyed by a token's place among all, and by `at`."""
+        assert self.learned is not None, "see open"
+        shape = len(logits), self.learned.block.parts.vocab_size
+        full = torch.full(shape, -torch.inf, device=logits.device)
+        full[:, ids] = logits.float()
+        return self._draw(full, *where, apply_temperature=True)
 
     @torch.inference_mode()
     def propose(  # noqa: PLR0913  (vLLM's signature)
@@ -97,31 +102,10 @@ class LearnedSpeculator:
         drafts = self._drafts[: input_batch.num_reqs]
         if dummy_run or self.learned is None:
             return drafts
-        depth = self.num_speculative_steps
-        if num_speculative_tokens is not None:
-            depth = num_speculative_tokens
-        step = self._read(input_batch, last_hidden_states, num_rejected)
-        index = input_batch.idx_mapping.long()
-        at = step.positions[step.last].long() + 1
-
-        def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
-            full = self._full[: len(logits)].fill_(-torch.inf)
-            full[:, ids] = logits.to(full.dtype)
-            # The noise of a token is keyed by the position before it.
-            noise = temperature, seeds, at + slot
-            return self._draw(full, index, *noise, apply_temperature=True)
-
-        roots = last_sampled.view(-1)[index]
-        tokens, counts = self.learned.step(step, roots, num_sampled > 0, depth, draw)
-        drafts.copy_(roots[:, None].expand_as(drafts))
-        drafts[:, :depth] = torch.where(counts, tokens, drafts[:, :depth])
-        return drafts
-
-    def _read(self, batch: Any, states: Tensor, num_rejected: Tensor) -> Step:
-        """Return a step as the runner has it; requests that are new get a place."""
-        assert self.learned is not None, "see propose"
-        texts, requests = self.learned.texts, self._requests
-        names, places = batch.req_ids[: batch.num_reqs], batch.idx_mapping_np[: batch.num_reqs]
+        depth = num_speculative_tokens
+        depth = self.num_speculative_steps if depth is None else depth
+        texts, requests, running = self.learned.texts, self._requests, input_batch.num_reqs
+        names, places = input_batch.req_ids[:running], input_batch.idx_mapping_np[:running]
         texts.keep(requests.req_id_to_index)
         prompt_lens = requests.prompt_len.np[places].tolist()
         for name, place, prompt_len in zip(names, places, prompt_lens, strict=True):
@@ -129,13 +113,17 @@ class LearnedSpeculator:
                 length = int(requests.prefill_len.np[place])
                 texts.begin(name, requests.all_token_ids.gpu[place, :length], prompt_len)
         # With the tokens of this step, refused ones among them, and the newest.
-        lengths = (batch.seq_lens_cpu_upper_bound[: batch.num_reqs] + 1).tolist()
-        bounds = batch.query_start_loc[: batch.num_reqs + 1].long()
-        return Step(
-            states=states,
-            tokens=batch.input_ids,
-            positions=batch.positions,
-            starts=bounds[:-1],
-            last=bounds[1:] - 1 - num_rejected.long(),
-            given=texts.given(names, prompt_lens, lengths),
+        lengths = (input_batch.seq_lens_cpu_upper_bound[:running] + 1).tolist()
+        step = Step(
+            states=last_hidden_states,
+            tokens=input_batch.input_ids,
+            positions=input_batch.positions,
+            bounds=input_batch.query_start_loc,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            places=input_batch.idx_mapping,
+            newest=last_sampled.view(-1),
+            temperature=temperature,
+            seeds=seeds,
         )
+        return self.learned.step(step, texts.given(names, prompt_lens, lengths), depth)[:, 1:]

@@ -31,7 +31,7 @@ from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
 from longtail.vllm.guards import Patch, class_of, learning
 from longtail.vllm.history import Texts
-from longtail.vllm.learned import Learned
+from longtail.vllm.learned import Draw, Learned
 from longtail.vllm.ridge import Block, Parts
 
 logger = logging.getLogger("vllm.plugins.longtail")
@@ -52,20 +52,21 @@ def patches() -> list[Patch]:
     ]
 
 
-def open_learned(model: Any, config: Any) -> Learned:
+def open_learned(model: Any, config: Any, draw: Draw) -> Learned:
     """Return the drafter of a model that vLLM has loaded; ConfigError if it can have none."""
     settings = learning(config)
     assert settings is not None, "else vLLM has made another drafter"
     parts = Parts.of(model, config)
     running, length = config.scheduler_config.max_num_seqs, config.model_config.max_model_len
-    block = Block(parts, config.speculative_config.num_speculative_tokens)
+    block = Block(parts, config.speculative_config.num_speculative_tokens, running)
     if settings.begin is not None:
         begin_from(block, Path(settings.begin))
     logger.info(
         "longtail: vLLM learns its own drafter, chains of up to %d, sums of %d MB",
         block.depth, block.sums.products.nbytes >> 20,
     )  # fmt: skip
-    learned = Learned(block, Texts(running, length, parts.device), copies=settings.history)
+    texts = Texts(running, length, parts.device)
+    learned = Learned(block, texts, draw, copies=settings.history)
     learned.look(model)
     # Weights that are loaded while requests run, as by prime-rl, are followed at once.
     model.load_weights = _renewing(model.load_weights, lambda _: learned)

@@ -1,8 +1,10 @@
 """The ridge drafter that vLLM learns while it generates, for both model runners.
 
-    observe    states and tokens of a step's rows --> buffer --> sums (`drafter.ridge.sums`)
-    solve      sums --> weights, when the rows have doubled
+    keep       states and tokens of a step's rows --> buffer
+    learn      buffer --> sums (`drafter.ridge.sums`) --> weights, when the rows have doubled
     propose    state and token of each request's end --> a chain of drafts
+
+On a GPU sums and solves have a stream of their own (not run on one so far).
 
 It needs three parts of the target: its input embedding, its final states and its head. A row is
 paired with another of the same request by its position, within one buffer; so no row is ever paired
@@ -13,7 +15,8 @@ numbers that the host knows, and the weights of the first rank.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from longtail.drafter.ridge.sums import LagSums
+from longtail.drafter.ridge.sums import MOST_DRAFTED, LagSums
 from longtail.drafter.weights import DRAFT_IDS
 from longtail.errors import ConfigError, NonFiniteError
 
@@ -34,13 +37,14 @@ _ALL_TOKENS = 16_384
 _SHARE = 4
 _MOST_TOKENS = 131_072
 """Tokens from which earlier ones count half, as sums in float32 lose the last of more."""
-_BUFFER = 1024
+_BUFFER = 3072
+"""Rows that are added at once; of each request's in a step only the accepted ones count."""
 _FADE = 0.25
 """Weight of earlier rows after a change of the policy."""
 _SPAN = 1 << 32
 """Distance between the keys of two requests; their positions are less."""
 
-Draw = Callable[[int, Float[Tensor, "requests draft"], Int[Tensor, "draft"]], Tensor]
+SlotDraw = Callable[[int, Float[Tensor, "requests draft"], Int[Tensor, "draft"]], Tensor]
 """Returns a token for each request, given the slot (from 0), the logits and their tokens."""
 
 
@@ -129,43 +133,34 @@ def _without_adapters(embed: Callable[[Tensor], Tensor], model: Any) -> Callable
     return plain if adapted else embed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The last rows of each request in a step, one more than a chain has tokens, newest first."""
-
-    states: Float[Tensor, "requests rows hidden"]
-    tokens: Int[Tensor, "requests rows"]
-    positions: Int[Tensor, "requests rows"]
-    counts: Bool[Tensor, "requests rows"]
-    """Whether the row's token was generated and its state stands."""
-    requests: Int[Tensor, "requests"]
-    """A number for each request that no other one ever has."""
-
-
 @final
 class Block:
     """Learns and drafts; `depth` tokens at most."""
 
-    def __init__(self, parts: Parts, depth: int) -> None:
+    def __init__(self, parts: Parts, depth: int, max_running: int) -> None:
         self.parts, self.depth = parts, depth
         steps = torch.ones(2 * parts.hidden_size, device=parts.device)
         try:
-            self.sums = LagSums.zeros(steps, depth, parts.vocab_size)
+            self._sums = LagSums.zeros(steps, depth, parts.vocab_size)
         except torch.OutOfMemoryError as error:
             size = 4 * len(steps) ** 2 * (depth + 1) / 1e9
             raise ConfigError(
                 f"longtail in vLLM: the sums of a learned drafter with depth {depth} take "
                 f"{size:.1f} GB, which are not free; set additional_config.longtail.depth lower"
             ) from error
-        shape = _BUFFER, parts.hidden_size
+        self._room = max(_BUFFER, max_running * (depth + 1))
+        # One row more, for what is not kept.
+        shape = self._room + 1, parts.hidden_size
         self._states = torch.empty(shape, device=parts.device, dtype=parts.dtype)
-        self._tokens = torch.empty(_BUFFER, device=parts.device, dtype=torch.int64)
-        self._keys = torch.full((_BUFFER,), -1, device=parts.device)
+        self._tokens = torch.zeros(shape[:1], device=parts.device, dtype=torch.int64)
+        self._keys = torch.full(shape[:1], -1, device=parts.device)
         self._num_held = self.num_solved = 0
         self._begin()
-        self._streams: Tensor | None = None
-        self._transitions: list[Tensor] = []
-        self._ids = torch.empty(0, device=parts.device, dtype=torch.int64)
+        cuda: Any = torch.cuda
+        self._stream: Any = cuda.Stream() if parts.device.type == "cuda" else None
+        self._maps: list[Tensor] = []
+        """Maps of the slots from a state, the embedding of the root and of the draft before."""
+        self._ids = self._drafted = torch.empty(0, device=parts.device, dtype=torch.int64)
         self._head: tuple[Tensor, Tensor | None] = (torch.empty(0), None)
 
     def _begin(self) -> None:
@@ -176,30 +171,67 @@ class Block:
     @property
     def is_ready(self) -> bool:
         """Whether there are weights to draft with."""
-        return self._streams is not None
+        return bool(self._maps)
+
+    @property
+    def sums(self) -> LagSums:
+        """The sums of all rows, for the present stream; a GPU adds to them on another one."""
+        if self._num_held:
+            self._flush()
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._sums
+
+    @contextmanager
+    def _aside(self, *read: Tensor) -> Iterator[None]:
+        """Work beside the steps of a GPU, after what is queued so far; `read` may then be gone."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        for each in read:  # else the next step could take their memory
+            each.record_stream(self._stream)
+
+    def reserve(self, num_requests: int) -> list[int]:
+        """Return the first place in the buffer for each request's rows of a step.
+
+        It is -1 if they are not learned from.
+        """
+        self._num_seen += num_requests
+        if self._num_seen < self._resumes:
+            return [-1] * num_requests
+        first, rows = self._num_held, self.depth + 1
+        if first + num_requests * rows > self._room:
+            self._flush()
+            first = 0
+        self._num_held = first + num_requests * rows
+        return list(range(first, self._num_held, rows))
+
+    def keep(
+        self,
+        first: Int[Tensor, "requests"],
+        requests: Int[Tensor, "requests"],
+        states: Float[Tensor, "requests rows hidden"],
+        tokens: Int[Tensor, "requests rows"],
+        positions: Int[Tensor, "requests rows"],
+        counts: Bool[Tensor, "requests rows"],
+    ) -> None:
+        """Write a step's rows to the buffer, those of a request from its `first` on; -1: nowhere.
+
+        They are the last `depth` + 1 rows of a request, which has a number that no other one ever
+        has. A row counts if its token was generated and its state stands.
+        """
+        at = first[:, None] + torch.arange(self.depth + 1, device=first.device)
+        at = torch.where(first[:, None] < 0, -1, at)
+        self._states[at], self._tokens[at] = states.to(self._states.dtype), tokens
+        self._keys[at] = (requests[:, None] * _SPAN + positions).where(counts, -1)
 
     @torch.inference_mode()
-    def observe(self, rows: Rows) -> None:
-        """Keep a step's rows; once there are enough of them, add them and solve."""
-        self._num_seen += len(rows.tokens)
-        if self._num_seen < self._resumes:
-            return
-        states, tokens = rows.states.flatten(0, 1), rows.tokens.flatten()
-        keys = (rows.requests[:, None] * _SPAN + rows.positions).where(rows.counts, -1).flatten()
-        if not keys.is_cuda:  # on a GPU it would wait for the device
-            kept = keys.ge(0).nonzero()[:, 0]
-            states, tokens, keys = states[kept], tokens[kept], keys[kept]
-        count = len(keys)
-        for begin in range(0, count, _BUFFER):
-            part = min(count - begin, _BUFFER)
-            if self._num_held + part > _BUFFER:
-                self._flush()
-            here, there = slice(self._num_held, self._num_held + part), slice(begin, begin + part)
-            self._states[here] = states[there]
-            self._tokens[here] = tokens[there]
-            self._keys[here] = keys[there]
-            self._num_held += part
-        if self._num_seen >= self._next_solve and self._num_held:
+    def learn(self) -> None:
+        """Add the buffer's rows and solve, once there are enough tokens."""
+        if self._num_seen >= max(self._next_solve, self._resumes) and self._num_held:
             self._flush()
             self.solve()
             self._next_solve = 2 * self._num_seen
@@ -211,72 +243,82 @@ class Block:
         if self._num_seen > _ALL_TOKENS:
             self._resumes = self._num_seen + (_SHARE - 1) * (self._num_seen - self._flushed)
         self._flushed = max(self._num_seen, self._resumes)
-        keys, order = self._keys[:held].sort(stable=True)
-        tokens = self._tokens[:held][order]
+        # Copies, as the next step writes there; embedded in the order of the steps, by all ranks.
+        states, tokens, keys = (
+            each[:held].clone() for each in (self._states, self._tokens, self._keys)
+        )
+        embedded = self.parts.embed(tokens)
+        with self._aside(states, tokens, keys, embedded):
+            self._add(states, tokens, keys, embedded)
+
+    def _add(self, states: Tensor, tokens: Tensor, keys: Tensor, embedded: Tensor) -> None:
+        keys, order = keys.sort(stable=True)
         # A row may come twice, as after a preemption; the first of equal keys counts.
         counts = keys >= 0
         counts[1:] &= keys[1:] != keys[:-1]
-        self.sums.counts.index_add_(0, tokens, counts.to(self.sums.counts.dtype))
-        signal = torch.cat((self._states[:held][order], self.parts.embed(tokens)), 1)
-        signal = signal * counts[:, None]
-        for lag, products in enumerate(self.sums.products):
+        if keys.device.type == "cpu":  # a GPU would wait for it
+            kept = counts.nonzero()[:, 0]
+            keys, order, counts = keys[kept], order[kept], counts[kept]
+        sums = self._sums
+        sums.counts.index_add_(0, tokens[order], counts.to(sums.counts.dtype))
+        signal = torch.cat((states[order], embedded[order]), 1) * counts[:, None]
+        for lag, products in enumerate(sums.products):
             wanted = keys - lag
-            places = torch.searchsorted(keys, wanted).clamp(max=held - 1)
+            places = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
             pairs = counts & (keys[places] == wanted)
             _add_product(products, signal[places] * pairs[:, None], signal)
 
     def solve(self) -> None:
-        """Take the weights that follow from the sums; keep the old ones if none do."""
-        began = time.perf_counter()
-        if not (found := self.parts.of_first_rank(self._solved())):
+        """Take the weights that follow from the sums; keep the old ones, and warn, if none do."""
+        began, found = time.perf_counter(), dict[str, Tensor]()
+        try:
+            with self._aside():
+                found = self._sums.weights(())
+        except NonFiniteError as error:
+            logger.warning("longtail: the learned drafter keeps its weights: %s", error)
+        sums = self.sums
+        if not (found := self.parts.of_first_rank(found)):
             return
         self.take(found)
         self.num_solved += 1
         logger.info(
             "longtail: the drafter has learned from %d tokens (%d distinct), solved in %.2f s",
-            int(self.sums.num_tokens), len(self._ids), time.perf_counter() - began,
+            int(sums.num_tokens), len(self._ids), time.perf_counter() - began,
         )  # fmt: skip
-        if self.sums.num_tokens >= _MOST_TOKENS:
+        if sums.num_tokens >= _MOST_TOKENS:
             self._fade(0.5)
-
-    def _solved(self) -> dict[str, Tensor]:
-        """Return the weights that follow from the sums; none, with a warning, if none do."""
-        try:
-            return self.sums.weights(())
-        except NonFiniteError as error:
-            logger.warning("longtail: the learned drafter keeps its weights: %s", error)
-            return {}
 
     @torch.inference_mode()
     def take(self, weights: Mapping[str, Tensor]) -> None:
         """Draft with the parameters of a `RidgeLayer` and a draft vocabulary."""
         device, dtype = self.parts.device, self.parts.dtype
-        streams = [weights[f"streams.{slot}.weight"] for slot in range(self.depth)]
-        self._streams = torch.cat(streams).to(device, dtype)
-        self._transitions = [
-            weights[f"transitions.{slot}.weight"].to(device, dtype)
-            for slot in range(self.depth - 1)
-        ]
-        self._ids = weights[DRAFT_IDS].to(self.parts.device)
-        self._head = self.parts.rows(self._ids)
+        maps = [[weights[f"streams.{slot}.weight"]] for slot in range(self.depth)]
+        for slot, each in enumerate(maps[1:]):
+            each.append(weights[f"transitions.{slot}.weight"])
+        self._maps = [torch.cat(each, 1).to(device, dtype) for each in maps]
+        self._ids = self._drafted = weights[DRAFT_IDS].to(device)
+        if device.type != "cpu":  # of one shape: a token's noise is the same, however often there
+            missing = min(MOST_DRAFTED, self.parts.vocab_size) - len(self._ids)
+            self._drafted = torch.cat((self._ids, self._ids[:1].expand(max(missing, 0))))
+        self._head = self.parts.rows(self._drafted)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what `take` takes."""
-        assert self._streams is not None, "see is_ready"
-        streams = self._streams.chunk(self.depth)
-        return {
-            **{f"streams.{slot}.weight": each for slot, each in enumerate(streams)},
-            **{f"transitions.{slot}.weight": each for slot, each in enumerate(self._transitions)},
-            DRAFT_IDS: self._ids,
-        }
+        width, found = 2 * self.parts.hidden_size, {DRAFT_IDS: self._ids}
+        for slot, each in enumerate(self._maps):
+            found[f"streams.{slot}.weight"] = each[:, :width]
+            if slot:
+                found[f"transitions.{slot - 1}.weight"] = each[:, width:]
+        return found
 
     def resume(self, sums: Mapping[str, Tensor]) -> None:
         """Go on with saved sums, whatever their steps; without any, learn anew."""
         if {"products", "steps", "counts"} <= sums.keys():
-            by = sums["steps"].to(self.sums.products)
-            for own, saved in zip(self.sums.products, sums["products"], strict=False):
+            total = self.sums
+            by = sums["steps"].to(total.products)
+            for own, saved in zip(total.products, sums["products"], strict=False):
                 own.copy_(saved.to(own) * by[:, None] * by)
-            self.sums.counts.copy_(sums["counts"])
+            total.counts.copy_(sums["counts"])
 
     def renew(self) -> None:
         """Follow a new policy: earlier rows count less, those in the buffer not at all."""
@@ -284,31 +326,26 @@ class Block:
         self._begin()
         self._fade(_FADE)
         if self.is_ready:
-            self._head = self.parts.rows(self._ids)
+            self._head = self.parts.rows(self._drafted)
 
     def _fade(self, factor: float) -> None:
-        self.sums.products.mul_(factor)
-        self.sums.counts.mul_(factor)
+        with self._aside():
+            self._sums.products.mul_(factor)
+            self._sums.counts.mul_(factor)
 
-    @torch.inference_mode()
     def propose(
         self,
         states: Float[Tensor, "requests hidden"],
         roots: Int[Tensor, "requests"],
         depth: int,
-        draw: Draw,
+        draw: SlotDraw,
     ) -> Int[Tensor, "requests depth"]:
         """Draft chains: `states` are those before the roots."""
-        assert self._streams is not None, "see is_ready"
         inputs = torch.cat((states.to(self.parts.dtype), self._embedded(roots)), 1)
-        width = self.parts.hidden_size
-        streams = inputs @ self._streams[: depth * width].T
-        drafts = list[Tensor]()
-        for slot in range(depth):
-            state = streams[:, slot * width : (slot + 1) * width]
-            if slot:
-                state = state + self._embedded(drafts[-1]) @ self._transitions[slot - 1].T
-            drafts.append(draw(slot, self._logits(state), self._ids))
+        drafts: list[Tensor] = []
+        for slot, each in enumerate(self._maps[:depth]):
+            given = torch.cat((inputs, self._embedded(drafts[-1])), 1) if slot else inputs
+            drafts.append(draw(slot, self._logits(given @ each.T), self._drafted))
         return torch.stack(drafts, 1)
 
     def _embedded(self, tokens: Int[Tensor, "requests"]) -> Float[Tensor, "requests hidden"]:

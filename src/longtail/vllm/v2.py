@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, module_of
@@ -164,8 +165,9 @@ def _truncation() -> list[Patch]:
         rows, missing = len(logits), few + 1 - len(logits)
         if p is None or missing <= 0:
             return kernel(logits, k, p, **options)
-        k = None if k is None else _padded(k, missing, logits.shape[1])
-        return kernel(_padded(logits, missing, 0), k, _padded(p, missing, 1), **options)[:rows]
+        k = None if k is None else pad(k, (0, missing), value=logits.shape[1])
+        logits, p = pad(logits, (0, 0, 0, missing)), pad(p, (0, missing), value=1)
+        return kernel(logits, k, p, **options)[:rows]
 
     found = []
     for name in ("states", "sampler"):
@@ -173,11 +175,6 @@ def _truncation() -> list[Patch]:
         check(module, "apply_top_k_top_p", "logits k p", then="has_topp_only_rows")
         found.append(Patch(owner=module, name="apply_top_k_top_p", replacement=apply_top_k_top_p))
     return found
-
-
-def _padded(values: Tensor, missing: int, filler: int) -> Tensor:
-    """Return `values` with further rows that hold `filler`."""
-    return torch.cat([values, values.new_full((missing, *values.shape[1:]), filler)])
 
 
 def _without_fused_samplers() -> list[Patch]:

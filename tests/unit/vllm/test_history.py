@@ -10,6 +10,11 @@ DEPTH, LENGTH = 3, 24
 TEXT = st.lists(st.integers(0, 2), min_size=2, max_size=16)
 
 
+def places(table: Texts, names: list[str], lengths: list[int]) -> torch.Tensor:
+    """Return the places of requests."""
+    return torch.tensor(table.given(names, [0] * len(names), lengths)[1])
+
+
 def longest(end: list[int], texts: list[list[int]]) -> int:
     """Return how many tokens of an end are found before another token, up to the most compared."""
     best = 0
@@ -33,9 +38,9 @@ def test_the_longest_end_in_any_text_is_continued(prompts, written):
         table.begin(str(i), torch.tensor(prompt), len(prompt))
         new = torch.tensor([each[len(prompt) :]])
         at = len(prompt) + torch.arange(new.shape[1])[None]
-        place = table.given([str(i)], [len(prompt)], [len(each)])[1]
+        place = places(table, [str(i)], [len(each)])
         table.write(place, at, new, torch.ones_like(new, dtype=torch.bool))
-    found = table.find(table.given(list("0123"), [0] * 4, list(map(len, texts)))[1], DEPTH)
+    found = table.find(places(table, list("0123"), [*map(len, texts)]), DEPTH, table.width)
     for i, end in enumerate(texts):
         assert int(found.matched[i]) == longest(end, texts)
         copied = found.tokens[i][found.counts[i]].tolist()
@@ -49,7 +54,7 @@ def test_of_equal_matches_those_of_the_same_prompt_go_first() -> None:
     table = Texts(4, LENGTH, torch.device("cpu"))
     for name, text in (("same", [5, 6, 7, 1]), ("other", [9, 6, 7, 2]), ("new", [5, 8, 6, 7])):
         table.begin(name, torch.tensor(text), 1)
-    found = table.find(table.given(["new"], [1], [4])[1], 1)
+    found = table.find(places(table, ["new"], [4]), 1, table.width)
     assert (found.matched.tolist(), found.tokens.tolist()) == ([2], [[1]])
 
 
@@ -59,14 +64,14 @@ def test_finished_texts_are_found_until_their_place_is_taken() -> None:
         table.begin(f"old{number}", torch.tensor([5, 6, 7, 8, 9]), 2)
         table.keep([])
     table.begin("new", torch.tensor([5, 6, 7]), 2)
-    found = table.find(table.given(["new"], [2], [3])[1], DEPTH)
+    found = table.find(places(table, ["new"], [3]), DEPTH, table.width)
     assert found.tokens[0][found.counts[0]].tolist() == [8, 9]
 
 
 def test_what_does_not_count_is_written_to_no_text() -> None:
     table = Texts(2, LENGTH, torch.device("cpu"))
     table.begin("a", torch.tensor([1, 2, 3]), 3)
-    place = table.given(["a"], [3], [4])[1]
+    place = places(table, ["a"], [4])
     at, new = torch.tensor([[3, 4]]), torch.tensor([[8, 9]])
     table.write(place, at, new, torch.tensor([[True, False]]))
     tokens, counts = table.after(place, torch.tensor([2]), 2)

@@ -14,7 +14,7 @@ import torch
 
 from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
-from longtail.vllm.learned_v1 import LearnedProposer
+from longtail.vllm.learned_v1 import LearnedProposer, _drawn
 from longtail.vllm.learned_v2 import LearnedSpeculator
 from longtail.vllm.learned_worker import _loading, _looking, open_learned
 from support import toy
@@ -105,7 +105,7 @@ def v1_drafts(proposer: Any, step: Given) -> list[list[int]]:
             token_ids_cpu_tensor=texts,
             num_tokens_no_spec=np.array(lengths),
         ),
-        query_start_loc=SimpleNamespace(np=bounds),
+        query_start_loc=SimpleNamespace(gpu=torch.from_numpy(bounds)),
         positions=positions(step),
         input_ids=SimpleNamespace(gpu=flat(step)),
     )
@@ -222,14 +222,14 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
 def test_a_drafter_of_another_kind_is_refused_as_a_beginning() -> None:
     wanted = config(begin=str(toy.DRAFTERS["eagle1"]))
     with pytest.raises(ConfigError, match="it is eagle1, and a learned drafter is ridge"):
-        open_learned(model(), wanted)
+        open_learned(model(), wanted, _drawn)
 
 
 def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing() -> None:
     """The step after new weights, in place or loaded one by one, counts earlier texts a quarter."""
     weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
     target = model(parameters=weights.parameters)
-    learned = open_learned(target, config())
+    learned = open_learned(target, config(), _drawn)
     learned.block.sums.products.fill_(1.0)
     v1, fed = LearnedProposer(config()), Request(key=0, text=[1, 2, 3], prompt_len=3)
     v1.learned = learned
@@ -249,7 +249,7 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
         num_tokens = {"r": 1}
         output = SimpleNamespace(num_scheduled_tokens=num_tokens, scheduled_new_reqs=["r"][:new])
         execute(worker, output)
-        return float(learned.block.sums.products.unique())
+        return float(learned.block._sums.products.unique())
 
     assert left_after(1) == 1
     assert left_after(0, 0) == 1  # requests run
@@ -264,7 +264,7 @@ def test_weights_whose_load_is_not_ended_are_looked_at_afterwards() -> None:
     """Packed weights are without data from a trainer's load to the next forward pass."""
     weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
     target = model(parameters=weights.parameters)
-    learned = open_learned(target, config())
+    learned = open_learned(target, config(), _drawn)
     target.load_weights([])
     whole, weights[0] = weights[0], torch.nn.Linear(3, 300, device="meta")
     learned.look(target)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError
-from longtail.vllm.ridge import FIRST_SOLVE, Block, Parts, Rows
+from longtail.vllm.ridge import FIRST_SOLVE, Block, Parts
 from support.spot_training import same
 from support.tiny_models import tiny_config
 
@@ -48,21 +48,20 @@ def text(number: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, torch.randn(length, HIDDEN, generator=generator)
 
 
-def rows(number: int, last: int, accepted: int) -> Rows:
+def rows(number: int, last: int, accepted: int) -> tuple[torch.Tensor, ...]:
     """The rows of a step that accepted `accepted` rows, the last at position `last`."""
     tokens, states = text(number, 64)
     at = last - torch.arange(DEPTH + 1)
     counts = torch.arange(DEPTH + 1) < accepted
     at = at.clamp(min=0)
-    return Rows(
-        states=states[at][None], tokens=tokens[at][None], positions=at[None], counts=counts[None],
-        requests=torch.tensor([number]),
-    )  # fmt: skip
+    return torch.tensor([number]), states[at][None], tokens[at][None], at[None], counts[None]
 
 
-def joined(each: list[Rows]) -> Rows:
-    names = ("states", "tokens", "positions", "counts", "requests")
-    return Rows(**{name: torch.cat([getattr(one, name) for one in each]) for name in names})
+def observe(block: Block, *each: tuple[torch.Tensor, ...]) -> None:
+    """Take a step."""
+    first = torch.tensor(block.reserve(len(each)))
+    block.keep(first, *map(torch.cat, zip(*each, strict=True)))
+    block.learn()
 
 
 def expected(lengths: dict[int, tuple[int, int]]) -> torch.Tensor:
@@ -80,7 +79,7 @@ def expected(lengths: dict[int, tuple[int, int]]) -> torch.Tensor:
 @given(st.data())
 def test_sums_are_those_of_whole_texts_however_steps_cut_and_mix_them(data: st.DataObject) -> None:
     """Steps of any batch, in any order of places, with rows read again after a preemption."""
-    block = Block(parts(), DEPTH)
+    block = Block(parts(), DEPTH, 4)
     ends = {number: number for number in range(1, 4)}
     for _ in range(data.draw(st.integers(1, 8))):
         running = data.draw(st.permutations(sorted(ends)))[: data.draw(st.integers(1, 3))]
@@ -91,26 +90,25 @@ def test_sums_are_those_of_whole_texts_however_steps_cut_and_mix_them(data: st.D
             step.append(rows(number, ends[number] - 1, accepted))
         if data.draw(st.booleans()):  # a preempted request computes a row again
             step.append(rows(running[0], ends[running[0]] - 1, 1))
-        block.observe(joined(step))
-    block._flush()
+        observe(block, *step)
     wanted = {number: (number, end) for number, end in ends.items()}
     assert torch.allclose(block.sums.products, expected(wanted), atol=1e-4)
     assert int(block.sums.num_tokens) == sum(end - number for number, end in ends.items())
 
 
 def learned() -> Block:
-    block = Block(parts(), DEPTH)
+    block = Block(parts(), DEPTH, 4)
     for number in range(1, 9):
         for last in range(DEPTH, 63, 2):
-            block.observe(rows(number, last, 2))
+            observe(block, rows(number, last, 2))
     return block
 
 
 def test_it_solves_when_the_tokens_have_doubled() -> None:
-    block = Block(parts(), DEPTH)
+    block = Block(parts(), DEPTH, 4)
     for step in range(4 * FIRST_SOLVE):
         before = block.num_solved
-        block.observe(rows(1 + step // 60, 3 + step % 60, 1))
+        observe(block, rows(1 + step // 60, 3 + step % 60, 1))
         solved = block.num_solved > before
         assert solved == (step + 1 in (FIRST_SOLVE, 2 * FIRST_SOLVE, 4 * FIRST_SOLVE))
 
@@ -135,7 +133,7 @@ def test_drafts_are_those_of_a_ridge_layer_with_its_vocabulary() -> None:
 
 def test_soft_cap_and_scale_of_the_head_are_the_targets() -> None:
     processor = SimpleNamespace(scale=0.5, soft_cap=2.0, org_vocab_size=VOCAB)
-    block, seen = Block(parts(logits_processor=processor), 1), []
+    block, seen = Block(parts(logits_processor=processor), 1, 4), []
     zeros = torch.zeros(HIDDEN, 2 * HIDDEN)
     block.take({"streams.0.weight": zeros, DRAFT_IDS: torch.tensor([3, 7])})
     block.propose(
@@ -148,7 +146,7 @@ def test_soft_cap_and_scale_of_the_head_are_the_targets() -> None:
 def test_each_rank_takes_what_the_first_has_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     head = torch.nn.Linear(HIDDEN, VOCAB)
     head.tp_size = 2  # type: ignore[assignment]
-    block, first = Block(parts(lm_head=head), DEPTH), learned()
+    block, first = Block(parts(lm_head=head), DEPTH, 4), learned()
     first.solve()
     sent = [first.tensors(), {}]
     group = SimpleNamespace(broadcast_tensor_dict=lambda own, src: sent.pop(0))
@@ -188,8 +186,7 @@ def test_a_new_policy_fades_the_sums_and_renews_the_head() -> None:
 
 
 def test_saved_sums_go_on_in_any_steps() -> None:
-    block, other = learned(), Block(parts(), DEPTH)
-    block._flush()
+    block, other = learned(), Block(parts(), DEPTH, 4)
     steps = torch.full((2 * HIDDEN,), 0.5)
     saved = {"products": block.sums.products * 4, "steps": steps, "counts": block.sums.counts}
     other.resume(saved)

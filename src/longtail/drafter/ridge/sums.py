@@ -39,7 +39,7 @@ _COUNT_STEPS = 1024
 """Steps in the count of a token that was written once."""
 _CHUNK = 1024
 """Tokens from which finished texts are added together, and that are added at once."""
-_MOST_DRAFTED = 8192
+MOST_DRAFTED = 8192
 _FEWEST_DRAFTED = 64
 _SLACK = 1.01
 """Factor for what rounding adds to products."""
@@ -127,7 +127,7 @@ class LagSums:
         counts = self.counts.clone()
         counts[list(always)] = torch.inf
         num_written = int((counts >= _FEWEST_COUNTED).sum())
-        size = min(max(num_written, _FEWEST_DRAFTED), _MOST_DRAFTED, len(counts))
+        size = min(max(num_written, _FEWEST_DRAFTED), MOST_DRAFTED, len(counts))
         return counts.argsort(descending=True, stable=True)[:size].sort().values
 
     def weights(
