@@ -31,6 +31,8 @@ from longtail.speculation.drafter import Statistics
 from longtail.types import Completion, FinishReason, Request, SamplingParams
 from support import toy
 from support.engine_requests import request_of
+from support.environments import LIMITS as BOUNDS
+from support.environments import in_episodes, requests_of
 
 LIMITS = EngineLimits(max_running=4, max_step_tokens=48, max_len=112)
 NUM_REQUESTS = 12
@@ -125,16 +127,30 @@ def refusal(act: Callable[[], object]) -> str:
     return ""
 
 
+def episodes(generator: Generator) -> list[tuple[object, ...]]:
+    """Write episodes of several turns; return all of them but their logprobs."""
+    sampling = SamplingParams(max_tokens=40, stop_token_ids=tuple(range(0, 188, 9)))
+    written = in_episodes(generator, replace(BOUNDS, max_len=LIMITS.max_len)).generate(
+        requests_of(6, sampling)
+    )
+    assert any(each.episode and len(each.episode.rewards) > 1 for each in written)
+    return [
+        (*whole, each.episode and each.episode.messages)
+        for whole, each in zip(texts(written), written, strict=True)
+    ]
+
+
 def law_1_drafts_change_no_text(opening: Open) -> None:
     """Drafts, accepted or not, change no text."""
     with opening("none") as (generator, _):
-        plain = texts(generator.generate(requests()))
+        plain, turns = texts(generator.generate(requests())), episodes(generator)
     assert len({reason for _, _, reason, _ in plain}) == 2, "ends of both kinds"
     for name in DRAFTERS:
         reports: list[StepReport] = []
         with opening(name) as (generator, _):
             drafted = texts(generator.generate(requests(), reports.append))
             again = texts(generator.generate(requests(), reports.append))
+            assert episodes(generator) == turns, name
         verified = [each for report in reports for each in report.verified]
         assert drafted == again == plain, name
         assert name == "history" or sum(each.num_accepted for each in verified) > 0, name
@@ -147,6 +163,7 @@ def law_1_texts_are_those_of_longtails_engine(opening: Open) -> None:
     own = open_own(plan("none"), LIMITS, [], target.tokenizer)[0]
     with opening(DRAFTERS[0]) as (generator, _):
         assert texts(generator.generate(requests())) == texts(own.generate(requests()))
+        assert episodes(generator) == episodes(own)
 
 
 def elsewhere(_: Open) -> AbstractContextManager[Opened]:

@@ -12,18 +12,24 @@ class Guess:
     def reset(self, seed: int) -> str:
         """Draw a number, and return what the model reads first."""
         self._number, self._guesses = random.Random(seed).randint(1, HIGHEST), 0
+        self._low, self._high = 1, HIGHEST
         return f"I think of a number from 1 to {HIGHEST}. Guess it. Answer with one number."
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Return an answer to a guess, its reward, and whether the game is over.
 
-        A number that is found early earns more, up to 1; a text without one number is a guess, too.
+        A number that can be right earns 0.1, the right one 1, less 0.15 for each guess before.
         """
         self._guesses += 1
-        numbers = re.findall(r"\d+", text)
-        if numbers == [str(self._number)]:
-            return "Right.", 1.0 - (self._guesses - 1) / MOST_GUESSES, True
-        said = "Answer with one number."
-        if len(numbers) == 1:
-            said = "Higher." if int(numbers[0]) < self._number else "Lower."
-        return said, 0.0, self._guesses == MOST_GUESSES
+        is_over = self._guesses == MOST_GUESSES
+        if not (found := re.fullmatch(r"\s*(\d{1,4})\.?\s*", text)):
+            return "Answer with one number.", 0.0, is_over
+        guess = int(found[1])
+        if guess == self._number:
+            return "Right.", 1.0 - 0.15 * (self._guesses - 1), True
+        reward = 0.1 if self._low <= guess <= self._high else 0.0
+        if guess < self._number:
+            self._low = max(self._low, guess + 1)
+            return "Higher.", reward, is_over
+        self._high = min(self._high, guess - 1)
+        return "Lower.", reward, is_over

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from longtail.errors import ConfigError, GradingError
+from longtail.rl.environments import python_tool
+from longtail.rl.environments.guess import Guess
 from longtail.rl.environments.records import Reply
 from longtail.rl.environments.session import Session, open_session
 
@@ -201,3 +203,29 @@ def test_functions_alone_are_an_environment_and_get_arguments_of_their_types():
 def test_what_has_not_the_methods_is_refused_in_one_sentence(names, why):
     with pytest.raises(ConfigError, match=f"^environment.*{why}"):
         opened(*names).tools  # noqa: B018
+
+
+def test_the_game_of_the_recipe_rewards_guesses_that_can_be_right():
+    game = Guess()
+    assert game.reset(seed=3).endswith("one number.")  # the number is 8
+    found = [game.step(text) for text in ("It is 8.", "4", "3", "12")]
+    assert [said for said, _, _ in found] == [
+        "Answer with one number.", "Higher.", "Higher.", "Lower."
+    ]  # fmt: skip
+    assert [reward for _, reward, _ in found] == [0.0, 0.1, 0.0, 0.1]
+    said, reward, is_over = game.step(" 8\n")
+    assert (said, round(reward, 6), is_over) == ("Right.", 0.4, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("print(6 * 7)", "42"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("x = 1", "The program printed nothing."),
+        ("while True: pass", "The program did not end in 1 s."),
+    ],
+)
+def test_the_python_tool_returns_what_a_program_prints(monkeypatch, code, said):
+    monkeypatch.setattr(python_tool, "_MAX_S", 1.0)
+    assert python_tool.python(code) == said
