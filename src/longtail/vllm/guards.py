@@ -24,10 +24,8 @@ _FIRST, _LAST, _COUPLED_V2, _LEARNED_V2 = (0, 23), (0, 33), (0, 29), (0, 32)
 """vLLM releases whose functions are known; the first whose Model Runner V2 they can be in."""
 _ADJUSTABLE = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "ngram")
 """Methods of vLLM that take a depth by the step."""
-KNOWN = "0.23 to 0.33"
-TESTED_VERSIONS = ("0.32.", "0.33.")
-"""vLLM releases with which `longtail train` generates."""
-TESTED = " or ".join(each.rstrip(".") for each in TESTED_VERSIONS)
+KNOWN, TRAINS = "0.23 to 0.33", "0.31 to 0.33"
+"""vLLM releases of the plugin, and those with which `longtail train` generates."""
 _REMEDY = f"use vLLM {KNOWN}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
 VARIABLE = "LONGTAIL_VLLM"
@@ -75,6 +73,11 @@ def may_run_v2() -> bool:
 def _release(version: str) -> tuple[int, ...]:
     found = re.match(r"(\d+)\.(\d+)", version)
     return () if found is None else tuple(map(int, found.groups()))
+
+
+def trains_with(version: str) -> bool:
+    """Return whether `longtail train` generates with this vLLM."""
+    return (0, 31) <= _release(version) <= _LAST
 
 
 def check_version(*, in_v2: bool = False) -> None:

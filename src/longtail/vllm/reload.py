@@ -25,7 +25,8 @@ def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
 
     begin, finish = reloading()
     config, runner = worker.vllm_config, worker.model_runner
-    model: Any = runner.get_draft_model()
+    has_one = hasattr(runner, "get_draft_model")  # since vLLM 0.26
+    model: Any = runner.get_draft_model() if has_one else runner.drafter.model
     with (
         set_current_vllm_config(config),
         torch.no_grad(),

@@ -71,7 +71,7 @@ def test_without_vllm_one_sentence_says_what_to_install(models: Path, monkeypatc
 @pytest.mark.usefixtures("installed")
 def test_another_release_of_vllm_is_refused(models: Path, monkeypatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: "0.40.1")
-    with pytest.raises(ConfigError, match=r"vLLM 0\.40\.1 is installed, and 0\.32 or 0\.33"):
+    with pytest.raises(ConfigError, match=r"vLLM 0\.40\.1 is installed, and 0\.31 to 0\.33"):
         planned(models / "llama", VLLM)
 
 

@@ -47,7 +47,7 @@ def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(tmp_pat
     ("version", "value", "level"),
     [
         ("0.32.0", "(0.32.0)", "ok"),
-        ("0.31.0", "of which 0.31.0 is not known", "optional"),
+        ("0.30.0", "of which 0.30.0 is not known", "optional"),
         (None, "which is absent", "optional"),
     ],
 )
