@@ -38,6 +38,8 @@ class Verified:
     depth: int
     """Depth of the deepest node."""
     num_accepted: int
+    turn: int = 0
+    """Number of turns of its episode before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

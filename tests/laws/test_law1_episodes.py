@@ -10,6 +10,7 @@ import torch
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
+from longtail.generator import Verified
 from longtail.model.hf.weights import hf_rows
 from longtail.rl.environments.records import Reply
 from longtail.rl.logprobs import score
@@ -85,8 +86,15 @@ def test_episodes_depend_on_no_draft_order_or_memory(
         inner.speculate(
             Speculation.fixed(ScriptedDrafter(texts, ragged(5)), Strategy(depth=3, size=5))
         )
-    written = in_episodes(inner, most=6, seed=seed).generate(REQUESTS)
+    verified = list[Verified]()
+    written = in_episodes(inner, most=6, seed=seed).generate(
+        REQUESTS, lambda step: verified.extend(step.verified)
+    )
     assert list(map(bare, written)) == list(map(bare, plain))
+    observed = {done.request_id: done.episode.observed for done in plain if done.episode}
+    for each in verified:
+        assert each.turn == sum(end <= each.position for _, end in observed[each.request_id])
+    assert {each.turn for each in verified} == ({0, 1, 2} if drafted else set())
     inner.load_policy(1, hf_rows(inner.model).items())
     assert inner.kv_usage().owned == 0  # KV of ended turns is not kept under other weights
 

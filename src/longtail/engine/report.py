@@ -28,6 +28,9 @@ class RolloutReport:
     num_accepted: int = 0
     num_verified: int = 0
     """Number of verified drafts; they yield `num_accepted` + `num_verified` tokens."""
+    num_accepted_later: int = 0
+    num_verified_later: int = 0
+    """Those of them in turn 2 and later of episodes."""
     draft_s: float = 0.0
     """Seconds of drafting, with the drafters' forward passes."""
     draft_forward_s: float = 0.0
@@ -46,8 +49,12 @@ class RolloutReport:
     @property
     def accept_length(self) -> float:
         """Mean tokens per verified draft, bonus token included; 0 without any."""
-        verified = self.num_verified
-        return (self.num_accepted + verified) / verified if verified else 0.0
+        return _accept_length(self.num_accepted, self.num_verified)
+
+    @property
+    def accept_length_later(self) -> float:
+        """`accept_length` in turn 2 and later of episodes."""
+        return _accept_length(self.num_accepted_later, self.num_verified_later)
 
     @property
     def draft_share(self) -> float:
@@ -73,6 +80,10 @@ class RolloutReport:
         """Share of the engine's slots that are idle while the longest completions finish."""
         capacity = self.max_running * self.seconds
         return 1 - self.running_s / capacity if capacity else 0.0
+
+
+def _accept_length(num_accepted: int, num_verified: int) -> float:
+    return 1 + num_accepted / num_verified if num_verified else 0.0
 
 
 def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutReport:
@@ -101,6 +112,7 @@ class RolloutMeter:
 
     def add(self, step: StepReport) -> None:
         """Add a step."""
+        later = [each for each in step.verified if each.turn]
         added = {
             "seconds": step.step_s,
             "engine_s": step.step_s,
@@ -116,6 +128,8 @@ class RolloutMeter:
             "num_drafted": sum(each.num_drafted for each in step.verified),
             "num_accepted": sum(each.num_accepted for each in step.verified),
             "num_verified": len(step.verified),
+            "num_accepted_later": sum(each.num_accepted for each in later),
+            "num_verified_later": len(later),
         }
         for name, value in added.items():
             self._sums[name] += value

@@ -134,6 +134,8 @@ def rollout_metrics(
             "speculation/emitted_share": num_emitted / max(report.num_generated, 1),
             "speculation/draft_share": report.draft_share,
         }
+    if report.num_verified_later:
+        metrics["speculation/accept_length_later_turns"] = report.accept_length_later
     if series is not None:
         metrics |= {
             "speculation/tuner_share": report.tuner_share,

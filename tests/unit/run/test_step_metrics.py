@@ -46,6 +46,9 @@ def test_metrics_of_drafting_exist_only_for_steps_that_drafted() -> None:
         "speculation/emitted_share": 25 / 40,
         "speculation/draft_share": 0.25,
     }
+    later = replace(drafted, num_accepted_later=3, num_verified_later=2)
+    added = rollout_metrics(later, completions).items() - metrics.items()
+    assert added == {("speculation/accept_length_later_turns", 2.5)}
     # The drafter's own passes are no bookkeeping.
     assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
 

@@ -165,11 +165,12 @@ class EpisodeGenerator(Generator):
         return request_id in self._running
 
     def _verified(self, found: Verified) -> Verified:
-        """Return a verified draft by its place in the episode."""
+        """Return a verified draft by its turn, and its place in the episode."""
         episode = self._running[_episode_of(found.request_id)]
         is_over = found.request_id != episode.turn_id
         begin = episode.last_turn if is_over else len(episode.tokens)
-        return replace(_named(found), position=begin + found.position)
+        turn = int(found.request_id.rpartition("/")[2])
+        return replace(_named(found), position=begin + found.position, turn=turn)
 
     # ---- turns
 
