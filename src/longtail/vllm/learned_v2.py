@@ -54,8 +54,7 @@ class LearnedSpeculator:
         self._config, self._requests = vllm_config, req_states
         self._draw = draw
         self.num_speculative_steps: int = vllm_config.speculative_config.num_speculative_tokens
-        running = vllm_config.scheduler_config.max_num_seqs
-        shape = running, self.num_speculative_steps
+        shape = vllm_config.scheduler_config.max_num_seqs, self.num_speculative_steps
         self._drafts = torch.zeros(shape, device=device, dtype=torch.int64)
         self.learned: Learned | None = None
 

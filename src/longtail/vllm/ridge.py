@@ -4,13 +4,14 @@
     learn      buffer --> sums (`drafter.ridge.sums`) --> weights, when the rows have doubled
     propose    state and token of each request's end --> a chain of drafts
 
-On a GPU sums and solves have a stream of their own (not run on one so far).
+Solution, vocabulary and files of the sums are those of longtail's engine. That adds whole texts in
+float64, exactly, and drafts trees; here rows of many texts come at once, in tensors of fixed shape.
 
 It needs three parts of the target: its input embedding, its final states and its head. A row is
 paired with another of the same request by its position, within one buffer; so no row is ever paired
 with a stale state, even if requests end or change their places in the batch. Nothing here waits
-for the device except a solve. With tensor parallelism every rank takes the same decisions, from
-numbers that the host knows, and the weights of the first rank.
+for the device except a solve; sums have a stream of their own. With tensor parallelism every rank
+takes the same decisions, from numbers that the host knows, and the weights of the first rank.
 """
 
 import logging
@@ -276,8 +277,8 @@ class Block:
                 found = self._sums.weights(())
         except NonFiniteError as error:
             logger.warning("longtail: the learned drafter keeps its weights: %s", error)
-        sums = self.sums
-        if not (found := self.parts.of_first_rank(found)):
+        sums, found = self.sums, self.parts.of_first_rank(found)
+        if not found:
             return
         self.take(found)
         self.num_solved += 1
@@ -314,11 +315,10 @@ class Block:
     def resume(self, sums: Mapping[str, Tensor]) -> None:
         """Go on with saved sums, whatever their steps; without any, learn anew."""
         if {"products", "steps", "counts"} <= sums.keys():
-            total = self.sums
-            by = sums["steps"].to(total.products)
-            for own, saved in zip(total.products, sums["products"], strict=False):
+            by = sums["steps"].to(self.sums.products)
+            for own, saved in zip(self._sums.products, sums["products"], strict=False):
                 own.copy_(saved.to(own) * by[:, None] * by)
-            total.counts.copy_(sums["counts"])
+            self._sums.counts.copy_(sums["counts"])
 
     def renew(self) -> None:
         """Follow a new policy: earlier rows count less, those in the buffer not at all."""
