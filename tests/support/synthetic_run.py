@@ -75,7 +75,14 @@ def trace_lines(step: int) -> list[str]:
 
 
 def rollout_rows(step: int) -> list[dict[str, Any]]:
-    """Completions of a step: lengths 10, 20, 40, ..., the first with a reward of 1."""
+    """Completions of a step: lengths 10, 20, 40, ..., the first with a reward of 1.
+
+    The third is an episode.
+    """
+    said = [f"step {step}", "completion 2", ": <b>not bold</b>"]
+    roles = ["assistant", "tool", "assistant"]
+    messages = [{"role": a, "content": b} for a, b in zip(roles, said, strict=True)]
+    episode = {"messages": messages, "rewards": [0.5, 0.0], "num_calls": 2, "num_bad_calls": 1}
     return [
         {
             "step": step,
@@ -88,6 +95,7 @@ def rollout_rows(step: int) -> list[dict[str, Any]]:
             "logprob": -3.5,
             "prompt": f"What is {step} + {index}?",
             "text": f"step {step}, completion {index}: <b>not bold</b>",
+            **(episode if index == 2 else {}),
         }
         for index in range(4)
     ]

@@ -58,7 +58,15 @@ _COMPLETION: dict[str, Any] = {
 def is_completion(row: Mapping[str, Any]) -> bool:
     """Return whether a line of rollouts.jsonl is as longtail writes it."""
     are_typed = all(isinstance(row.get(name), kind) for name, kind in _COMPLETION.items())
-    return are_typed and is_number(row.get("reward"))
+    messages, rewards = row.get("messages", []), row.get("rewards", [])
+    are_typed = are_typed and isinstance(messages, list) and all(map(_is_message, messages))
+    return are_typed and is_number(row.get("reward")) and _are_numbers(rewards)
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(text, str) for text in (value.get("role"), value.get("content"))
+    )
 
 
 def has_drafts(row: Mapping[str, Any]) -> bool:
@@ -133,20 +141,37 @@ def completion(row: Row, drafts: Sequence[Row]) -> Row:
     """Return one completion with its prompt and drafted characters.
 
     `drafts` are the step's rows of drafts.jsonl, which are apart from the texts, since texts do not
-    depend on the drafter. `rewards` are those of the turns of an episode. `drafted` has begin and
-    end of each accepted draft, in characters of the text; None if the run did not keep them.
+    depend on the drafter. `drafted` has begin and end of each accepted draft, in characters of the
+    text; None if the run did not keep them. `turns`: see `_turns`; `calls` are all and bad ones.
     """
     names = ("prompt_id", "reward", "num_tokens", "finish_reason", "policy_version")
     text = row["text"][:_MOST_TEXT]
     drafted = drafts[-1]["drafted"].get(row["request_id"], []) if drafts else None
     return {
         **{name: row[name] for name in names},
-        "rewards": turns if _are_numbers(turns := row.get("rewards")) else [],
+        "turns": _turns(row),
+        "calls": [row.get(name) for name in ("num_calls", "num_bad_calls")],
         "prompt": row["prompt"][:_MOST_TEXT],
         "text": text,
         "is_cut": len(text) < len(row["text"]),
         "drafted": None if drafted is None else [min(place, len(text)) for place in drafted],
     }
+
+
+def _turns(row: Row) -> list[list[Any]]:
+    """Return begin, end, role and reward of each message of an episode, in characters of its text.
+
+    An observation has no reward. There are none if the text is not made of the messages.
+    """
+    found, end, rewards = list[list[Any]](), 0, iter(row.get("rewards") or ())
+    for message in row.get("messages") or ():
+        begin = row["text"].find(message["content"], end)
+        if begin < 0:
+            return []
+        end = begin + len(message["content"])
+        reward = next(rewards, None) if message["role"] == "assistant" else None
+        found.append([begin, end, message["role"], reward])
+    return found
 
 
 # ---- the rollout of one worker

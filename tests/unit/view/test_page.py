@@ -196,6 +196,11 @@ def test_rollouts_are_read_as_text_in_any_order(open_page, run):
     page.select_option("#order", "long")
     sync_api.expect(completion).to_have_text(rows[3]["text"])
     assert page.locator("#rows .option .tokens").all_inner_texts()[0].startswith("80")
+    page.locator("#rows").focus()
+    page.keyboard.press("ArrowDown")  # an episode
+    sync_api.expect(page.locator("pre.observation")).to_have_text("completion 2")
+    heads = ["assistant, reward 0.50", "tool", "assistant, reward 0"]
+    assert page.locator("#text h4").all_inner_texts() == heads
 
 
 def test_the_page_follows_a_run_that_grows(open_page, tmp_path):

@@ -60,6 +60,10 @@ def test_a_page_gets_the_runs_own_numbers(run):
     first, second = found["texts"][1][:2]
     assert first["prompt"] == "What is 2 + 0?"
     assert (first["drafted"], second["drafted"]) == ([0, 4, 6, 6], [])
+    assert (first["turns"], found["texts"][1][2]["turns"]) == (
+        [],
+        [[0, 6, "assistant", 0.5], [8, 20, "tool", None], [20, 37, "assistant", 0]],
+    )
     (run / "drafts.jsonl").unlink()
     assert RunFiles(run, "run").texts(2)[0]["drafted"] is None
 

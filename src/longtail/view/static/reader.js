@@ -1,5 +1,5 @@
 // The completions of a step: a list, and the one to read with its drafted characters marked.
-import { el, fill, num } from "/static/format.js";
+import { el, fill, known, num } from "/static/format.js";
 
 const ORDERS = {
   index: () => 0,
@@ -67,31 +67,34 @@ export class Reader {
       return;
     }
     const facts = [["reward", num(found.reward)], ["tokens", num(found.num_tokens)], ["ended by", found.finish_reason], ["policy version", num(found.policy_version)], ["prompt", found.prompt_id]];
-    if (found.rewards.length) facts.splice(1, 0, ["by turn", found.rewards.map((each) => num(each)).join(", ")]);
-    const share = found.drafted ? drafted(found.text, found.drafted) : null;
+    if (found.calls[0]) facts.push(["calls", `${num(found.calls[0])}, ${num(found.calls[1])} bad`]);
+    const characters = Array.from(found.text), offsets = found.drafted ?? [];
+    const turns = found.turns.length ? found.turns : [[0, characters.length, "", null]];
+    const part = offsets.reduce((sum, at, place) => sum + (place % 2 ? at : -at), 0) / Math.max(characters.length, 1);
     const note = found.drafted
-      ? el("p", { class: "soft" }, el("mark", {}, "Marked"), ` text was drafted and accepted: ${num(Math.round(1000 * share.part) / 10)}\u202f% of the characters.`)
+      ? el("p", { class: "soft" }, el("mark", {}, "Marked"), ` text was drafted and accepted: ${num(Math.round(1000 * part) / 10)}\u202f% of the characters.`)
       : el("p", { class: "soft" }, "The run did not keep which tokens were drafted.");
     fill(this.text,
       el("dl", { class: "facts" }, ...facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
       el("h3", {}, "Prompt"), el("pre", { class: "prompt" }, found.prompt), el("h3", {}, "Completion"), note,
-      el("pre", { class: "completion" }, ...(share ? share.nodes : [found.text])),
+      ...turns.flatMap(([begin, end, role, reward]) => [
+        role ? el("h4", {}, known(reward) ? `${role}, reward ${num(reward)}` : role) : null,
+        el("pre", { class: role && role !== "assistant" ? "observation" : "completion" }, ...marked(characters, offsets, begin, end)),
+      ]),
       found.is_cut ? el("p", { class: "soft" }, "The rest of this text is not shown.") : null);
   }
 }
 
-// Offsets count characters, not UTF-16 units.
-function drafted(text, offsets) {
-  const characters = Array.from(text);
+// The characters from `at` to `last`, those within pairs of offsets marked. Offsets count characters, not UTF-16 units.
+function marked(characters, offsets, at, last) {
   const nodes = [];
-  let at = 0, marked = 0;
   for (let place = 0; place < offsets.length; place += 2) {
-    const [begin, end] = [offsets[place], offsets[place + 1]];
+    const begin = Math.max(offsets[place], at), end = Math.min(offsets[place + 1], last);
+    if (end <= begin) continue;
     if (begin > at) nodes.push(characters.slice(at, begin).join(""));
-    if (end > begin) nodes.push(el("mark", {}, characters.slice(begin, end).join("")));
-    marked += end - begin;
+    nodes.push(el("mark", {}, characters.slice(begin, end).join("")));
     at = end;
   }
-  nodes.push(characters.slice(at).join(""));
-  return { nodes, part: characters.length ? marked / characters.length : 0 };
+  nodes.push(characters.slice(at, last).join(""));
+  return nodes;
 }
