@@ -157,8 +157,8 @@ class Episode:
 
     prompt_tokens: tuple[int, ...]
     """Prompt of the first turn, with what the environment gave at its start."""
-    opening: tuple[Mapping[str, str], ...] = ()
-    """Messages that the environment's `reset` returned."""
+    prompt: str = ""
+    """Its text."""
     observed: tuple[tuple[int, int], ...] = ()
     """Begin and end of each observation in `Completion.tokens`; their logprobs are 0."""
     messages: tuple[Mapping[str, str], ...] = ()

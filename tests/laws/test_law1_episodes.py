@@ -36,7 +36,7 @@ def engine(**limits: Any) -> RolloutEngine:
 def by_definition(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Tokens and rewards, each turn computed from the first token on in an engine of its own."""
     environment, form = Counting(request.row or {}, request.noise_key), turns()
-    prompt = form.prompt((request.row or {})["prompt"], environment.reset().messages)
+    _, prompt = form.prompt((request.row or {})["prompt"], environment.reset().messages)
     tokens, rewards, left = (), list[float](), SAMPLING.max_tokens
     while True:
         sampling = replace(SAMPLING, max_tokens=min(left, LIMITS.max_len - len(prompt + tokens)))

@@ -162,7 +162,7 @@ def test_a_turn_follows_another_as_the_template_writes_it(path: Path, ours: Toke
     end = () if ours.ends.turn_id is None else (ours.ends.turn_id,)
     turn = (*ours.encode("It is 7.", goes_on=True), *end)
     observation = {"role": "user", "content": "Go on."}
-    written = (*turns.prompt("How much?", []), *turn, *turns.observed(turn, [observation]))
+    written = (*turns.prompt("How much?", [])[1], *turn, *turns.observed(turn, [observation]))
     answer = {"role": "assistant", "content": "It is 7."}
     whole = ours.encode(
         ours.template.render([{**USER, "content": "How much?"}, answer, observation])

@@ -173,7 +173,6 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
     """Return one line of rollouts.jsonl."""
     completion, episode = rollout.completion, rollout.completion.episode
     more = {} if episode is None else _episode_row(episode)
-    opening = "" if episode is None else "".join(each["content"] for each in episode.opening)
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "request_id": completion.request_id,
@@ -182,7 +181,7 @@ def rollout_row(rollout: Rollout) -> dict[str, Any]:
         "num_tokens": completion.num_generated,
         "finish_reason": completion.finish_reason.value,
         "logprob": sum(completion.logprobs),
-        "prompt": rollout.prompt.text + opening,
+        "prompt": rollout.prompt.text if episode is None else episode.prompt,
         "text": completion.text,
         **more,
     }

@@ -205,8 +205,8 @@ class EpisodeGenerator(Generator):
             self._finish(episode, FinishReason.STOP, str(error))
 
     def _open(self, episode: RunningEpisode, answer: Reply) -> None:
-        row, episode.opening = episode.request.row or {}, tuple(answer.messages)
-        episode.prompt = self._turns.prompt(row.get("prompt", ""), episode.opening)
+        given = (episode.request.row or {}).get("prompt", "")
+        episode.prompt_text, episode.prompt = self._turns.prompt(given, answer.messages)
 
     def _observe(self, episode: RunningEpisode, answer: Reply) -> None:
         """Append an observation, and begin the next turn; or end the episode."""

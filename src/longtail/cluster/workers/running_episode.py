@@ -24,7 +24,7 @@ class RunningEpisode:
 
     request: Request
     prompt: tuple[int, ...] = ()
-    opening: tuple[Mapping[str, str], ...] = ()
+    prompt_text: str = ""
     tokens: list[int] = field(default_factory=list)
     """Finished turns and observations."""
     logprobs: list[float] = field(default_factory=list)
@@ -88,7 +88,7 @@ class RunningEpisode:
             policy_version=policy_version,
             episode=Episode(
                 prompt_tokens=self.prompt or self.request.prompt_tokens,
-                opening=self.opening,
+                prompt=self.prompt_text,
                 observed=tuple(self.observed),
                 messages=tuple(self.messages),
                 rewards=tuple(self.rewards),

@@ -48,8 +48,8 @@ class Turns:
                     f"{role!r} behind an answer; use a model whose template does"
                 )
 
-    def prompt(self, given: Any, opening: Sequence[Message]) -> Tokens:
-        """Return the tokens of a row's prompt, and of what the environment said at its start.
+    def prompt(self, given: Any, opening: Sequence[Message]) -> tuple[str, Tokens]:
+        """Return the text and tokens of a row's prompt with the environment's first messages.
 
         A first message of the user's is a part of the prompt's last one. Raises DataError.
         """
@@ -61,8 +61,9 @@ class Turns:
         messages += more
         if self._render is None:
             text = "".join(each["content"] for each in messages)
-            return self._tokenizer.encode(text, add_special_tokens=True)
-        return self._tokenizer.encode(self._render(messages, tools=self._tools))
+            return text, self._tokenizer.encode(text, add_special_tokens=True)
+        text = self._render(messages, tools=self._tools)
+        return text, self._tokenizer.encode(text)
 
     def observed(self, turn: Tokens, observation: Sequence[Message]) -> Tokens:
         """Return the tokens from the end of a turn to the start of the next one.
