@@ -1,6 +1,6 @@
 """The plan of a run: its configuration, and the decisions that follow from model and machine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import util
 from pathlib import Path
@@ -18,7 +18,7 @@ from longtail.model.transformer import ModelConfig
 from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
 from longtail.run.models import Base
-from longtail.system.machine import vllm_version
+from longtail.system.machine import module_path, vllm_version
 from longtail.vllm.guards import TRAINS, trains_with
 
 _SHARDING_SINCE = "2.13"
@@ -42,6 +42,8 @@ class RunPlan:
     """Whether vLLM generates."""
     now: datetime | None = None
     """Time that chat templates write."""
+    modules: tuple[str, ...] = field(default_factory=lambda: tuple(module_path()))
+    """Folders of modules of the run's process, in which workers look for environments, too."""
     base: Base | None = None
     """Base of the run, which `directory` holds; workers that are started later read it again."""
 

@@ -117,6 +117,7 @@ def _in_episodes(
         call_s=own.timeout_s,
         episode_s=own.episode_timeout_s,
         network=own.network,
+        modules=plan.modules,
     )
     if problem is not None and environments.tools:
         raise problem

@@ -91,8 +91,10 @@ def confinement(*, network: bool = False) -> list[str]:
 class _Process:
     """One process, idle or with an episode, that answers one question at a time."""
 
-    def __init__(self, session: tuple[str, Sequence[str], str], *, network: bool) -> None:
-        path = machine.module_path()
+    def __init__(
+        self, session: tuple[str, Sequence[str], str], modules: Sequence[str], *, network: bool
+    ) -> None:
+        path = [*(own := machine.module_path()), *(each for each in modules if each not in own)]
         program = f"import sys; sys.path[:] = {path}; from longtail.rl.environments import process;"
         self.pipe, theirs = socket.socketpair()
         self.pipe.setblocking(False)  # a process may read and write when it likes, or never
@@ -183,7 +185,7 @@ class Environments(AbstractContextManager["Environments"]):
 
     `call_s` limits the seconds of each answer, `episode_s` those of all answers of an episode; the
     time of the model does not count. A process that exceeds either is killed. `network` lets
-    environments reach the network. `close` ends all processes.
+    environments reach the network. `modules` are more folders of modules. `close` ends all.
     """
 
     def __init__(  # noqa: PLR0913 - all by keyword, but for what is run
@@ -196,8 +198,10 @@ class Environments(AbstractContextManager["Environments"]):
         call_s: float,
         episode_s: float,
         network: bool = False,
+        modules: Sequence[str] = (),
     ) -> None:
         self._session, self._network = (name, tuple(tools), calls), network
+        self._modules = modules
         self._most, self._call_s, self._episode_s = most, call_s, episode_s
         self._running: dict[str, _Process] = {}
         self._idle: list[_Process] = []
@@ -290,7 +294,7 @@ class Environments(AbstractContextManager["Environments"]):
 
     def _process(self) -> _Process:
         self._killed = [each for each in self._killed if each.keeper.poll() is None]
-        return _Process(self._session, network=self._network)
+        return _Process(self._session, self._modules, network=self._network)
 
     def _kill(self, process: _Process) -> None:
         process.pipe.close()  # for its keeper to kill it
