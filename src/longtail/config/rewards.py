@@ -35,7 +35,9 @@ class EnvironmentSection(Section):
     max_turns: Count = 8
     """Most turns of an episode; `rollout.max_tokens` bounds the tokens that it writes."""
     max_observed: Count = 1024
-    """Most tokens of an episode's observations; one that is longer ends it."""
+    """Most tokens of an episode's observations; one that is longer ends it. The engine's length has
+    room for as many, of which the environment's first messages and descriptions of tools take a
+    part."""
     timeout_s: Seconds = 30.0
     """Most seconds of an answer; a slower environment is killed, and the episode excluded."""
     episode_timeout_s: Seconds = 600.0
