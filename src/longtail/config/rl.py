@@ -338,6 +338,8 @@ def _cluster_problems(config: RunConfig) -> Iterator[str]:
 
 def _rollout_problems(config: RunConfig) -> Iterator[str]:
     rollout, data = config.rollout, config.data
+    if config.reward.name == ENVIRONMENT and config.environment.name is None:
+        yield f"reward.name = {ENVIRONMENT!r}: no environment gives it; set environment.name"
     longest = config.longest(data.max_prompt_len)
     sequences = rollout.prompts_per_step * rollout.group_size
     if sequences > _MOST_SEQUENCES:

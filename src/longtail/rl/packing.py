@@ -189,6 +189,8 @@ def _without_observed(packed: PackedSequences, rollouts: Sequence[Rollout]) -> P
         for span in each.completion.episode.observed
         for place in range(*span)
     ]
+    if not observed:
+        return packed
     mask, places = packed.loss_mask.clone(), torch.tensor(observed, dtype=torch.int64)
     mask[places if packed.places is None else packed.places[places]] = 0
     return replace(packed, loss_mask=mask)

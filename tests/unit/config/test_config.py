@@ -199,6 +199,7 @@ def test_malformed_toml_names_file_and_line(tmp_path, text, place):
         (["--rollout.kv_tokens=100"], ["rollout.kv_tokens = 100", "2560"]),
         (["--rollout.max_step_tokens=8"], ["rollout.max_step_tokens = 8", "rollout.max_running"]),
         (["--learner.mini_batches=129"], ["learner.mini_batches = 129", "128"]),
+        (["--reward.name=environment"], ["reward.name = 'environment': no environment gives it"]),
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
         (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
         (

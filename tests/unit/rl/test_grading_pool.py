@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from longtail.system import machine
 from longtail.system.machine import Memory
 from longtail.types import Completion, Prompt
 from support.rollouts import completion
+from support.waiting import wait_until
 
 TOY = '''
 import os, re, signal, sys, time
@@ -88,14 +87,6 @@ def is_over(pid: int) -> bool:
         return ") Z " in Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition holds, at most a minute."""
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "the condition did not hold within a minute"
-        time.sleep(0.01)
 
 
 def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(toy, capfd, monkeypatch):

@@ -15,7 +15,7 @@ import inspect
 import random
 import sys
 import typing
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
@@ -26,6 +26,7 @@ from longtail.rl.environments.calls import Call, parse
 from longtail.rl.environments.records import ROLES, Reply, is_message
 from longtail.rl.grading.answers import checked_number
 from longtail.rl.grading.grader import describe
+from longtail.rl.grading.reward import awaited
 from longtail.system.files import parse_json
 from longtail.system.machine import named_callable
 
@@ -140,10 +141,7 @@ class Session:
         self._runner.close()
 
     def _awaited(self, value: Any) -> Any:
-        async def wait_for(value: Awaitable[Any]) -> Any:
-            return await value
-
-        return self._runner.run(wait_for(value)) if inspect.isawaitable(value) else value
+        return awaited(self._runner, value)
 
     def _result(self, call: Call) -> tuple[dict[str, str], bool]:
         """Return the message with the result of a call, and whether it is an error, as in TRL."""

@@ -248,8 +248,7 @@ class FunctionReward(Reward):
             completion_ids=[list(task.tokens) for task in tasks],
             **{key: [task.data[key] for task in tasks] for key in columns},
         )
-        if inspect.isawaitable(rewards):
-            rewards = self.runner.run(_awaited(rewards))
+        rewards = awaited(self.runner, rewards)
         source = f"reward {self._name!r}"
         is_list = isinstance(rewards, Sized) and isinstance(rewards, Iterable)
         if not is_list or isinstance(rewards, (str, bytes, Mapping)):
@@ -266,8 +265,13 @@ class FunctionReward(Reward):
         """Accept every row: the columns that the function needs are unknown."""
 
 
-async def _awaited(rewards: Awaitable[Any]) -> Any:
-    return await rewards
+def awaited(runner: asyncio.Runner, value: Any) -> Any:
+    """Return a value of a user's function, or what it awaits."""
+
+    async def wait_for(value: Awaitable[Any]) -> Any:
+        return await value
+
+    return runner.run(wait_for(value)) if inspect.isawaitable(value) else value
 
 
 def _completion(task: GradingTask) -> str | Messages:

@@ -6,8 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from longtail.errors import ConfigError
 from longtail.rl.environments import pool
 from longtail.rl.environments.pool import Environments, confinement
 from longtail.rl.environments.records import Reply
+from support.waiting import wait_until
 
 TOY = '''
 import json, os, signal, socket, subprocess, sys, tempfile, time
@@ -113,13 +113,6 @@ def processes(mark: str) -> list[str]:
         except OSError:
             continue
     return found
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, "the condition did not hold within a minute"
-        time.sleep(0.01)
 
 
 KILLED = "the environment failed: it gave no answer in 3 s and was killed"
