@@ -69,7 +69,7 @@ def open_learned(model: Any, config: Any, draw: Draw) -> Learned:
     learned = Learned(block, texts, draw, copies=settings.history)
     learned.look(model)
     # Weights that are loaded while requests run, as by prime-rl, are followed at once.
-    model.load_weights = _renewing(model.load_weights, lambda _: learned)
+    model.load_weights = _renewing(model.load_weights, lambda *_: learned)
     return learned
 
 
@@ -109,14 +109,12 @@ def _looking(stock: Callable[..., Any]) -> Callable[..., Any]:
     return execute_model
 
 
-def _renewing(
-    stock: Callable[..., Any], find: Callable[[Any], Learned | None]
-) -> Callable[..., Any]:
+def _renewing(stock: Callable[..., Any], find: Callable[..., Learned | None]) -> Callable[..., Any]:
     @wraps(stock)
-    def act(self: Any, *args: Any, **options: Any) -> Any:
-        """Take new weights of the target; a learned drafter follows."""
-        result = stock(self, *args, **options)
-        if (learned := find(self)) is not None:
+    def act(*args: Any, **options: Any) -> Any:
+        """Take new weights of the target, by position or name; a learned drafter follows."""
+        result = stock(*args, **options)
+        if (learned := find(*args[:1])) is not None:
             learned.has_changed = True
         return result
 

@@ -245,7 +245,7 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
             for place in changed:
                 next(weights[place].parameters()).view(-1)[-1].add_(1e-3)
         for _ in range(loads):
-            target.load_weights([])
+            target.load_weights(weights=[])
         num_tokens = {"r": 1}
         output = SimpleNamespace(num_scheduled_tokens=num_tokens, scheduled_new_reqs=["r"][:new])
         execute(worker, output)
