@@ -1,5 +1,6 @@
-"""A tool: the model runs Python and reads what it prints."""
+"""Python for a model: as a tool, or as an environment that runs the blocks of code in its texts."""
 
+import re
 import subprocess
 import sys
 
@@ -25,3 +26,19 @@ def python(code: str) -> str:
         return f"The program did not end in {_MAX_S:.0f} s."
     said = done.stdout.strip() or done.stderr.strip().rpartition("\n")[2]
     return said[:_MAX_CHARACTERS] or "The program printed nothing."
+
+
+class Python:
+    """Runs the last block of Python in a text; a text without one ends the episode."""
+
+    def reset(self) -> str:
+        """Return what the model reads behind the problem."""
+        return "\nWrite a Python program that prints the answer:\n```python\n# your program\n```"
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Return what the program prints, no reward, and whether there is no program."""
+        programs = re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL)
+        if not programs:
+            return "", 0.0, True
+        printed = python(programs[-1])
+        return f"It prints:\n{printed}\nPut the final answer within \\boxed{{}}.", 0.0, False
