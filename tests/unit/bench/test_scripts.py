@@ -92,6 +92,13 @@ def test_all_trainers_make_the_same_gradient():
     assert result["state_mb"]["adapters"] < result["state_mb"]["modelled"]
 
 
+@pytest.mark.slow
+def test_turns_are_timed_with_the_kv_of_earlier_ones_and_without():
+    code, _, result = run_script("turns", str(REASONER), "--repeats=1")
+    assert code == 0
+    assert [set(each) for each in result["turns"]] == [{"kept_s", "anew_s", "anew_over_kept"}] * 5
+
+
 VLLM = f"""#!{sys.executable}
 import json, sys
 rule = json.loads(sys.argv[3])["rule"]
