@@ -103,7 +103,7 @@ def run(options: Options) -> int:
     print_card(
         [table(f"{title}; drafters: {'+'.join(drafters.names) or 'none'}{learned}", cells)],
         result,
-        sentences=sentences(cells),
+        sentences=[*sentences(cells), f"{subject.limit.sentence(max(options.batches))}."],
         json_only=options.json,
     )
     return 0
@@ -181,6 +181,7 @@ def summarize(batch: int, turns: Mapping[str, Sequence[Turn]]) -> Cell:
                 "differing_share": differing_share(plain, own) if own[-1].texts else None,
                 "seconds_share": median(each.seconds_share for each in own),
                 "nodes_share": median(each.nodes_share for each in own),
+                "limit_share": median(each.limit_share for each in own),
             }
             for name, own in turns.items()
         },
@@ -282,12 +283,13 @@ def table(title: str, cells: Sequence[Cell]) -> Table:
             row["accept_length"] or None,
             None if row["differing_share"] is None else f"{row['differing_share']:.1%}",
             f"{row['seconds_share']:.2f}, {row['nodes_share']:.2f}" if row["nodes_share"] else None,
+            f"{row['limit_share']:.0%}" if row["limit_share"] else None,
         )
         for cell in cells
         for name, row in cell["rows"].items()
     ]
     headings = ("running, contestant", "tokens/s", "over plain", "accept length", "texts differ",
-                "predicted s, nodes")  # fmt: skip
+                "predicted s, nodes", "of the limit")  # fmt: skip
     return Table(title, headings, rows)
 
 

@@ -34,6 +34,8 @@ class Turn:
     """Predicted over measured seconds of the steps that verified drafts; 0 without any."""
     nodes_share: float = 0.0
     """Expected over accepted nodes of these steps."""
+    limit_share: float = 0.0
+    """Least seconds of the steps on this machine, over those that they took."""
 
 
 class WatchedTuner(BudgetTuner):
@@ -79,7 +81,7 @@ class OwnEngine:
         self._requests = self._subject.requests(num_texts, first=first)
         self._meter, self._done = RolloutMeter(), dict[str, Completion]()
         self._tuner.begin_turn()
-        self._seconds = self._cpu_seconds = 0.0
+        self._seconds = self._cpu_seconds = self._least_s = 0.0
         for request in self._requests:
             self._engine.submit(request)
 
@@ -89,6 +91,7 @@ class OwnEngine:
         report = self._engine.step()
         self._seconds += time.perf_counter() - start
         self._cpu_seconds += time.process_time() - cpu_start
+        self._least_s += self._subject.limit.seconds(report.num_tokens)
         self._meter.add(report)
         self._done |= {each.request_id: each for each in report.finished}
         return len(self._done) < len(self._requests)
@@ -104,6 +107,7 @@ class OwnEngine:
             texts=texts,
             seconds_share=_share(*self._tuner.seconds),
             nodes_share=_share(*self._tuner.nodes),
+            limit_share=_share(self._least_s, self._seconds),
         )
 
 

@@ -18,6 +18,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import load_tokenizer
+from longtail.model.limit import Limit, limit_of, measure
 from longtail.rl.data.prompts import PromptSource
 from longtail.run.models import model_directory
 from longtail.sampling import noise_key
@@ -38,6 +39,8 @@ class Subject:
     prompts: Sequence[tuple[int, ...]]
     sampling: SamplingParams
     group_size: int
+    limit: Limit
+    """Limit of this process's threads."""
 
     def requests(self, count: int, turn: int = 0, first: int = 0) -> list[Request]:
         """Return requests from number `first` on, group after group.
@@ -71,12 +74,14 @@ def open_subject(config: RunConfig, num_texts: int, log: Log) -> Subject:
     target = open_model(config.model.path, directory, tokenizer, config.rollout.dtype)
     found = load_prompts(config, tokenizer, None).train
     source = PromptSource(found, seed=config.run.seed, shuffle=config.data.shuffle)
+    model = target.model
     num_prompts = -(-num_texts // config.rollout.group_size)
     return Subject(
         target=target,
         prompts=[each.prompt.tokens for each in source.take(num_prompts)],
         sampling=sampling_of(config, tokenizer),
         group_size=config.rollout.group_size,
+        limit=limit_of(model.config, model.dtype, measure(model.device, model.dtype)),
     )
 
 

@@ -192,7 +192,7 @@ class Trainer:
             log, now = console.log, run.begun
             prompts = partial(load_prompts, config, check=grader.check, log=log, now=now)
             parts = assemble(config, directory, base, prompts, log, self._on_progress, now)
-        self.workers, self._source = parts.workers, parts.source
+        self.workers, self._source, self._limit = parts.workers, parts.source, parts.limit
         self._step = TrainingStep(
             rollout=config.rollout,
             learner=config.learner,
@@ -346,6 +346,7 @@ class Trainer:
             steps=self._state.step,
             reward_after=self._evaluate().get("eval/reward_mean"),
             seconds=self._seconds(),
+            limit="" if self._limit is None else self._limit.sentence(self._config.running),
         )
         summary.write_summary(path, finished)
         try:

@@ -14,11 +14,13 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.adapters import import_peft
 from longtail.model.hf.causal import equal_decoder
 from longtail.model.hf.model import load_config
+from longtail.model.limit import Limit, limit_of, measure
 from longtail.model.transformer import ModelConfig
 from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
 from longtail.run.models import Base
-from longtail.system.machine import module_path, vllm_version
+from longtail.system.device import DTYPES, compute_threads
+from longtail.system.machine import module_path, usable_cores, vllm_version
 from longtail.vllm.guards import TRAINS, trains_with
 
 _SHARDING_SINCE = "2.13"
@@ -46,6 +48,15 @@ class RunPlan:
     """Folders of modules of the run's process, in which workers look for environments, too."""
     base: Base | None = None
     """Base of the run, which `directory` holds; workers that are started later read it again."""
+
+
+def limit_on(plan: RunPlan) -> Limit | None:
+    """Measure what this machine can generate at most; None where vLLM generates."""
+    if plan.on_vllm:
+        return None
+    dtype = DTYPES[plan.config.rollout.dtype]
+    with compute_threads(usable_cores()):
+        return limit_of(plan.shape, dtype, measure(plan.device, dtype))
 
 
 def plan_run(config: RunConfig, directory: Path, base: Base | None = None) -> RunPlan:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from longtail.assembly import memory, precision
 from longtail.assembly.drafters import drafter_names, located
-from longtail.assembly.plan import RunPlan, plan_run
+from longtail.assembly.plan import RunPlan, limit_on, plan_run
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.records import GroupSettings, Progress
@@ -18,6 +18,7 @@ from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
+from longtail.model.limit import Limit
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.rl.environments.pool import confinement
 from longtail.run.models import Base, model_directory
@@ -34,6 +35,8 @@ class TrainerComponents:
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
     sampling: SamplingParams
+    limit: Limit | None
+    """Limit of this machine; None where vLLM generates."""
 
 
 def assemble(  # noqa: PLR0913 - the parts of a run
@@ -57,11 +60,13 @@ def assemble(  # noqa: PLR0913 - the parts of a run
     sampling, prompts = sampling_of(config, tokenizer), read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
+    limit = limit_on(plan)
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=heldout,
         workers=_started(plan, longest, log, on_progress),
         sampling=sampling,
+        limit=limit,
     )
 
 

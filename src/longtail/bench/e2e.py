@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from longtail.assembly import memory
-from longtail.assembly.plan import plan_run
+from longtail.assembly.plan import limit_on, plan_run
 from longtail.assembly.precision import run_device
 from longtail.bench import e2e_card
 from longtail.bench.arms import (
@@ -38,11 +38,14 @@ def run(options: E2eBenchOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="longtail-e2e-") as place:
         compared = make_comparison(options, Path(place))
         check_memory(compared)
+        own = compared.arms[OFF]
+        limit = limit_on(plan_run(own, model_directory(own.model.path)))
+        limits = () if limit is None else (f"{limit.sentence(own.running)}.",)
         found = run_arms(compared, progress("e2e"))
     print_card(
         e2e_card.tables(compared, found),
         e2e_card.as_json(compared, found),
-        sentences=e2e_card.sentences(found),
+        sentences=[*e2e_card.sentences(found), *limits],
         json_only=options.json,
     )
     if options.plot is not None:

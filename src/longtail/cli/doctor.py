@@ -1,4 +1,4 @@
-"""`longtail doctor`: packages, hardware, kernels and dtypes, with remedies; the ends of a model.
+"""`longtail doctor`: packages, hardware, kernels and dtypes, with remedies; facts of a model.
 
 The exit code is 1 if a finding has level `missing`. Nothing is changed.
 """
@@ -14,8 +14,10 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from longtail.cli.options import DoctorOptions
+from longtail.errors import UnsupportedModelError
 from longtail.system import machine
 
 _PURPOSES = {
@@ -52,6 +54,8 @@ def run(options: DoctorOptions) -> int:
         if each.remedy:
             console.print(f"{'':9}-> {escape(each.remedy)}", soft_wrap=True, highlight=False)
         healthy &= each.level != "missing"
+    if options.model is not None:
+        console.print(_limits(options.model))
     console.print("ready" if healthy else "not ready: see the lines marked MISSING")
     return 0 if healthy else 1
 
@@ -96,6 +100,36 @@ def _model_facts(name: str) -> Iterator[Finding]:
     yield Finding("ends of texts", value, "ok" if ends else "optional", remedy)
     turn = repr(tokenizer.ends.turn) if tokenizer.has_chat_template else "no chat template"
     yield Finding("behind an answer", turn)
+
+
+def _limits(name: str) -> Table | str:
+    """Return what this machine can generate at most with a model, and drafts can gain."""
+    import torch
+
+    from longtail.assembly.precision import fastest_dtype
+    from longtail.model.hf.model import load_config
+    from longtail.model.limit import limit_of, measure
+    from longtail.run.models import model_directory
+    from longtail.system.device import DTYPES, choose_device
+
+    try:
+        shape = load_config(model_directory(name, field="MODEL"))
+    except UnsupportedModelError as error:
+        return f"no limit: {error}"
+    device = choose_device("auto")
+    dtype = fastest_dtype(device)
+    speed = measure(device, DTYPES[dtype])
+    limit = limit_of(shape, DTYPES[dtype], speed)
+    table = Table("running", "tokens/s at most", "drafts gain at most", title_justify="left")
+    table.title = (
+        f"{dtype} on {device}, {torch.get_num_threads()} threads: "
+        f"{speed.flop_per_s / 1e9:,.0f} GFLOP/s, {speed.bytes_per_s / 1e9:,.0f} GB/s; "
+        f"{limit.free_rows:.0f} rows of a step are free"
+    )
+    for running in (1, 2, 4, 8, 16, 32, 64):
+        most = f"{limit.tokens_per_s(running):,.0f}"
+        table.add_row(str(running), most, f"{limit.gain(running):.1f}x")
+    return table
 
 
 def _requirements(extra: str) -> list[Requirement]:

@@ -123,5 +123,8 @@ class DoctorOptions:
 
     model: Annotated[
         str | None,
-        Option("model whose ends of texts are shown, named as model.path", positional=True),
+        Option(
+            "model whose ends of texts and limits of speed are shown, named as model.path",
+            positional=True,
+        ),
     ] = None

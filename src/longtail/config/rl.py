@@ -306,6 +306,13 @@ class RunConfig(Section):
         return prompt_len + self.rollout.max_tokens + (own.max_observed if own.is_on else 0)
 
     @property
+    def running(self) -> int:
+        """Most completions that run on a worker at a time."""
+        own = self.rollout
+        shard = -(-own.prompts_per_step * own.group_size // self.cluster.workers)
+        return min(own.max_running, shard)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether several workers hold one shard of the learner each."""
         return self.learner.sharding == "full" and self.cluster.workers > 1

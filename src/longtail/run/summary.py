@@ -62,9 +62,11 @@ def summarize_run(
     steps: int,
     reward_after: float | None,
     seconds: float,
+    limit: str = "",
 ) -> Summary:
     """Return the summary of the rows of metrics.jsonl, the first of which has `reward_before`.
 
+    `limit` says what drafts can gain on the machine.
     Lengths, shares of drafts and of idle time are medians over the steps, the others are weighted
     by time.
     """
@@ -98,6 +100,7 @@ def summarize_run(
         "max_over_median": middle("response_length/max_over_median"),
         "accept_length": middle("speculation/accept_length"),
         "emitted_share": middle("speculation/emitted_share"),
+        "limit": limit,
         "num_switches": int(sum(switches)) if switches else None,
         "tuner_share": per_rollout_s("speculation/tuner_share") if switches else None,
         "idle_utilization": (
@@ -145,6 +148,8 @@ def summary_lines(summary: Summary, run_dir: Path) -> list[tuple[str, str]]:
     for label, text in _LINES:
         with contextlib.suppress(TypeError):  # a number was not measured: None has no such format
             lines.append((label, text.format(**summary)))
+    if limit := summary.get("limit"):
+        lines.append(("limit", limit))
     if lengths := summary["drafter_accept_lengths"]:
         every = -(-len(lengths) // _SHOWN_LENGTHS)
         shown = " ".join(f"{each:.2f}" for each in lengths[(len(lengths) - 1) % every :: every])

@@ -30,6 +30,7 @@ def test_it_shows_how_texts_of_a_model_end(tmp_path, capsys):
     assert doctor.run(DoctorOptions(model=str(save_tiny(tmp_path)))) == 0
     out = capsys.readouterr().out
     assert re.search(r"ends of texts +<eos> = 1\n.*behind an answer +'<eos>'\n", out)
+    assert "rows of a step are free" in out
 
 
 def test_it_advises_one_worker_for_each_node_of_memory_with_usable_cores(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def test_shares_of_a_summary_are_weighted_by_time():
         "max_over_median": 14.0,
         "accept_length": None,
         "emitted_share": None,
+        "limit": "",
         "num_switches": None,
         "tuner_share": None,
         "idle_utilization": None,
