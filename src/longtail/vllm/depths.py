@@ -58,7 +58,8 @@ class Depths:
         self._schedule = check(scheduler, "schedule", "", then="throttle_prefills")
         known = "scheduler_output model_runner_output"
         self._update = check(scheduler, "update_from_output", known)
-        self._reset = scheduler.reset_prefix_cache
+        self._reset, self._pause = scheduler.reset_prefix_cache, scheduler.set_pause_state
+        self._has_paused = False
         self._scheduler, self._agree, self._tuner = scheduler, agree, tuner or OffTuner()
         self._gains = Gains()
         self._plan = Plan(strategy=None)
@@ -78,6 +79,7 @@ class Depths:
             scheduler.dynamic_sd_lookup = self._table
         scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
         scheduler.reset_prefix_cache, scheduler.longtail_depths = self.reset_prefix_cache, self
+        scheduler.set_pause_state = self.set_pause_state
 
     def use(self, tuner: Tuner) -> None:
         """Choose by another tuner, where the depth can be chosen."""
@@ -100,8 +102,14 @@ class Depths:
         output = self._schedule(*args, **options)
         if self._table:
             output.num_spec_tokens_to_schedule = self.depth  # vLLM 0.23 has no such field
+        output.longtail_has_paused, self._has_paused = self._has_paused, False
         self._began[id(output)] = began
         return output
+
+    def set_pause_state(self, *args: Any, **options: Any) -> Any:
+        """Pause or resume, between which weights may change under requests (vLLM calls it)."""
+        self._has_paused = True
+        return self._pause(*args, **options)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Learn from a step that verified and drafted at one depth (vLLM calls it)."""

@@ -2,7 +2,7 @@
 
 load_model                                                      the drafter reads the target's parts
 load_weights, finish_weight_update, add_lora                    earlier texts count less
-a first step, of new requests alone                             the same if weights differ
+a step of new requests alone, or after a pause                  the same if weights differ
 collective_rpc("longtail_save_drafter", args=(DIRECTORY,))      a drafter directory
 
 Its memory is taken after that of the weights, outside of vLLM's pool: sleep leaves it alone.
@@ -97,12 +97,13 @@ def _looking(stock: Callable[..., Any]) -> Callable[..., Any]:
     def execute_model(self: Any, scheduler_output: Any) -> Any:
         """Run a step; a learned drafter looks at weights before one of new requests alone.
 
-        Trainers also copy and merge weights in place, while the engine is idle.
+        Or after a pause: trainers also copy and merge weights in place, with or without requests.
         """
         learned = learned_of(self.model_runner)
         num_requests = len(scheduler_output.num_scheduled_tokens)
-        is_first = num_requests == len(scheduler_output.scheduled_new_reqs)
-        if learned is not None and num_requests and (is_first or learned.has_changed):
+        may_differ = num_requests == len(scheduler_output.scheduled_new_reqs)
+        may_differ |= getattr(scheduler_output, "longtail_has_paused", False)
+        if learned is not None and num_requests and (may_differ or learned.has_changed):
             learned.look(self.model_runner.get_model())
         return stock(self, scheduler_output)
 

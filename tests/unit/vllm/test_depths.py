@@ -45,6 +45,9 @@ class Scheduler:
     def reset_prefix_cache(self) -> bool:
         return True
 
+    def set_pause_state(self, state: str) -> None:
+        self.pause_state = state
+
 
 def end(scheduler: Any, output: Any, stands: float = 0.5) -> Any:
     """End a step, in which a share of the drafts stands; return vLLM's statistics."""
@@ -122,6 +125,16 @@ def test_ranks_with_schedulers_of_their_own_take_the_choice_of_the_first():
         outputs = [scheduler.schedule() for scheduler in ranks]
         assert len({output.num_spec_tokens_to_schedule for output in outputs}) == 1
     assert not told
+
+
+def test_the_first_step_after_a_pause_says_so() -> None:
+    scheduler: Any = Scheduler(2)
+    Depths(scheduler, Recording(2))
+    for paused in (False, True):
+        if paused:
+            scheduler.set_pause_state("UNPAUSED")
+        assert [scheduler.schedule().longtail_has_paused for _ in range(2)] == [paused, False]
+    assert scheduler.pause_state == "UNPAUSED"
 
 
 @pytest.mark.parametrize("chooses", [True, False])

@@ -239,7 +239,7 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
     )
     execute = _looking(lambda self, output: v1_drafts(v1, take(["r"], [fed])))
 
-    def left_after(new: int, *changed: int, loads: int = 0) -> float:
+    def left_after(new: int, *changed: int, loads: int = 0, pauses: bool = False) -> float:
         """Execute a step with `new` of one request, after changes of these modules."""
         with torch.no_grad():
             for place in changed:
@@ -248,6 +248,7 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
             target.load_weights(weights=[])
         num_tokens = {"r": 1}
         output = SimpleNamespace(num_scheduled_tokens=num_tokens, scheduled_new_reqs=["r"][:new])
+        output.longtail_has_paused = pauses
         execute(worker, output)
         return float(learned.block._sums.products.unique())
 
@@ -258,6 +259,8 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
     assert left_after(1) == 1 / 16
     assert left_after(0, 1, 0, loads=2) == 1 / 64
     assert left_after(1) == 1 / 64
+    assert left_after(0, 1, pauses=True) == 1 / 256  # as prime-rl pauses, with requests
+    assert left_after(0, pauses=True) == 1 / 256
 
 
 def test_weights_whose_load_is_not_ended_are_looked_at_afterwards() -> None:
