@@ -105,15 +105,12 @@ class Generator(abc.ABC):
         """Raise RequestError if this generator can never serve the request; thread-safe."""
 
     @abc.abstractmethod
-    def submit(self, request: Request, begun: Completion | None = None) -> None:
-        """Queue a request, or continue one that another generator returned from `abort`.
-
-        Raises RequestError as `check`, and if `begun` is not its beginning under this policy.
-        """
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError as `check`."""
 
     @abc.abstractmethod
-    def abort(self, request_id: str) -> Completion:
-        """Remove an unfinished request and return its completion so far; see `submit`."""
+    def abort(self, request_id: str) -> None:
+        """Remove an unfinished request. Raises RequestError if there is none of this id."""
 
     @abc.abstractmethod
     def step(self) -> StepReport:
@@ -163,22 +160,20 @@ class Generator(abc.ABC):
         self,
         requests: Sequence[Request],
         on_step: Callable[[StepReport], None] | None = None,
-        begun: Sequence[Completion] = (),
     ) -> list[Completion]:
         """Run until the requests are finished; return their completions in the same order.
 
-        Other requests in progress advance as well; `on_step` gets all reports. Those in `begun` are
-        continued. Requests that `on_step` aborts are left out. If anything raises, or one of the
-        requests fails, the requests are aborted.
+        Other requests in progress advance as well; `on_step` gets all reports. Requests that
+        `on_step` aborts are left out. If anything raises, or one of the requests fails, the
+        requests are aborted.
         """
         for request in requests:
             self.check(request)
         done: dict[str, Completion] = {}
-        beginnings = {each.request_id: each for each in begun}
         awaited = {request.request_id for request in requests}
         try:
             for request in requests:
-                self.submit(request, beginnings.get(request.request_id))
+                self.submit(request)
             while awaited:
                 report = self.step()
                 report.raise_failure(awaited)

@@ -143,8 +143,6 @@ class FinishReason(StrEnum):
     """A stop token or a stop string was generated."""
     LENGTH = "length"
     """max_tokens was reached."""
-    ABORT = "abort"
-    """The caller aborted the request; the tokens generated so far are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

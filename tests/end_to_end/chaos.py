@@ -31,7 +31,6 @@ import psutil
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster.workers.worker_pool import WorkerPool
-from support import moves
 from support.listening import command, family
 
 SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP")}
@@ -74,7 +73,7 @@ DRAFTERS = {
 }
 """Value of the option, and tasks of workers that it brings."""
 TASKS = ("start", "generate", "learn", "publish", "save_policy", "restore_saved")
-TASKS_OF_TWO = ("accumulate", "release", "add", "join", "restore")
+TASKS_OF_TWO = ("accumulate", "release", "join", "restore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,6 @@ class Trial:
     learner: str
     drafter: str
     workers: int
-    moves: bool
     plan: tuple[Kill, ...]
 
     @property
@@ -105,7 +103,7 @@ class Trial:
 
 
 def draw(seed: str) -> Trial:
-    """Draw a trial; with two workers shards or moves, and kills of Ray's processes."""
+    """Draw a trial; with two workers shards, and kills of Ray's processes."""
     chance = random.Random(seed)
     workers = chance.choice((1, 2))
     learner = chance.choice([name for name in LEARNERS if name != "shards" or workers == 2])
@@ -121,8 +119,7 @@ def draw(seed: str) -> Trial:
         )
         for _ in range(chance.choice((2, 3, 4)))
     )
-    has_moves = workers == 2 and chance.random() < 0.5
-    return Trial(learner=learner, drafter=drafter, workers=workers, moves=has_moves, plan=plan)
+    return Trial(learner=learner, drafter=drafter, workers=workers, plan=plan)
 
 
 # ---- in the process of the run
@@ -166,8 +163,6 @@ def arm(trial: Trial, journal: Path) -> None:
         return call
 
     WorkerPool.start, WorkerPool.tell = noted(WorkerPool.start), noted(WorkerPool.tell)  # type: ignore[method-assign]
-    if trial.moves:
-        moves.move_often()
     called("start")
 
 

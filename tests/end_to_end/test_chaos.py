@@ -29,16 +29,16 @@ def test_kills_and_signals_change_no_bit(chaos, learner, drafter):
     task = "solve_drafter" if drafter == "fresh+history" else "generate"
     stopped = "learn" if drafter == "eagle" else "generate"
     plan = _kills(("driver", task), ("SIGTERM", stopped), ("driver", "save_policy"))
-    trial = Trial(learner=learner, drafter=drafter, workers=1, moves=False, plan=plan)
+    trial = Trial(learner=learner, drafter=drafter, workers=1, plan=plan)
     chaos.disturb(trial, "run")
     assert sum(chaos.kills.values()) == len(plan)
 
 
 @pytest.mark.slow
-def test_episodes_that_move_and_lose_their_worker_or_run_are_written_again(chaos):
+def test_episodes_that_lose_their_worker_or_run_are_written_again(chaos):
     pytest.importorskip("ray")
-    plan = _kills(("worker", "release"), ("driver", "generate"))
-    trial = Trial(learner="episodes", drafter="fresh+history", workers=2, moves=True, plan=plan)
+    plan = _kills(("worker", "generate"), ("driver", "generate"))
+    trial = Trial(learner="episodes", drafter="fresh+history", workers=2, plan=plan)
     chaos.disturb(trial, "run")
     assert chaos.kills == Counter(kill.what for kill in plan)
 
@@ -46,18 +46,18 @@ def test_episodes_that_move_and_lose_their_worker_or_run_are_written_again(chaos
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "then"),
-    [("release", ("dashboard agent", "learn")), ("accumulate", ("SIGTERM", "start"))],
+    [("generate", ("dashboard agent", "learn")), ("accumulate", ("SIGTERM", "start"))],
 )
 def test_a_run_on_ray_goes_on_without_a_worker_and_ends_with_a_sentence_without_ray(
     chaos, task, then
 ):
-    """A worker is lost as it hands requests over or learns ahead; then Ray or the driver ends.
+    """A worker is lost as it generates or learns ahead; then Ray or the driver ends.
 
-    Both tasks need two workers, and a run may end before a lost one is replaced: one each.
+    A run may end before a lost one is replaced: one each.
     """
     pytest.importorskip("ray")
     plan = _kills(("worker", task), then)
-    trial = Trial(learner="adapters", drafter="fresh+history", workers=2, moves=True, plan=plan)
+    trial = Trial(learner="adapters", drafter="fresh+history", workers=2, plan=plan)
     chaos.disturb(trial, "run")
     assert chaos.kills == Counter(kill.what for kill in plan)
     assert chaos.runs <= 2, "Ray's end or the signal ends a run; a lost worker ends none"

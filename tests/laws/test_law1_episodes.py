@@ -1,6 +1,5 @@
-"""Laws 1, 3 and 5 for episodes: with any drafts, in any order of answers, wherever they go on."""
+"""Laws 1, 3 and 5 for episodes: with any drafts, in any order of answers."""
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,6 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import Verified
 from longtail.model.hf.weights import hf_rows
-from longtail.rl.environments.records import Reply
 from longtail.rl.logprobs import score
 from longtail.rl.packing import pack_group
 from longtail.speculation.strategy import Strategy
@@ -110,35 +108,19 @@ def test_a_later_turn_computes_the_observation_and_no_text_before_it(
     assert sum(computed) < len(done.episode.prompt_tokens) + len(done.tokens) + 1
 
 
-def test_an_episode_goes_on_in_another_generator(plain: list[Completion]) -> None:
+def test_an_episode_that_is_given_up_is_written_again(plain: list[Completion]) -> None:
     for steps in range(1, 40, 3):
-        first, second = in_episodes(engine()), in_episodes(engine(), seed=steps)
+        generator, done = in_episodes(engine(), seed=steps), list[Completion]()
         for each in REQUESTS[:4]:
-            first.submit(each)
-        done = list[Completion]()
+            generator.submit(each)
         for _ in range(steps):
-            done += first.step().finished if first.num_unfinished else ()
-        left = [each for each in REQUESTS[:4] if first.is_unfinished(each.request_id)]
-        begun = [first.abort(each.request_id) for each in left]
-        done += second.generate(left, begun=begun)
+            done += generator.step().finished if generator.num_unfinished else ()
+        left = [each for each in REQUESTS[:4] if generator.is_unfinished(each.request_id)]
+        for each in left:
+            generator.abort(each.request_id)
+        done += generator.generate(left)
         found = sorted(map(bare, done), key=lambda each: each.request_id)
         assert found == list(map(bare, plain[:4]))
-
-
-def test_an_environment_that_does_not_repeat_itself_ends_the_episode() -> None:
-    numbers = itertools.count()
-
-    class Moody(Counting):
-        def reset(self) -> Reply:
-            return Reply(messages=({"role": "user", "content": f"{next(numbers)}"},))
-
-    first, second = in_episodes(engine(), make=Moody), in_episodes(engine(), make=Moody)
-    first.submit(REQUESTS[0])
-    while not any(emitted.request_id == "0#0" for emitted in first.step().emitted):
-        pass
-    (done,) = second.generate(REQUESTS[:1], begun=[first.abort("0#0")])
-    assert done.episode is not None
-    assert done.episode.problem == "the environment is not repeatable"
 
 
 def test_logprobs_are_the_learners_and_observations_have_no_loss(plain: list[Completion]) -> None:

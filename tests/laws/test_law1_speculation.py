@@ -198,7 +198,6 @@ TURNS = st.builds(
     max_running=st.sampled_from([0, 0, 4]),
     leaves=st.sampled_from([None, None, *range(12)]),
     returns=st.booleans(),
-    goes_on=st.booleans(),
 )
 """Events before a step: another drafter (None: none), an abort, and a request that returns."""
 
@@ -242,16 +241,11 @@ def test_nothing_that_happens_between_steps_changes_a_text(
             if turn.leaves is not None:
                 request = given.requests[turn.leaves]
                 if engine.is_unfinished(request.request_id):
-                    gone = engine.abort(request.request_id)
-                    kept = plain[request.request_id].tokens[: len(gone.tokens)]
-                    assert gone.tokens == kept
-                    done[request.request_id] = gone
+                    engine.abort(request.request_id)
                     if turn.returns:
-                        engine.submit(request, gone if turn.goes_on else None)
-                        del done[request.request_id]
+                        engine.submit(request)
         if engine.num_unfinished:
             done.update((each.request_id, each) for each in engine.step().finished)
         clock += 1
     assert engine.kv_usage().free == engine.kv_usage().total
-    ended = [each for each in done.values() if each.finish_reason is not FinishReason.ABORT]
-    assert_same_texts(ended, [plain[each.request_id] for each in ended])
+    assert_same_texts([*done.values()], [plain[name] for name in done])

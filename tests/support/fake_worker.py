@@ -22,7 +22,7 @@ from longtail.engine.report import RolloutMeter
 from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
-from longtail.types import Completion, FinishReason, MicroBatch, Request, SamplingParams, TrainBatch
+from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
 from support.rollouts import completion
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ class Script:
     learn_s: float = LEARN_S
     token_s: Callable[[int], float] = lambda num_running: TOKEN_S
     """Seconds in which each of the running requests grows by a token."""
+    max_running: int = 64
     slowness: dict[int, float] = field(default_factory=dict)
     """Factor of the seconds in which a worker generates; 1 for those that are not named."""
     accumulate_s: float = 0.01
@@ -151,9 +152,8 @@ class FakeWorker:
         self._left: dict[str, int] = {}
         """Tokens that each unfinished request has left."""
         self._finished: list[Completion] = []
-        self._added: list[tuple[Sequence[Request], Sequence[Completion]]] = []
         self._asked_back: list[str] = []
-        self._released: list[Completion] = []
+        self._released: list[str] = []
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
         self._candidate: Replica | None = None
@@ -165,26 +165,23 @@ class FakeWorker:
     def ready(self) -> Steps:
         yield READY_S
 
-    def generate(
-        self, shard: Sequence[Request], learns: bool = False, begun: Sequence[Completion] = ()
-    ) -> Steps:
+    def generate(self, shard: Sequence[Request], learns: bool = False) -> Steps:
         assert self.engine is not None, "a policy is published before texts are generated"
-        self._shard, self._finished, self._left = {}, [], {}
-        self._begin(shard, begun)
+        self._shard, self._finished = {each.request_id: each for each in shard}, []
+        self._left = {name: each.noise_key % 1000 for name, each in self._shard.items()}
         self._num_written = 0
         self._take_offers()
         while self._left:
             slowness = self._script.slowness.get(self.number, 1.0)
-            yield slowness * self._script.token_s(len(self._left))
-            self._num_written += len(self._left)
-            for name in list(self._left):
+            yield slowness * self._script.token_s(len(self._running()))
+            for name in self._running():
+                self._num_written += 1
                 self._left[name] -= 1
-                self._end(name)
+                if not self._left[name]:
+                    del self._left[name]
+                    self._finished.append(self._completion(self._shard[name]))
             self._beats += 1
-            self._give_back()
-            for requests, beginnings in self._added:
-                self._begin(requests, beginnings)
-            self._added = []
+            self._release()
             self._take_offers()
             if self._is_stopped:
                 raise Stopped
@@ -195,25 +192,14 @@ class FakeWorker:
             drafter_version=self.served.version,
         )
 
-    def _begin(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
-        known = {each.request_id: len(each.tokens) for each in begun}
-        for request in requests:
-            self._shard[request.request_id] = request
-            written = known.get(request.request_id, 0)
-            self._left[request.request_id] = request.noise_key % 1000 - written
-            self._end(request.request_id)
+    def _running(self) -> list[str]:
+        return list(self._left)[: self._script.max_running]
 
-    def _end(self, name: str) -> None:
-        if self._left[name] <= 0:
+    def _release(self) -> None:
+        names = [name for name, length in self.lengths() if not length and name in self._asked_back]
+        for name in names:
             del self._left[name]
-            self._finished.append(self._completion(self._shard[name]))
-
-    def _give_back(self) -> None:
-        for name in self._asked_back:
-            if name in self._left:
-                request = self._shard.pop(name)
-                self._released.append(self._completion(request, self._written_of(request)))
-                del self._left[name]
+        self._released += names
         self._asked_back = []
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> Steps:
@@ -335,7 +321,7 @@ class FakeWorker:
             beats=self._beats,
             num_finished=len(self._finished),
             num_generated=self._num_written,
-            num_running=len(self._left),
+            num_running=len(self._running()),
             is_waiting=self._is_waiting,
         )
 
@@ -363,12 +349,9 @@ class FakeWorker:
     def release(self, request_ids: Sequence[str]) -> None:
         self._asked_back += request_ids
 
-    def drain_released(self) -> list[Completion]:
+    def drain_released(self) -> list[str]:
         found, self._released = self._released, []
         return found
-
-    def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
-        self._added.append((requests, begun))
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         self.received += texts
@@ -397,13 +380,10 @@ class FakeWorker:
             is_finished=request.request_id not in self._left,
         )
 
-    def _completion(self, request: Request, begun: tuple[int, ...] | None = None) -> Completion:
-        """Return the text of a request, or its beginning."""
-        tokens, policy = text(request) if begun is None else begun, self.engine
-        assert policy is not None
-        reason = FinishReason.STOP if begun is None else FinishReason.ABORT
-        version = len(policy)
-        return completion(request.request_id, tokens, finish_reason=reason, policy_version=version)
+    def _completion(self, request: Request) -> Completion:
+        assert self.engine is not None
+        version = len(self.engine)
+        return completion(request.request_id, text(request), policy_version=version)
 
     def _take_offers(self) -> None:
         if self._offers:

@@ -65,7 +65,6 @@ def begun(
     training: str = "spot",
     *,
     is_sharded: bool = False,
-    sharing: bool = True,
     min_workers: int = 0,
     **more: Any,
 ) -> WorkerGroup:
@@ -73,7 +72,7 @@ def begun(
     config = RunConfig.model_validate(
         {
             "spot": {"train": training, "buffer_mb": 1},
-            "rollout": {"sharing": sharing},
+            "rollout": {"max_running": pool.script.max_running},
             "cluster": {
                 "workers": max(pool.size, 2),
                 "min_workers": min_workers,

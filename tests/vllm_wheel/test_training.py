@@ -54,14 +54,13 @@ def test_a_run_on_a_gpu_is_the_same(more, own, tmp_path):
     assert same(written(tmp_path / "run", *words, program="support.pretend_training"), own)
 
 
-def test_requests_that_move_while_finished_groups_are_learned_from_change_no_text(own, tmp_path):
+def test_finished_groups_are_learned_from_while_other_texts_are_written(own, tmp_path):
     """Two workers decode two texts at a time each, and learn a drafter from all of them."""
     path = tmp_path / "run"
     words = ("--rollout.engine=vllm", "--speculation.drafter=fresh", "--cluster.workers=2",
              "--learner.streaming=true", "--rollout.max_running=2")  # fmt: skip
-    assert same(written(path, *words, program="support.moves"), own)
+    assert same(written(path, *words), own)
     metrics = read_metrics(path)
-    assert sum(row["cluster/moved_requests"] for row in metrics) >= 4
     assert sum(row["cluster/learning_ahead_s"] for row in metrics) > 0
     assert metrics[-1]["speculation/accept_length"] > 1
 

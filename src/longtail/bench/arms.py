@@ -5,9 +5,7 @@
     frozen     the drafter as trained before the run
     spot       the same drafter, which learns during the run
     cold       a fresh drafter, history and phrases, which learn: `auto` where none was trained
-    stream     spot, or cold without a trained drafter, and idle workers learn from finished groups
-    share      the same, and running requests move instead
-    all        the same, with both
+    all        spot, or cold without a trained drafter, and idle workers learn from finished groups
 
 All arms have the same seeds, so they write the same texts and learn the same: only times differ.
 (`single` has other threads, so its updates round otherwise.) Speedups are over the faster of the
@@ -35,7 +33,7 @@ from longtail.run.console import Console
 from longtail.run.drafter_store import own_of_run
 from longtail.system.device import threads_each
 
-OFF, FROZEN, SPOT, COLD, STREAM, SHARE, ALL = ARMS
+OFF, FROZEN, SPOT, COLD, ALL = ARMS
 SINGLE = "single"
 """Added by the bench itself: the best plain baseline."""
 ACCEPT = "speculation/accept_length"
@@ -100,9 +98,8 @@ def _words(name: str, is_trained: bool, own: RunConfig) -> list[str]:
     drafter = _DRAFTERS.get(name if is_trained or name in _DRAFTERS else COLD)
     return [
         *([f"--speculation.drafter={drafter}"] if drafter else []),
-        *([] if name in (STREAM, ALL) else ["--learner.streaming=false"]),
+        *([] if name == ALL else ["--learner.streaming=false"]),
         f"--spot.train={'never' if name in (OFF, SINGLE, FROZEN) else 'spot'}",
-        f"--rollout.sharing={str(name in (SHARE, ALL)).lower()}",
         *(_one_worker(own) if name == SINGLE else []),
     ]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from longtail.config.options import Json, Option
 from longtail.errors import ConfigError
 
-ARMS = ("off", "frozen", "spot", "cold", "stream", "share", "all")
+ARMS = ("off", "frozen", "spot", "cold", "all")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,8 +49,6 @@ class WorkerGroup:
         self._team = LearnerTeam(self._pool, settings, log)
         self._forecaster = Forecaster(settings.max_running)
         self._learning = LearningWork(self._pool, log, learns_ahead=settings.learns_ahead)
-        self._shares = self._pool.size > 1 and settings.shares
-        """Whether running requests move."""
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
         self.drafter: DrafterPublisher | None = None
@@ -89,10 +87,8 @@ class WorkerGroup:
             pool=self._pool,
             forecaster=self._forecaster,
             idle=IdleCoordinator(self._pool, [work for work in works if work is not None]),
-            learning=self._learning,
             drafter=self.drafter,
             on_progress=self._on_progress,
-            shares=self._shares,
             learns=trains,
             requests=requests,
         ).run()

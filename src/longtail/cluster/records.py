@@ -25,8 +25,6 @@ class GroupSettings:
     cluster: ClusterSection
     max_running: int
     """Largest number of requests that a worker generates at once."""
-    shares: bool
-    """Whether running requests move."""
     learns_ahead: bool
     """Whether a group can be learned from before the rollout ends."""
     is_sharded: bool
@@ -41,7 +39,6 @@ class GroupSettings:
         return GroupSettings(
             cluster=config.cluster,
             max_running=config.rollout.max_running,
-            shares=config.rollout.sharing,
             learns_ahead=streams(config.learner),
             is_sharded=config.is_sharded,
             buffer_bytes=config.spot.buffer_mb * 2**20,
@@ -110,8 +107,6 @@ class RolloutResult:
     """Seconds from the start of the first shard to the end of the last one."""
     spots: tuple[SpotReport, ...] = ()
     """Trainings of the drafter while others generated."""
-    num_moved: int = 0
-    """Number of requests that moved to another worker."""
     stolen_s: float = 0.0
     """Seconds that the rollout lost to other work, as measured by the workers' speed."""
     slowest: float = 1.0

@@ -1,8 +1,8 @@
-"""One rollout of the group: shards for the workers, requests that move, other work for idle ones.
+"""One rollout of the group: shards for the workers, other work for idle ones.
 
     waiting --start--> held by a worker --end--> completions
        ^                      |
-       `-- lost, or released -+-- released, for a worker that generates, too ---> held by that one
+       `-- lost, or given back, as it had not begun, to an idle worker
 
 What a worker did not return is generated again: the same noise keys give the same completions. An
 idle worker gets the work that gains most for each second of it, or rests. Nothing waits for such
@@ -14,19 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from longtail.cluster.records import Progress, RolloutResult, ShardResult, TaskResult
-from longtail.cluster.schedule.forecast import Forecaster, Unfinished
-from longtail.cluster.schedule.moves import best_move, finished_soon
+from longtail.cluster.schedule.forecast import Forecaster
 from longtail.cluster.schedule.placement import shards
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.idle import POLL_S, IdleCoordinator
-from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion, Request
 
-_SHARE_S = 1.0
-"""Seconds between two forecasts of a move: a worker then works with what it was given."""
+_FORECAST_S = 1.0
+"""Seconds between two forecasts, and two looks at queues."""
 
 
 @final
@@ -37,12 +35,8 @@ class Rollout:
     pool: WorkerPool
     forecaster: Forecaster
     idle: IdleCoordinator
-    learning: LearningWork
-    """Learning as idle work; `idle` has it, too."""
     drafter: DrafterPublisher | None
     on_progress: Callable[[Progress], None]
-    shares: bool
-    """Whether requests move."""
     learns: bool
     """Whether shards come with the sums over their completions, if such are kept."""
     requests: Sequence[Request]
@@ -55,17 +49,12 @@ class Rollout:
     _num_known: dict[int, int] = field(default_factory=dict)
     """Number of completions of its shard that each worker has handed over before the end."""
     _done: list[TaskResult[ShardResult]] = field(default_factory=list)
-    _begun: dict[str, Completion] = field(default_factory=dict)
-    """Beginnings of the requests that moved."""
-    _moves: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Source and target of requests that are asked for, and not yet returned."""
-    _num_moved: int = 0
-    _shared_s: float = 0.0
-    """Time of the last forecast of a move."""
+    _forecast_s: float = 0.0
+    """Time of the last forecast."""
 
     def run(self) -> RolloutResult:
         """Generate all completions."""
-        began = self._shared_s = self.pool.now()
+        began = self._forecast_s = self.pool.now()
         speeds = [self.forecaster.speeds.of(each) for each in self.pool.present] or [1.0]
         self.forecaster.begin(len(speeds), self.requests)
         self._waiting = shards(self.requests, self.forecaster.lengths, speeds)
@@ -85,7 +74,6 @@ class Rollout:
             shards=tuple(self._done),
             seconds=done - began,
             spots=() if self.drafter is None else tuple(self.drafter.reports),
-            num_moved=self._num_moved,
             stolen_s=max(self.forecaster.stolen_s, 0.0),
             slowest=min(speeds),
         )
@@ -105,17 +93,11 @@ class Rollout:
             shard = self._waiting.pop(0)
             self._held[worker] = {each.request_id: each for each in shard}
             self._num_known[worker] = 0
-            self.pool.start(worker, Worker.generate, shard, self.learns, self._begun_of(shard))
+            self.pool.start(worker, Worker.generate, shard, self.learns)
 
-    def _fastest(self, *states: State) -> list[int]:
-        """Return the workers in each of the states, the fastest ones first."""
-        speed_of = self.forecaster.speeds.of
-        found = (sorted(self.pool.workers(s), key=speed_of, reverse=True) for s in states)
-        return [worker for workers in found for worker in workers]
-
-    def _begun_of(self, shard: Iterable[Request]) -> list[Completion]:
-        names = [each.request_id for each in shard]
-        return [self._begun[name] for name in names if name in self._begun]
+    def _fastest(self, state: State) -> list[int]:
+        """Return the workers in a state, the fastest ones first."""
+        return sorted(self.pool.workers(state), key=self.forecaster.speeds.of, reverse=True)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a task; what a shard lacks is generated again.
@@ -127,8 +109,6 @@ class Rollout:
         worker = ended.worker
         if self.idle.on_ended(ended) or worker not in self._held:
             return
-        self._take_released(worker)
-        self._moves = {name: move for name, move in self._moves.items() if move[0] != worker}
         held = self._held.pop(worker)
         if not ended.is_lost and not isinstance(ended.error, Stopped):
             shard = ended.value()
@@ -152,7 +132,7 @@ class Rollout:
     # ---- what changes while workers generate
 
     def _poll(self) -> None:
-        """Report the progress of the rollout; exchange completions, offers and requests."""
+        """Report the progress of the rollout; take completions, and what queues."""
         progress = self.pool.check_progress()
         if not self._held:
             return
@@ -165,11 +145,9 @@ class Rollout:
         for worker, found in self.pool.ask_each(Worker.completed, more).items():
             known[worker] += len(found)
             self._take(found)
-        for worker in {source for source, _ in self._moves.values()} & running.keys():
-            self._take_released(worker)
-        if now - self._shared_s >= _SHARE_S:
-            self._shared_s = now
-            self._share(running, now)
+        if now - self._forecast_s >= _FORECAST_S:
+            self._forecast_s = now
+            self._forecast(running, now)
         self.idle.poll(progress, self.forecaster.now(now))
 
     def _total(self, running: Sequence[Progress]) -> Progress:
@@ -186,49 +164,19 @@ class Rollout:
             text=next((part.text for part in running if part.text), ""),
         )
 
-    # ---- requests that move
-
-    def _share(self, running: Iterable[int], now: float) -> None:
-        """Forecast the ends of all workers, and move requests if the step ends sooner by that."""
-        lengths = self.pool.ask_each(Worker.lengths, dict.fromkeys(running, ()))
-        loads = {each: self._unfinished(each, lengths.get(each, ())) for each in running}
-        self.forecaster.load(loads, now)
-        if not self.shares or self._moves:
-            return
-        takers = self._fastest(State.IDLE, State.SPOT, State.AHEAD)
-        early_s = self.learning.seconds_of(finished_soon(loads))
-        move = best_move(loads, takers, early_s, self.forecaster)
-        if move is not None and self.pool.tell(move.source, Worker.release, move.names):
-            self._moves |= dict.fromkeys(move.names, (move.source, move.target))
-            what = f"{len(move.names)} requests to worker {move.target}: {move.gain_s:+.1f} s"
-            self.pool.states.mark(move.source, what)
-
-    def _unfinished(self, worker: int, lengths: Iterable[tuple[str, int]]) -> list[Unfinished]:
-        """Return the unfinished requests of a worker."""
-        held, left = self._held[worker], self.forecaster.lengths.left
-        return [
-            Unfinished(request=held[name], written=written, left=left(held[name], written))
-            for name, written in lengths
-            if name in held
-        ]
-
-    def _take_released(self, worker: int) -> None:
-        """Hand on what a worker has returned; what it finished meanwhile stays with it."""
-        asked = {name: target for name, (source, target) in self._moves.items() if source == worker}
-        if not asked:
-            return
-        released = self.pool.ask(worker, Worker.drain_released) or []
-        moved: dict[int, list[Request]] = {}
-        for each in released:
-            name = each.request_id
-            self._begun[name] = each
-            moved.setdefault(asked[name], []).append(self._held[worker].pop(name))
-        if released or asked.keys() <= self.completions.keys():  # the others are finished
-            self._moves = {name: m for name, m in self._moves.items() if m[0] != worker}
-        self._num_moved += len(released)
-        for target, requests in moved.items():
-            if target in self._held:
-                self._held[target] |= {each.request_id: each for each in requests}
-                self.pool.tell(target, Worker.add, requests, self._begun_of(requests))
-            else:
-                self._waiting.append(requests)
+    def _forecast(self, running: Iterable[int], now: float) -> None:
+        """Forecast the ends of all workers, and share the longest queue with an idle one."""
+        asked = dict.fromkeys(running, ())
+        for worker, names in self.pool.ask_each(Worker.drain_released, asked).items():
+            if names:
+                self._waiting.append([self._held[worker].pop(name) for name in names])
+        lengths, left = self.pool.ask_each(Worker.lengths, asked), self.forecaster.lengths.left
+        lefts = {
+            worker: [left(self._held[worker][name], written) for name, written in found]
+            for worker, found in lengths.items()
+        }
+        self.forecaster.load(lefts, now)
+        source = max(lefts, key=lambda worker: len(lefts[worker]), default=0)
+        queue = lengths.get(source, [])[self.forecaster.max_running :: 2]
+        if queue and not self._waiting and self.pool.workers(State.IDLE, State.SPOT, State.AHEAD):
+            self.pool.tell(source, Worker.release, [name for name, _ in queue])

@@ -108,9 +108,6 @@ class RolloutSection(Section):
     """Largest number of requests that generate at the same time."""
     max_step_tokens: Count = 512
     """Most tokens of one engine step; longer prompts are prefilled in chunks."""
-    sharing: bool = True
-    """Whether running requests move to another worker where a forecast says that the step then ends
-    sooner; a text does not depend on its worker."""
     kv_tokens: Amount = 0
     """Capacity of the KV cache in tokens; 0 fits `max_running` longest requests."""
     dtype: Dtype = "auto"

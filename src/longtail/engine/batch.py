@@ -108,20 +108,15 @@ def append_tokens(
         reason = _finish_reason(active, token, decode)
         if reason is not None:
             active.is_finished = True
-            return complete(active, reason, decode)
+            return Completion(
+                request_id=active.request_id,
+                tokens=active.generated,
+                logprobs=tuple(active.logprobs),
+                text=final_text(active.generated, active.request.sampling.stop, decode),
+                finish_reason=reason,
+                policy_version=active.policy_version,
+            )
     return None
-
-
-def complete(active: ActiveRequest, reason: FinishReason, decode: Decode) -> Completion:
-    """Return the completion of a request that ends now."""
-    return Completion(
-        request_id=active.request_id,
-        tokens=active.generated,
-        logprobs=tuple(active.logprobs),
-        text=final_text(active.generated, active.request.sampling.stop, decode),
-        finish_reason=reason,
-        policy_version=active.policy_version,
-    )
 
 
 def _finish_reason(active: ActiveRequest, token: int, decode: Decode) -> FinishReason | None:

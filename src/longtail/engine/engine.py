@@ -20,7 +20,6 @@ from longtail.engine.batch import (
     Scheduled,
     accept_drafts,
     append_tokens,
-    complete,
     flatten,
 )
 from longtail.engine.kv_cache import KVUsage, make_kv
@@ -36,7 +35,7 @@ from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.tree import Accepted
-from longtail.types import Completion, FinishReason, Request
+from longtail.types import Completion, Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,20 +140,18 @@ class RolloutEngine(ActiveRequests):
         """Keep the KV memory of an idle engine, which later requests use."""
         assert not self._active, "requests in progress need their keys and values"
 
-    def submit(self, request: Request, begun: Completion | None = None) -> None:
+    def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError if this engine can never serve it."""
-        active = self._active[request.request_id] = self._checked(request, begun)
-        self.scheduler.add(active)
+        self.check(request)
+        self.scheduler.add(self._begin(request))
 
-    def abort(self, request_id: str) -> Completion:
-        """Remove an unfinished request and return its completion so far."""
+    def abort(self, request_id: str) -> None:
+        """Remove an unfinished request."""
         if request_id not in self._active:
             raise RequestError(f"request {request_id!r} is not in progress")
-        active = self._active[request_id]
-        self._remove(active)
+        self._remove(self._active[request_id])
         if self._speculator is not None and not self._active:
             self._speculator.end()
-        return complete(active, FinishReason.ABORT, self._decode)
 
     def step(self) -> StepReport:
         """Compute one flat batch and append the tokens that it yields.

@@ -8,7 +8,7 @@ from longtail.errors import RequestError
 from longtail.generator import Generator
 from longtail.sampling import completion_key
 from longtail.speculation.drafter import Draftable
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Request, SamplingParams
 
 PREFIX_BLOCK = 16
 """Fewest tokens of KV that requests of different groups share."""
@@ -37,8 +37,7 @@ class ActiveRequest:
 
     `tokens` is the prompt followed by the generated tokens. The KV of its first `num_computed`
     tokens is in the cache; the others are pending, and the last of them yields the next token. A
-    preempted request loses its KV (`num_computed` = 0), never its tokens. So does one that moves
-    to another generator.
+    preempted request loses its KV (`num_computed` = 0), never its tokens.
 
         prompt p0 p1 p2 | generated g0 g1            num_computed = 4, pending = [g1]
         KV     x  x  x    x
@@ -135,22 +134,13 @@ class ActiveRequests(Generator):
     def save_drafter(self, path: Path) -> None:
         """Do nothing: its drafters learn from what the loop reads."""
 
-    def _checked(self, request: Request, begun: Completion | None) -> ActiveRequest:
-        """Return a request as it begins or continues here. Raises RequestError as `submit`."""
-        self.check(request)
-        if begun is not None:
-            own = (request.request_id, FinishReason.ABORT, self._policy_version)
-            if (found := (begun.request_id, begun.finish_reason, begun.policy_version)) != own:
-                raise RequestError(
-                    f"request {request.request_id!r} cannot continue {found}: it must be {own} "
-                    "(request, reason, policy version); submit it without a beginning"
-                )
-        return ActiveRequest(
-            request=request,
-            tokens=[*request.prompt_tokens, *(begun.tokens if begun else ())],
-            policy_version=self._policy_version,
-            logprobs=list(begun.logprobs) if begun else [],
+    def _begin(self, request: Request) -> ActiveRequest:
+        """Add a checked request to the table, and return it."""
+        active = ActiveRequest(
+            request=request, tokens=[*request.prompt_tokens], policy_version=self._policy_version
         )
+        self._active[request.request_id] = active
+        return active
 
     def _refuse_unless_idle(self, version: int) -> None:
         """Raise RequestError if a request is in progress, since a text is of one policy."""

@@ -100,6 +100,8 @@ class Scheduler:
 
     def add(self, active: ActiveRequest) -> None:
         """Queue a request last."""
+        if active.request_id in self._kept:  # its episode was given up, and is written again
+            self._drop(active.request_id)
         self.waiting.append(active)
 
     def schedule(self) -> list[Scheduled]:
@@ -149,10 +151,13 @@ class Scheduler:
     def _give_up(self) -> bool:
         """Give up the KV of the request that ended first; False if there is none."""
         for name in self._kept:
-            self._prefixes.remove(self._kept.pop(name))
-            self._kv.release(name)
+            self._drop(name)
             return True
         return False
+
+    def _drop(self, name: str) -> None:
+        self._prefixes.remove(self._kept.pop(name))
+        self._kv.release(name)
 
     def _reserve_preempting(self, active: ActiveRequest, num_tokens: int) -> bool:
         """Reserve KV, preempting the youngest requests; False if `active` itself was preempted."""

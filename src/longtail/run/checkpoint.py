@@ -55,7 +55,7 @@ _MAY_DIFFER = frozenset(
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",
         "spot.learning_rate", "spot.matrix_rate", "spot.batch_tokens", "spot.buffer_mb",
         "spot.features_mb", "cluster.workers", "cluster.min_workers", "cluster.address",
-        "cluster.worker_timeout_s", "rollout.sharing", "learner.sharding", "learner.streaming",
+        "cluster.worker_timeout_s", "learner.sharding", "learner.streaming",
     }
 )  # fmt: skip
 """Fields that a resumed run may change; none affects a weight, unless a schedule uses it."""

@@ -1,6 +1,6 @@
 """state.json: what a checkpoint holds beside tensors, and digests by which damage is noticed.
 
-{"run_format": 6, "step": 10, "begun": "2026-07-26T10:05:00", "state": {"cursor": ...},
+{"run_format": 7, "step": 10, "begun": "2026-07-26T10:05:00", "state": {"cursor": ...},
  "files": {"trainer.safetensors": "9f86d0...", ...}, "sha256": digest of the rest}
 """
 
@@ -14,7 +14,7 @@ from longtail.errors import CheckpointError, ConfigError
 from longtail.system.files import digest, read_object
 
 _FILE, _OWN_DIGEST = "state.json", "sha256"
-RUN_FORMAT = 6
+RUN_FORMAT = 7
 """Version of state, metric names and configuration fields; runs of other versions do not resume."""
 
 

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.weights import are_finite
-from longtail.engine.batch import append_tokens, complete
-from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
+from longtail.engine.batch import append_tokens
+from longtail.engine.request import ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
 from longtail.errors import NonFiniteError, RequestError
 from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
-from longtail.types import Completion, FinishReason, Request, SamplingParams
+from longtail.types import Completion, Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.depths import Depths, VllmDrafter
 from longtail.vllm.guards import KEY, check, reloading
@@ -100,22 +100,22 @@ class VllmGenerator(ActiveRequests):
             raise RequestError(f"request {request.request_id!r} is already in progress")
         request.check(self._vocab_size, self._limits.max_len)
 
-    def submit(self, request: Request, begun: Completion | None = None) -> None:
-        """Queue a request; vLLM reads what is begun as a part of the prompt."""
-        active = self._checked(request, begun)
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.check(request)
         self._wake()
-        prompt = {"prompt_token_ids": active.tokens.copy()}
-        params = _params(request.sampling, request.noise_key, active.num_generated)
+        prompt = {"prompt_token_ids": [*request.prompt_tokens]}
+        params = _params(request.sampling, request.noise_key)
         name = self._engine.add_request(request.request_id, prompt, params)
         self._names[name] = request.request_id
-        self._active[request.request_id] = active
+        self._begin(request)
 
-    def abort(self, request_id: str) -> Completion:
-        """Remove an unfinished request and return its completion so far."""
+    def abort(self, request_id: str) -> None:
+        """Remove an unfinished request."""
         if request_id not in self._active:
             raise RequestError(f"request {request_id!r} is not in progress")
         self._engine.abort_request([request_id])
-        return complete(self._forget(request_id), FinishReason.ABORT, self._decode)
+        self._forget(request_id)
 
     def step(self) -> StepReport:
         """Take one step of vLLM's scheduler."""
@@ -189,10 +189,9 @@ class VllmGenerator(ActiveRequests):
         if not output.finished:
             self._engine.abort_request([output.request_id])
 
-    def _forget(self, request_id: str) -> ActiveRequest:
-        active = self._active.pop(request_id)
+    def _forget(self, request_id: str) -> None:
+        del self._active[request_id]
         self._names = {one: name for one, name in self._names.items() if name in self._active}
-        return active
 
     def load_policy(self, version: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take all weights; after an error vLLM is a mixture of policies, and of no use."""
@@ -261,7 +260,7 @@ class _Results:
     verified: list[Verified] = field(default_factory=list)
 
 
-def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
+def _params(own: SamplingParams, noise_key: int) -> Any:
     """Return a request's parameters as vLLM's; stop strings are found here."""
     from vllm import SamplingParams as Params
     from vllm.sampling_params import RequestOutputKind
@@ -271,7 +270,7 @@ def _params(own: SamplingParams, noise_key: int, num_begun: int) -> Any:
         top_k=own.top_k,
         top_p=own.top_p,
         min_p=own.min_p,
-        max_tokens=own.max_tokens - num_begun,
+        max_tokens=own.max_tokens,
         stop_token_ids=list(own.stop_token_ids),
         ignore_eos=True,
         seed=noise_key,

@@ -33,7 +33,6 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
             "cluster/spot_stop_latency_s": 0.1 * index,
             "cluster/learning_ahead_s": 0.0,
             "cluster/stolen_s": 0.25,
-            "cluster/moved_requests": 2.0,
             "speculation/accept_length": 3.0 + index,
         }
         for index, rollout in enumerate(rollouts)
@@ -153,8 +152,8 @@ def compared(workshop: Workshop, *words: str, **options: object) -> Comparison:
     return make_comparison(E2eBenchOptions(run=str(path), **options), workshop.path / "arms")
 
 
-def switches(own: config.RunConfig) -> tuple[str, str, bool, bool]:
-    return own.speculation.drafter, own.spot.train, streams(own.learner), own.rollout.sharing
+def switches(own: config.RunConfig) -> tuple[str, str, bool]:
+    return own.speculation.drafter, own.spot.train, streams(own.learner)
 
 
 def test_one_plain_worker_with_all_threads_is_measured_beside_several(workshop):
@@ -174,13 +173,11 @@ def test_arms_have_the_configuration_of_the_run(workshop):
     assert tuple(plan.arms) == ARMS
     own = str(drafter)
     assert {name: switches(each) for name, each in plan.arms.items()} == {
-        "off": ("none", "never", False, False),
-        "frozen": (own, "never", False, False),
-        "spot": (own, "spot", False, False),
-        "cold": ("fresh+history+phrases", "spot", False, False),
-        "stream": (own, "spot", True, False),
-        "share": (own, "spot", False, True),
-        "all": (own, "spot", True, True),
+        "off": ("none", "never", False),
+        "frozen": (own, "never", False),
+        "spot": (own, "spot", False),
+        "cold": ("fresh+history+phrases", "spot", False),
+        "all": (own, "spot", True),
     }
     (common,) = {
         own.model_copy(
@@ -188,7 +185,6 @@ def test_arms_have_the_configuration_of_the_run(workshop):
                 "speculation": config.SpeculationSection(),
                 "spot": config.SpotSection(),
                 "learner": own.learner.model_copy(update={"streaming": None}),
-                "rollout": own.rollout.model_copy(update={"sharing": True}),
                 "run": own.run.model_copy(update={"dir": "x"}),
             }
         ).model_dump_json()
@@ -202,7 +198,7 @@ def test_arms_have_the_configuration_of_the_run(workshop):
 
 def test_a_run_without_a_trained_drafter_begins_with_a_fresh_one(workshop):
     plan = compared(workshop)
-    assert switches(plan.arms["all"]) == ("fresh+history+phrases", "spot", True, True)
+    assert switches(plan.arms["all"]) == ("fresh+history+phrases", "spot", True)
     with pytest.raises(ConfigError, match=r"--arms = off,spot: spot needs a trained .* --drafter"):
         compared(workshop, arms=("off", "spot"))
 

@@ -36,15 +36,11 @@ def rolled(group) -> tuple[float, float]:
     return found.seconds, sum(tokens) / NUM_TOKENS
 
 
-@pytest.mark.parametrize("sharing", [False, True])
-def test_from_the_second_rollout_on_a_slow_worker_has_its_share_and_nobody_waits(sharing) -> None:
-    group = begun(scripted(), sharing=sharing)
+def test_from_the_second_rollout_on_a_slow_worker_has_its_share_and_nobody_waits() -> None:
+    group = begun(scripted())
     first_s, first_share = rolled(group)
-    if sharing:  # its requests move as soon as it is seen to be slow
-        assert OPTIMUM_S < first_s < 0.75 * NUM_TOKENS * TEXT_S
-    else:
-        assert first_share == pytest.approx(0.5, abs=0.02)
-        assert first_s > NUM_TOKENS * TEXT_S
+    assert first_share == pytest.approx(0.5, abs=0.02)
+    assert first_s > NUM_TOKENS * TEXT_S
     for _ in range(2):
         seconds, share = rolled(group)
         assert OPTIMUM_S < seconds < PLACED_S < 1.15 * OPTIMUM_S
@@ -53,7 +49,7 @@ def test_from_the_second_rollout_on_a_slow_worker_has_its_share_and_nobody_waits
 
 def test_a_worker_in_place_of_a_slow_one_counts_as_fast_and_one_that_becomes_slow_is_seen() -> None:
     pool = scripted()
-    group = begun(pool, sharing=False)
+    group = begun(pool)
     rolled(group)
     assert rolled(group)[1] == pytest.approx(1 / 3, abs=0.03)
     pool.kill(1)

@@ -108,14 +108,10 @@ def test_a_request_can_be_aborted_wherever_it_is():
     engine.submit(ask("prefilling", prompt=tuple([1] * 9)))
     engine.submit(ask("waiting"))
     engine.step()
-    for name, tokens in (("waiting", ()), ("prefilling", ()), ("decoding", (1, 2))):
+    for name in ("waiting", "prefilling", "decoding"):
         owned = engine.kv_usage().owned
-        done = engine.abort(name)
-        assert done.tokens == tokens
-        assert len(done.logprobs) == len(tokens)
-        assert done.finish_reason is FinishReason.ABORT
+        engine.abort(name)
         assert (engine.kv_usage().owned < owned) == (name != "waiting")
-    assert done.text == " answer is <"
     assert is_idle(engine)
     with pytest.raises(RequestError, match="'decoding' is not in progress"):
         engine.abort("decoding")

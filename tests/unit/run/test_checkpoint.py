@@ -288,7 +288,7 @@ def test_fields_without_effect_on_weights_may_change(run):
     _save(run, 4)
     run.close()
     words = ["--run.steps=7", "--run.threads=1", "--run.keep_checkpoints=9"]
-    words += ["--cluster.workers=3", "--cluster.min_workers=1", "--rollout.sharing=false"]
+    words += ["--cluster.workers=3", "--cluster.min_workers=1"]
     words += ["--learner.streaming=true", "--run.writers=tensorboard"]
     changed = configfile.render(load(None, words))
     assert RunDirectory(run.path).start(changed, resume=True) is not None

@@ -10,7 +10,6 @@ seconds of a worker      its requests end one after another, and those left beco
 import bisect
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, final
 
@@ -155,17 +154,6 @@ class WorkerSpeeds:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unfinished:
-    """An unfinished request as the forecast sees it."""
-
-    request: Request
-    written: int
-    """Generated tokens."""
-    left: float
-    """Expected number of tokens that are not generated yet."""
-
-
 @final
 class Lengths:
     """Lengths of completions in tokens: those of a prompt, now and in earlier epochs, and of all.
@@ -274,15 +262,14 @@ class Forecaster:
                 self._seen[worker] = now, each, beside
         self.speeds.compare(self.times.seconds)
 
-    def load(self, loads: Mapping[int, Sequence[Unfinished]], now: float) -> None:
-        """Take the unfinished requests of all generating workers."""
-        self.ends = {each: now + self.worker_s(each, texts) for each, texts in loads.items()}
+    def load(self, lefts: Mapping[int, Sequence[float]], now: float) -> None:
+        """Take the tokens that each unfinished request of the generating workers has left."""
+        self.ends = {each: now + self._worker_s(each, own) for each, own in lefts.items()}
 
-    def worker_s(self, worker: int, texts: Iterable[Unfinished]) -> float:
+    def _worker_s(self, worker: int, lefts: Sequence[float]) -> float:
         """Return the seconds until a worker has finished its requests."""
-        lefts = sorted(each.left for each in texts)
         seconds = before = 0.0
-        for index, left in enumerate(lefts):
+        for index, left in enumerate(sorted(lefts)):
             num = len(lefts) - index
             turns = max(num / self.max_running, 1.0)  # the others wait
             seconds += (
@@ -290,14 +277,6 @@ class Forecaster:
             )
             before = left
         return seconds / self.speeds.of(worker)
-
-    def reading_s(self, worker: int, texts: Iterable[Unfinished]) -> float:
-        """Return the seconds in which a worker reads what others have written of texts.
-
-        A token of a long chunk costs no more than one of a further request.
-        """
-        begun = [len(each.request.prompt_tokens) + each.written for each in texts if each.written]
-        return self.times.seconds(float(sum(begun))) / self.speeds.of(worker) if begun else 0.0
 
     def now(self, now: float, *, is_over: bool = False) -> Forecast:
         """Return the forecast; `is_over`: the last completion is finished."""

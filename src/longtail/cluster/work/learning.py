@@ -18,9 +18,6 @@ from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.rl.streaming import GroupStream
 from longtail.types import Completion, MicroBatch, Request
 
-_FADE = 0.8
-"""Weight of the seconds known before, relative to those of the newest micro-batch."""
-
 
 @final
 class LearningWork(IdleWork):
@@ -34,8 +31,6 @@ class LearningWork(IdleWork):
     def __init__(self, pool: WorkerPool, log: Callable[[str], None], *, learns_ahead: bool) -> None:
         self._pool, self._log = pool, log
         self._is_possible = learns_ahead and pool.size > 1
-        self._token_s = 0.0
-        """Seconds of learning from a token; 0 as long as they are unknown."""
         self.begin(None, ())
 
     def begin(self, groups: GroupStream | None, requests: Sequence[Request]) -> None:
@@ -44,8 +39,8 @@ class LearningWork(IdleWork):
         self._is_on = self._is_possible and groups is not None
         """Whether groups are learned from; not after a failure: the step's own pass shows it."""
         self._ready: list[MicroBatch] = []
-        self._running: dict[int, tuple[MicroBatch, float]] = {}
-        """Micro-batch of each worker at work, and when it began."""
+        self._running: dict[int, MicroBatch] = {}
+        """Micro-batch of each worker at work."""
         self._done: dict[int, list[MicroBatch]] = {}
         """Micro-batches in each worker's sums."""
 
@@ -63,11 +58,6 @@ class LearningWork(IdleWork):
                     self.on_ended(ended)
         self._is_on = False
 
-    def seconds_of(self, num_more: int) -> float:
-        """Return the seconds of learning from what is ready and `num_more` tokens."""
-        num_ready = sum(each.packed.num_tokens for each in self._ready)
-        return self._token_s * (num_more + num_ready) if self._is_on else 0.0
-
     def rate(self, worker: int, forecast: Forecast) -> float:
         """Return the worker's fraction of the learning after the rollout, which is saved."""
         is_possible = self._ready and self._is_on
@@ -77,7 +67,7 @@ class LearningWork(IdleWork):
         """Start with the longest: the last micro-batches decide when all workers are done."""
         unit = max(self._ready, key=lambda each: each.packed.num_tokens)
         self._ready.remove(unit)
-        self._running[worker] = unit, self._pool.now()
+        self._running[worker] = unit
         self._pool.start(worker, Worker.accumulate, unit, self._requests[0].sampling)
 
     def add(self, completions: Sequence[Completion]) -> None:
@@ -87,12 +77,9 @@ class LearningWork(IdleWork):
 
     def on_ended(self, ended: TaskResult[Any]) -> None:
         """Record that a micro-batch is in a worker's sums, or not."""
-        unit, began_s = self._running.pop(ended.worker)
+        unit = self._running.pop(ended.worker)
         if ended.error is None:
             self._done.setdefault(ended.worker, []).append(unit)
-            each_s = (self._pool.now() - began_s) / max(unit.packed.num_tokens, 1)
-            known = self._token_s or each_s
-            self._token_s = _FADE * known + (1 - _FADE) * each_s
         elif ended.is_lost:
             self._ready.append(unit)
         else:

@@ -11,7 +11,7 @@ environment answers, the episode has no row of a step; its KV waits for the next
 
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, final
@@ -25,7 +25,7 @@ from longtail.generator import Emitted, Failed, Generator, StepReport, Verified
 from longtail.model.hf.turns import Turns
 from longtail.rl.environments.pool import Environments
 from longtail.rl.environments.records import Reply
-from longtail.types import Completion, Episode, FinishReason, Request
+from longtail.types import Completion, FinishReason, Request
 
 Part = TypeVar("Part", Emitted, Failed, Verified)
 
@@ -67,34 +67,23 @@ class EpisodeGenerator(Generator):
         """Raise RequestError if this generator can never serve the request; thread-safe."""
         self.inner.check(request)
 
-    def submit(self, request: Request, begun: Completion | None = None) -> None:
-        """Queue an episode, or continue one that another generator had begun.
-
-        Then a new environment gets the same turns, and must answer as the first did.
-        """
+    def submit(self, request: Request) -> None:
+        """Queue an episode."""
         self.check(request)
         name = request.request_id
         if name in self._running:
             raise RequestError(f"request {name!r} is already in progress")
-        self._running[name] = RunningEpisode(
-            request=request, begun=begun if begun is not None and begun.tokens else None
-        )
+        self._running[name] = RunningEpisode(request=request)
         self._waiting.append(name)
 
-    def abort(self, request_id: str) -> Completion:
-        """Remove an unfinished episode and return what is written of it."""
+    def abort(self, request_id: str) -> None:
+        """Remove an unfinished episode."""
         if request_id not in self._running:
             raise RequestError(f"request {request_id!r} is not in progress")
         episode = self._running[request_id]
-        turn = None
         if self.inner.is_unfinished(episode.turn_id):
-            turn = self.inner.abort(episode.turn_id)
+            self.inner.abort(episode.turn_id)
         self._end(episode)
-        if episode.begun is not None:  # the environment is not where it was
-            return episode.begun
-        if episode.is_closing:  # its last turn is counted again
-            episode.rewards.pop()
-        return self._completion(episode, FinishReason.ABORT, turn)
 
     def step(self) -> StepReport:
         """Take the answers of environments, and advance the turns that are being written."""
@@ -181,11 +170,8 @@ class EpisodeGenerator(Generator):
         episode.logprobs += turn.logprobs
         episode.messages.append({"role": "assistant", "content": turn.text})
         episode.num_turns += 1
-        self._step(episode, turn.text)
-
-    def _step(self, episode: RunningEpisode, text: str) -> None:
         episode.asked = time.perf_counter()
-        self._environments.step(episode.request.request_id, text)
+        self._environments.step(episode.request.request_id, turn.text)
 
     def _on_answer(self, episode: RunningEpisode, answer: Reply | str) -> None:
         """Go on with an episode whose environment has answered."""
@@ -194,19 +180,14 @@ class EpisodeGenerator(Generator):
             self._finish(episode, FinishReason.STOP, answer)
             return
         try:
-            if episode.begun is not None:
-                self._repeat(episode, episode.begun, answer)
-            elif not episode.num_turns:
-                self._open(episode, answer)
+            if not episode.num_turns:
+                given = (episode.request.row or {}).get("prompt", "")
+                episode.prompt_text, episode.prompt = self._turns.prompt(given, answer.messages)
                 self._submit(episode)
             else:
                 self._observe(episode, answer)
         except (DataError, RequestError) as error:
             self._finish(episode, FinishReason.STOP, str(error))
-
-    def _open(self, episode: RunningEpisode, answer: Reply) -> None:
-        given = (episode.request.row or {}).get("prompt", "")
-        episode.prompt_text, episode.prompt = self._turns.prompt(given, answer.messages)
 
     def _observe(self, episode: RunningEpisode, answer: Reply) -> None:
         """Append an observation, and begin the next turn; or end the episode."""
@@ -239,7 +220,7 @@ class EpisodeGenerator(Generator):
         episode.messages += answer.messages
         self._submit(episode)
 
-    def _submit(self, episode: RunningEpisode, begun: Completion | None = None) -> None:
+    def _submit(self, episode: RunningEpisode) -> None:
         """Begin the next turn."""
         request, number = episode.request, episode.num_turns
         left = max(episode.left(self._limits.max_len), 1)
@@ -253,67 +234,14 @@ class EpisodeGenerator(Generator):
             may_go_on=number + 1 < self._limits.max_turns,
             continues=f"{request.request_id}/{number - 1}" if number else "",
         )
-        self.inner.submit(turn, begun)
-
-    # ---- episodes that move
-
-    def _repeat(self, episode: RunningEpisode, begun: Completion, answer: Reply) -> None:
-        """Bring an environment to where it was when another generator gave the episode up."""
-        recorded, done = begun.episode, len(episode.rewards)
-        assert recorded is not None, "episodes are given up as such"
-        turns = _turns(recorded.messages)
-        if not episode.prompt:
-            self._open(episode, answer)
-            is_equal = episode.prompt == recorded.prompt_tokens
-        else:
-            given = list(answer.messages), answer.reward
-            is_equal = given == (turns[done][1:], recorded.rewards[done])
-            episode.rewards.append(answer.reward)
-        done = len(episode.rewards)
-        if not is_equal:
-            self._finish(episode, FinishReason.STOP, "the environment is not repeatable")
-        elif done < len(recorded.rewards):
-            self._step(episode, turns[done][0]["content"])
-        else:
-            self._resume(episode, begun, recorded)
-
-    def _resume(self, episode: RunningEpisode, begun: Completion, recorded: Episode) -> None:
-        """Go on with the turn that another generator had begun, or finished."""
-        place = recorded.observed[-1][1] if recorded.observed else 0
-        episode.tokens, episode.logprobs = list(begun.tokens[:place]), list(begun.logprobs[:place])
-        episode.observed, episode.num_turns = list(recorded.observed), len(recorded.rewards)
-        episode.messages = [each for turn in _turns(recorded.messages) for each in turn]
-        episode.num_calls, episode.num_bad_calls = recorded.num_calls, recorded.num_bad_calls
-        episode.begun = None
-        turn = replace(
-            begun,
-            request_id=episode.turn_id,
-            tokens=begun.tokens[place:],
-            logprobs=begun.logprobs[place:],
-            episode=None,
-        )
-        if episode.messages[-1:] and episode.messages[-1]["role"] == "assistant":
-            text = episode.messages.pop()["content"]
-            is_cut = len(turn.tokens) == episode.left(self._limits.max_len)
-            reason = FinishReason.LENGTH if is_cut else FinishReason.STOP
-            self._on_turn(episode, replace(turn, text=text, finish_reason=reason))
-        else:
-            self._submit(episode, turn if turn.tokens else None)
+        self.inner.submit(turn)
 
     # ---- ends
 
     def _finish(self, episode: RunningEpisode, reason: FinishReason, problem: str = "") -> None:
-        self._finished.append(self._completion(episode, reason, problem=problem))
+        done = episode.completion(self._decode, self.policy_version, reason, problem)
+        self._finished.append(done)
         self._end(episode)
-
-    def _completion(
-        self,
-        episode: RunningEpisode,
-        reason: FinishReason,
-        turn: Completion | None = None,
-        problem: str = "",
-    ) -> Completion:
-        return episode.completion(self._decode, self.policy_version, reason, turn, problem)
 
     def _end(self, episode: RunningEpisode) -> None:
         name = episode.request.request_id
@@ -331,16 +259,6 @@ def _episode_of(turn_id: str) -> str:
 def _named(part: Part) -> Part:
     """Return a part of a report with the episode's id."""
     return replace(part, request_id=_episode_of(part.request_id))
-
-
-def _turns(messages: Sequence[Mapping[str, str]]) -> list[list[Mapping[str, str]]]:
-    """Return each turn's message, with the observation behind it."""
-    found: list[list[Mapping[str, str]]] = []
-    for each in messages:
-        if each["role"] == "assistant":
-            found.append([])
-        found[-1].append(each)
-    return found
 
 
 def _nothing(started: float) -> StepReport:

@@ -43,8 +43,6 @@ class RunningEpisode:
     waited_s: float = 0.0
     is_closing: bool = False
     """Whether it is cut, and the environment was asked for its reward."""
-    begun: Completion | None = None
-    """Turns that another generator wrote, until the environment has repeated its part."""
 
     @property
     def turn_id(self) -> str:
@@ -63,26 +61,18 @@ class RunningEpisode:
         return min(self.request.sampling.max_tokens - generated, room)
 
     def completion(
-        self,
-        decode: Decode,
-        policy_version: int,
-        reason: FinishReason,
-        turn: Completion | None = None,
-        problem: str = "",
+        self, decode: Decode, policy_version: int, reason: FinishReason, problem: str
     ) -> Completion:
-        """Return all turns, and `turn`, a part of one that is given up."""
-        tokens, logprobs = tuple(self.tokens), tuple(self.logprobs)
-        if turn is not None:
-            tokens, logprobs = tokens + turn.tokens, logprobs + turn.logprobs
-            text = decode(tokens)
-        elif self.last is not None and tokens[self.last_turn :] == self.last.tokens:
+        """Return all turns."""
+        tokens = tuple(self.tokens)
+        if self.last is not None and tokens[self.last_turn :] == self.last.tokens:
             text = decode(tokens[: self.last_turn]) + self.last.text
         else:
             text = decode(tokens)
         return Completion(
             request_id=self.request.request_id,
             tokens=tokens,
-            logprobs=logprobs,
+            logprobs=tuple(self.logprobs),
             text=text,
             finish_reason=reason,
             policy_version=policy_version,

@@ -57,9 +57,8 @@ class Worker:
         self._offer: DrafterWeights | None = None
         """Newest drafter that was offered."""
         self._new_texts = deque[TextSnapshot]()
-        self._added = deque[tuple[Request, Completion | None]]()
         self._asked_back = deque[str]()
-        self._released = deque[Completion]()
+        self._released = deque[str]()
         self._candidate: Replica | None = None
         self._finished: list[Completion] = []
         """Completions of the shard that is being generated."""
@@ -81,18 +80,12 @@ class Worker:
         """Count the policy's parameters."""
         return sum(parameter.numel() for parameter in self._components.policy.parameters())
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        learns: bool = False,
-        begun: Sequence[Completion] = (),
-    ) -> ShardResult:
+    def generate(self, requests: Sequence[Request], learns: bool = False) -> ShardResult:
         """Generate all completions but those released. Raises Stopped; then they are aborted.
 
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
-        `begun`: what other workers released of some of them.
         """
-        for messages in (self._added, self._asked_back, self._released):
+        for messages in (self._asked_back, self._released):
             messages.clear()  # about an earlier shard, which had ended when they came
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
@@ -106,17 +99,12 @@ class Worker:
             step.raise_failure(names)
             self._on_step(step)
             self._release()
-            for request, beginning in _taken(self._added):
-                names.add(request.request_id)
-                generator.submit(request, beginning)
             self._take_offer()
 
         try:
             with compute_threads(self._components.rollout_threads):
                 self._take_offer()
-                generator.generate(requests, on_step, begun)
-                while generator.num_unfinished:  # what was added
-                    on_step(generator.step())
+                generator.generate(requests, on_step)
         except BaseException:
             if texts is not None:
                 texts.take()  # the next rollout begins with none
@@ -292,20 +280,12 @@ class Worker:
         found = [(n, len(t) - size) for n, t, size in self._components.generator.unfinished()]
         return sorted(found, key=lambda each: each[1] == 0)
 
-    def add(self, requests: Sequence[Request], begun: Sequence[Completion]) -> None:
-        """Add requests to the present shard, from the next engine step on.
-
-        They are ignored if it has ended by then; its result shows it.
-        """
-        before = {each.request_id: each for each in begun}
-        self._added.extend([(each, before.get(each.request_id)) for each in requests])
-
     def release(self, request_ids: Sequence[str]) -> None:
-        """Give up requests between two engine steps, as far as they are unfinished then."""
+        """Give up requests between two engine steps, as far as they have no token then."""
         self._asked_back.extend(request_ids)
 
-    def drain_released(self) -> list[Completion]:
-        """Return what was written of the requests released since the last call."""
+    def drain_released(self) -> list[str]:
+        """Return the requests released since the last call."""
         return _taken(self._released)
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
@@ -347,10 +327,10 @@ class Worker:
             raise Stopped
 
     def _release(self) -> None:
-        generator = self._components.generator
-        asked = dict.fromkeys(_taken(self._asked_back))
-        names = [name for name in asked if generator.is_unfinished(name)]
-        self._released.extend([generator.abort(name) for name in names])
+        asked = set(_taken(self._asked_back))
+        for name in [name for name, length in self.lengths() if not length and name in asked]:
+            self._components.generator.abort(name)
+            self._released.append(name)
 
     def _take_offer(self) -> None:
         offer, served = self._offer, self._served

@@ -210,8 +210,8 @@ class TextSums:
     """Adds up the texts that a target finishes, as it observes them; `take` returns the sums.
 
     A text may come in parts, in order, with parts of others between them. Tokens that are observed
-    again count once. A text is added whole, when it has ended: one that moves to another worker
-    counts there alone, which has read all of it, and where a worker is lost nothing is missing.
+    again count once. A text is added whole, when it has ended: one that is given up and written
+    again counts once, where it ends.
     """
 
     def __init__(self, target: Transformer, slots: int) -> None:
