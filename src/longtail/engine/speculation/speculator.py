@@ -358,11 +358,13 @@ def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
 
 
 def _verified(each: Scheduled, accepted: Accepted) -> Verified:
-    num_accepted = len(accepted.path)
+    """Return a verified draft; accepted nodes behind the end of a text do not count."""
+    active = each.active
+    position = active.num_computed - len(accepted.path) - active.prompt_len
     return Verified(
-        request_id=each.active.request_id,
-        position=each.active.num_computed - num_accepted - each.active.prompt_len,
+        request_id=active.request_id,
+        position=position,
         num_drafted=each.draft.size,
         depth=each.draft.depth,
-        num_accepted=num_accepted,
+        num_accepted=max(min(len(accepted.path), active.num_generated - position - 1), 0),
     )
