@@ -36,6 +36,7 @@ from longtail.config.rl import LearnerSection, LoraSection, RunConfig, load
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import PolicyTransformer, load_model
+from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.products import ROWS
 from longtail.model.policy import Policy
@@ -284,7 +285,7 @@ def run(options: Options) -> int:
     measured = measure(contestants, options.repeats)
     result = _result(config, packed, products.flops, measured)
     result["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    result["state_mb"] = {name: each.state_bytes() / 1e6 for name, each in learners.items()}
+    result["state_mb"] = {name: _bytes(each, section) / 1e6 for name, each in chosen.items()}
     state = ", ".join(f"{size:,.0f} MB ({name})" for name, size in result["state_mb"].items())
     sentences = [
         f"A step takes {result['over_products']['median']:.2f} times as long as its products "
@@ -293,6 +294,14 @@ def run(options: Options) -> int:
     ]
     print_card([_table(result, measured)], result, sentences=sentences, json_only=options.json)
     return 0
+
+
+def _bytes(model: Policy, own: LearnerSection) -> int:
+    """Return the bytes of the weights, and of the sums of their gradients and the moments."""
+    return sum(each.nbytes for each in model.parameters()) + sum(
+        2 * each.nbytes + sum_bytes(each.dtype, exact=own.sums != "float") * each.numel()
+        for each in model.trainable().values()
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,14 @@ from typing import final
 
 from torch import Tensor
 
-from longtail.assembly.drafters import FRESH, WEIGHTLESS, Target, drafter_names, open_drafter
+from longtail.assembly.drafters import (
+    FRESH,
+    Target,
+    drafter_names,
+    is_weightless,
+    open_drafter,
+    weightless,
+)
 from longtail.assembly.engine import open_model
 from longtail.assembly.precision import decided
 from longtail.assembly.prompts import load_prompts
@@ -92,7 +99,7 @@ class Drafters:
     def __init__(self, names: str, subject: Subject, num_warm: int, log: Log) -> None:
         self._target = subject.target
         self.names = tuple(drafter_names(names, self._target.name, learns=num_warm > 0))
-        self._suffixes = {name: WEIGHTLESS[name]() for name in self.names if name in WEIGHTLESS}
+        self._suffixes = {name: weightless(name) for name in self.names if is_weightless(name)}
         self._weights: Mapping[str, Tensor] | None = None
         """Those of a fresh drafter."""
         if num_warm:

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
@@ -47,6 +48,22 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.tiny_models import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module that only this test can import; return its name."""
+
+    def write(source, name):
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield write
+    for name in set(sys.modules) - before:
+        if (tmp_path / f"{name}.py").exists():
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -21,10 +21,14 @@ the message about an unknown name.
 """
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 AGAIN = "start again: the run resumes from its newest checkpoint"
 """Remedy of what ends a run."""
+MAX_ERROR_LEN = 2000
+"""Longest description of another's error, in characters."""
 SPACE = f"free some space, then {AGAIN}"
 """Remedy of a run's file that cannot be written."""
 
@@ -105,3 +109,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 def _last_part(name: str) -> str:
     return name.rpartition(".")[2].removeprefix("--")
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line: our own message, or type, message and place of any other."""
+    if isinstance(error, LongtailError):
+        text = str(error)[:MAX_ERROR_LEN]
+    else:
+        text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR_LEN]
+        for last in traceback.extract_tb(error.__traceback__)[-1:]:
+            text += f" ({Path(last.filename).name}:{last.lineno}, in {last.name})"
+    return "".join(each if each.isprintable() else " " for each in text)

@@ -159,12 +159,7 @@ def train(config: RunConfig) -> int:
             )
             console.summary(finished, run.path)
             return 0
-        with GraderPool(
-            config.reward.name,
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            by_group=config.reward.per == "group",
-        ) as grader:
+        with GraderPool(config.reward) as grader:
             return Trainer(config, run, checkpoint, grader, console).run()
 
 

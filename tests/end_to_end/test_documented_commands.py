@@ -9,6 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -132,6 +133,27 @@ def test_the_page_of_the_api_names_every_public_name():
 def test_the_python_of_the_page_of_the_api_runs(number, place, monkeypatch, tmp_path):
     monkeypatch.chdir(place)
     run_block(API[number], tmp_path, {})
+
+
+CHANGES = (ROOT / "docs" / "change.md").read_text(encoding="utf-8").split("\n## ")[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", CHANGES, ids=[each.split("\n")[0] for each in CHANGES])
+def test_each_change_takes_40_lines_and_trains(section, place, monkeypatch, tmp_path):
+    """The change of a loss on two workers, which import the module, too."""
+    blocks = re.findall(r'```(?:toml|python title="(.*?)")\n(.*?)```', section, flags=re.DOTALL)
+    for name, text in blocks:
+        (tmp_path / (name or "run.toml")).write_text(text)
+    assert len(blocks) == 2
+    assert len(section.strip().splitlines()) <= 40
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = [word for word in SHORT["train"].split() if "reward" not in word]
+    words += [f"--model.path={place / 'MODEL'}", f"--data.source={place / 'prompts.jsonl'}"]
+    words += ["--run.dir=run", f"--cluster.workers={1 + (blocks[0][0] == 'my_loss.py')}"]
+    said = say("train", "run.toml", *words)
+    assert said.code == 0, said.err
 
 
 def test_the_python_for_vllm_imports_names_that_exist():

@@ -5,6 +5,7 @@ auto               the drafter of the run that the target is from, or in trainin
 fresh              a new ridge drafter of the target's shape, which learns during the run
 history            suffixes of the request's own text and of others of its prompt, no weights
 phrases            suffixes of all completions, no weights
+module:Class       a drafter of yours, no weights
 a directory        a drafter of `longtail drafter train` or its run, the newest of a run of
                    `longtail train`, or a published one in the layout of vLLM
 """
@@ -27,7 +28,7 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.training.target_states import training_taps
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
-from longtail.errors import ConfigError, did_you_mean
+from longtail.errors import ConfigError, describe, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import (
@@ -39,6 +40,7 @@ from longtail.run.drafter_store import (
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.files import similar_folders
+from longtail.system.machine import is_path, named_callable
 from longtail.tuner.budget import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
@@ -78,13 +80,8 @@ def open_speculation(
     drafters = tuple(open_drafter(name, target) for name in names)
     if not drafters:
         return None
-    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
-    tuners: dict[str, Callable[[], Tuner]] = {
-        "budget": BudgetTuner,
-        "fixed": lambda: FixedTuner(fixed, max_running=own.max_running),
-        "off": OffTuner,
-    }
-    made = Speculation(drafters=drafters, tuner=tuners[own.tuner](), coupled=own.coupled)
+    tuner = make_tuner(own, BudgetTuner)
+    made = Speculation(drafters=drafters, tuner=tuner, coupled=own.coupled)
     if spot.train == "never" or (learner := made.learner) is None:
         return made
     if (statistics := learner.statistics()) is not None:
@@ -95,11 +92,19 @@ def open_speculation(
     return replace(made, features=store)
 
 
+def make_tuner(own: SpeculationSection, by_cost: Callable[[], Tuner]) -> Tuner:
+    """Return the tuner of a run; `by_cost` makes that of `budget`."""
+    if own.tuner != "fixed":
+        return OffTuner() if own.tuner == "off" else by_cost()
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
+    return FixedTuner(fixed, max_running=own.max_running)
+
+
 def open_drafter(name: str, target: Target) -> Drafter:
     """Return the drafter `name`; ConfigError if it does not fit the target."""
     loaded = read_drafter(name, target, target.model.dtype)
     if loaded is None:
-        return WEIGHTLESS[name]()
+        return weightless(name)
     return make_drafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head)
 
 
@@ -173,6 +178,25 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
     """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
     for name in () if names in (NONE, AUTO) else filter(None, _split(names)):
         located(name, field=field)
+        if is_weightless(name):
+            weightless(name, field=field)
+
+
+def is_weightless(name: str) -> bool:
+    """Return whether a single name is that of a drafter without weights, or of a class."""
+    return name in WEIGHTLESS or (is_path(name) and not Path(name).is_dir())
+
+
+def weightless(name: str, *, field: str = "speculation.drafter") -> Drafter:
+    """Make a drafter without weights. Raises ConfigError for a class that is none."""
+    make = WEIGHTLESS.get(name) or named_callable(name, field)
+    try:
+        made = make()
+        if not isinstance(made, Drafter):
+            raise ConfigError("it is no subclass of longtail.speculation.drafter.Drafter")
+    except Exception as error:
+        raise ConfigError(f"{field} = {name!r}: {describe(error)}") from error
+    return made
 
 
 def _split(names: str) -> list[str]:
@@ -185,14 +209,14 @@ def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path
 
     Raises ConfigError like `check_names`.
     """
-    if name in (*WEIGHTLESS, FRESH):
+    if name == FRESH or is_weightless(name):
         return name, None
     path = Path(name).absolute()
     if not path.is_dir():
         known = [*WEIGHTLESS, FRESH, NONE, AUTO, *similar_folders(name)]
         raise ConfigError(
-            f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH} nor a directory"
-            f"{did_you_mean(name, known)}; train one with `longtail drafter train`"
+            f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH}, module:Class "
+            f"nor a directory{did_you_mean(name, known)}; train one with `longtail drafter train`"
         )
     home = run_drafters(path) or (path if is_published(path) else drafter_directory(path))
     return str(path if path.is_relative_to(home) else home), home

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from longtail.assembly.drafters import AUTO, FRESH, NONE, WEIGHTLESS
+from longtail.assembly.drafters import AUTO, FRESH, NONE, is_weightless
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
@@ -79,8 +79,9 @@ def estimate(plan: RunPlan) -> dict[str, int]:
         found[_KV] = (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
     else:
         found[_VLLM] = round(_vllm_share(plan) * torch.cuda.mem_get_info(plan.device)[1])
-    untrained = {NONE, *WEIGHTLESS, *((AUTO, FRESH) if plan.on_vllm else ())}  # vLLM learns its own
-    if not set(config.speculation.drafter.split("+")) <= untrained:
+    untrained = (NONE, AUTO, FRESH) if plan.on_vllm else (NONE,)  # vLLM learns its own
+    names = config.speculation.drafter.split("+")
+    if not all(name in untrained or is_weightless(name) for name in names):
         scores = min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size)
         found[_DRAFTER] = 4 * (7 * whole // shape.num_layers + 3 * scores)
         found[_DRAFTER] += (spot.buffer_mb + spot.features_mb) * 2**20

@@ -16,6 +16,7 @@ from longtail.model.hf.causal import equal_decoder
 from longtail.model.hf.model import load_config
 from longtail.model.limit import Limit, limit_of, measure
 from longtail.model.transformer import ModelConfig
+from longtail.rl import objective
 from longtail.rl.policy import uses_transformers
 from longtail.rl.streaming import why_not
 from longtail.run.models import Base
@@ -45,7 +46,7 @@ class RunPlan:
     now: datetime | None = None
     """Time that chat templates write."""
     modules: tuple[str, ...] = field(default_factory=lambda: tuple(module_path()))
-    """Folders of modules of the run's process, in which workers look for environments, too."""
+    """Folders of modules of the run's process, in which workers look for modules, too."""
     base: Base | None = None
     """Base of the run, which `directory` holds; workers that are started later read it again."""
 
@@ -88,6 +89,7 @@ def _check_learner(config: RunConfig, directory: Path, gpus: float) -> None:
     """Raise ConfigError for what the learner cannot do."""
     if config.learner.lora is not None:
         import_peft()
+    objective.check(config.learner, config.rollout.group_size)
     if config.learner.streaming and (why := why_not(config.learner)) is not None:
         raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
     if not config.is_sharded:

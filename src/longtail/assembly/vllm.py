@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, open_trainable
+from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, make_tuner, open_trainable
 from longtail.assembly.memory import vllm_arguments
 from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
@@ -28,10 +28,9 @@ from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.run.drafter_store import INITIAL
-from longtail.speculation.strategy import Strategy
 from longtail.system.device import DTYPES, to_stderr
+from longtail.system.machine import is_path
 from longtail.tuner.depth import DepthTuner
-from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 from longtail.vllm.depths import VllmDrafter
 from longtail.vllm.eagle import eagle_drafter
 from longtail.vllm.generator import VllmGenerator
@@ -61,16 +60,16 @@ def open_vllm(
         )
         loaded = open_trainable([name], target)
     settings: dict[str, Any] = {"drafts": "coupled" if config.speculation.coupled else "match"}
-    drafter = None
+    drafter, tuner = None, make_tuner(config.speculation, DepthTuner)  # without probabilities
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         path = Path(place) / "drafter"
         if name == FRESH or (loaded is not None and isinstance(loaded.layer, RidgeLayer)):
             settings |= _learning(config, loaded, path)
             loaded = None
         elif loaded is not None and model is not None:
-            drafter = eagle_drafter(loaded, model, dtype, _tuner(config), path)
+            drafter = eagle_drafter(loaded, model, dtype, tuner, path)
         elif name is not None:
-            drafter = VllmDrafter(method="ngram", tuner=_tuner(config))
+            drafter = VllmDrafter(method="ngram", tuner=tuner)
         generator = VllmGenerator(
             directory,
             tokenizer.decode,
@@ -114,19 +113,10 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
     given, name = config.speculation.drafter, names[0] if names else None
     if given == AUTO and name is not None and not has_drafters:
         return FRESH
-    if name is None or name in (*WEIGHTLESS, FRESH) or has_drafters:
+    if name is None or name in (*WEIGHTLESS, FRESH) or (has_drafters and not is_path(name)):
         return name
     raise ConfigError(
-        f"speculation.drafter = {given!r}: longtail's drafters read the families of its own "
-        "decoder (learner.model = 'own'); set it to 'fresh', 'history' or 'none'"
+        f"speculation.drafter = {given!r}: vLLM runs no class of yours, and longtail's drafters "
+        "read the families of its decoder (learner.model = 'own'); set it to 'fresh', 'history' or "
+        "'none'"
     )
-
-
-def _tuner(config: RunConfig) -> Tuner:
-    """Return the tuner of a run; `budget` is one that needs no probabilities of drafts."""
-    own = config.speculation
-    if own.tuner == "off":
-        return OffTuner()
-    if own.tuner == "fixed":
-        return FixedTuner(Strategy(depth=own.depth), max_running=own.max_running)
-    return DepthTuner()

@@ -3,6 +3,7 @@
 This runs in the worker's own process if there are several.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -66,6 +67,7 @@ def build_components(
 ) -> WorkerComponents:
     """Build the components of a worker."""
     config, device, hidden_size = plan.config, plan.device, plan.shape.hidden_size
+    sys.path += [each for each in plan.modules if each not in sys.path]
     plan = replace(plan, directory=place.local(plan.directory))
     if plan.base is not None and config.cluster.workers > 1:
         check_base(config, plan.base, plan.directory)

@@ -30,7 +30,6 @@ from longtail.loop import Trainer
 from longtail.rl.grading.pool import GraderPool
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.console import Console
-from longtail.run.drafter_store import own_of_run
 from longtail.system.device import threads_each
 
 OFF, FROZEN, SPOT, COLD, ALL = ARMS
@@ -45,7 +44,6 @@ _DRAFTERS = {
 """Drafters of arms that do not begin with the run's."""
 _TRAINED = (FROZEN, SPOT)
 """Arms that begin with a drafter trained before the run."""
-_UNTRAINED = {drafters.NONE, drafters.AUTO, drafters.FRESH, *drafters.WEIGHTLESS}
 _RUN_WORDS = ("--run.save_rollouts=true", "--run.writers=")
 """Logs that the figures need; nothing is sent to the user's own trackers."""
 
@@ -117,11 +115,9 @@ def _one_worker(own: RunConfig) -> list[str]:
 
 def _has_trained_drafter(own: RunConfig) -> bool:
     """Return whether a run begins with a trained drafter; ConfigError for one that is nowhere."""
-    name = own.speculation.drafter
-    drafters.check_names(name)
-    if name == drafters.AUTO:
-        return own_of_run(own.model.path) is not None
-    return Path(name).is_dir() or not set(name.split("+")) <= _UNTRAINED
+    drafters.check_names(own.speculation.drafter)
+    names = drafters.drafter_names(own.speculation.drafter, own.model.path, learns=True)
+    return any(drafters.located(name)[1] is not None for name in names)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,12 +147,7 @@ class Arm:
         shutil.rmtree(self._place, ignore_errors=True)
         self._run = RunDirectory(self._place)
         self._run.start(configfile.render(config), resume=False)
-        self._grader = GraderPool(
-            config.reward.name,
-            workers=config.reward.workers,
-            timeout_s=config.reward.timeout_s,
-            by_group=config.reward.per == "group",
-        )
+        self._grader = GraderPool(config.reward)
         try:
             console = Console(f"bench e2e: arm {name}: ")
             self._trainer = Trainer(config, self._run, None, self._grader, console)

@@ -4,13 +4,14 @@
 file.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
+from longtail.config.losses import ADVANTAGES, LOSSES
 from longtail.config.rewards import ENVIRONMENT, EnvironmentSection, RewardSection
 from longtail.config.sections import (
     Amount,
@@ -34,7 +35,7 @@ from longtail.config.sections import (
     Temperature,
     Text,
 )
-from longtail.system.machine import MAX_INT32
+from longtail.system.machine import MAX_INT32, is_path
 
 REASONING_GYM = "reasoning_gym"
 RUNNING_SUMS = "running_sums"
@@ -76,8 +77,6 @@ class DataSection(PromptSection):
 
 
 _MOST_SEQUENCES = 1_000_000
-LossName = Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_pp"]
-_GROUP_LOSSES: tuple[LossName, ...] = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 
 
 class RolloutSection(Section):
@@ -120,9 +119,10 @@ class SpeculationSection(Section):
 
     drafter: Name = "auto"
     """`none`, `history` (suffixes of other texts of the prompt), `phrases` (suffixes of all
-    completions), `fresh` (a new ridge drafter that learns during the run), or a directory: of a
-    drafter, of a run that trained one, or of a published one (vLLM's layout). `+` joins several:
-    `DIR+history`. `auto` is the drafter of the run, else `fresh`, with `history+phrases`."""
+    completions), `module:Class` (yours, without weights), `fresh` (a new ridge drafter that learns
+    during the run), or a directory: of a drafter, of a run that trained one, or of a published one
+    (vLLM's layout). `+` joins several: `DIR+history`. `auto` is the drafter of the run, else
+    `fresh`, with `history+phrases`."""
     tuner: Literal["budget", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `fixed` (the next four fields), `off`."""
@@ -186,6 +186,10 @@ class LoraSection(Section):
     """Share of an adapter's inputs that is left out of passes with a gradient."""
 
 
+def _list(names: Iterable[str]) -> str:
+    return f"{', '.join(names)}, or `module:function`"
+
+
 class LearnerSection(OptimizerSection):
     """Updates of the policy."""
 
@@ -196,14 +200,16 @@ class LearnerSection(OptimizerSection):
     lora: LoraSection | None = None
     """Adapters (LoRA by `peft`, extra `lora`) that learn beside frozen weights: {rank = 16, alpha =
     32, targets = ["all-linear"], dropout = 0}, each with this default; unset trains all weights."""
-    loss: LossName = "grpo"
-    """Policy-gradient loss, with the advantages that belong to it."""
+    loss: Name = Field(default="grpo", description=f"Policy-gradient loss: {_list(LOSSES)}.")
+    advantage: Name | None = Field(
+        default=None, description=f"Advantages: {_list(ADVANTAGES)}; unset, those of the loss."
+    )
     mini_batches: Count = 1
     """Number of optimizer updates per step; 1 is strictly on-policy."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Ratio clipping below 1; unset is the loss's default (0.2; gspo 3e-4)."""
+    """Ratio clipping below 1; unset is the loss's own (grpo 0.2, gspo 3e-4)."""
     clip_high: Positive | None = None
-    """Ratio clipping above 1; unset is the loss's default (0.2; dapo 0.28; gspo 4e-4)."""
+    """Ratio clipping above 1; unset is the loss's own (grpo 0.2, dapo 0.28)."""
     kl_coef: NotNegative = 0.0
     """Weight of the KL divergence from the initial policy; 0 keeps no reference model."""
     tis_cap: Annotated[float, Field(gt=1)] | None = None
@@ -214,7 +220,7 @@ class LearnerSection(OptimizerSection):
     update is the same. Unset is on where one worker can learn from a group by itself."""
     dynamic_sampling: bool | None = None
     """Whether to leave out groups with equal rewards, and to sample further prompts for them; unset
-    is on for dapo only."""
+    is the loss's own (on for dapo)."""
     max_refills: Annotated[int, Field(ge=0, le=1000)] = 9
     """Dynamic sampling: most further rounds of a step until `rollout.prompts_per_step` groups have
     unequal rewards; 0 only leaves groups out. DAPO's max_num_gen_batches is one more."""
@@ -374,12 +380,10 @@ def _rollout_problems(config: RunConfig) -> Iterator[str]:
 def _learner_problems(config: RunConfig) -> Iterator[str]:
     rollout, learner = config.rollout, config.learner
     sequences = rollout.prompts_per_step * rollout.group_size
-    if rollout.group_size < 2 and (learner.loss in _GROUP_LOSSES or learner.dynamic_sampling):
-        reason = "dynamic_sampling" if learner.dynamic_sampling else f"loss = {learner.loss!r}"
-        yield (
-            f"rollout.group_size = {rollout.group_size}: learner.{reason} compares the "
-            "completions of one prompt; use at least 2"
-        )
+    for field, known in (("loss", LOSSES), ("advantage", ADVANTAGES)):
+        name = getattr(learner, field)
+        if name is not None and name not in known and not is_path(name):
+            yield f"learner.{field} = {name!r}: it must be {_list(known)}"
     if learner.mini_batches > sequences:
         yield (
             f"learner.mini_batches = {learner.mini_batches}: a step has only {sequences} "

@@ -8,13 +8,12 @@ turn a reward without a baseline into a gradient.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from longtail.types import Group
 
 Rewards = Sequence[Sequence[float]]
 """Rewards of each group."""
-Estimator = Callable[[Rewards], list[list[float]]]
 
 EPSILON = 1e-6
 """Number added to a standard deviation before division, as in verl."""

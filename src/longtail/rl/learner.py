@@ -30,14 +30,14 @@ from torch import Tensor
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, ProcessGroupError
 from longtail.model.hf.model import PolicyTransformer
-from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
 from longtail.rl.gradient_sums import GradientSums
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import TokenScores, score
-from longtail.rl.loss import LOSSES, LossInputs, LossSettings
+from longtail.rl.loss import LossInputs, LossSettings
+from longtail.rl.objective import loss_of
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
 from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
@@ -86,7 +86,7 @@ class Learner:
         self._settings, self._total_steps = settings, total_steps
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
-        self._spec = spec = LOSSES[settings.loss]
+        self._spec = spec = loss_of(settings)
         self._loss_settings = LossSettings(
             clip_low=spec.clip_low if settings.clip_low is None else settings.clip_low,
             clip_high=spec.clip_high if settings.clip_high is None else settings.clip_high,
@@ -305,15 +305,6 @@ class Learner:
     def learned(self) -> dict[str, Tensor]:
         """Copy the parameters that are learned, by the model's own names, as `restore` takes."""
         return {name: each.detach().clone() for name, each in self._parameters.items()}
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the weights, and of the sums of their gradients and the moments."""
-        exact = self._settings.sums != "float"
-        sizes = [parameter.nbytes for parameter in self._model.parameters()]
-        return sum(sizes) + sum(
-            2 * each.nbytes + sum_bytes(each.dtype, exact=exact) * each.numel()
-            for each in self._parameters.values()
-        )
 
     def digest(self) -> str:
         """Return the SHA-256 of the learned weights: their names, shapes and bytes."""

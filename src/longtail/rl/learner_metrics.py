@@ -56,11 +56,11 @@ class MetricsRow:
 
     loss: float
     entropy: float
-    clipped: float
-    capped: float
-    old_kl: float
-    reference_kl: float
     num_scored: float
+    clipped: float = 0.0
+    capped: float = 0.0
+    old_kl: float = 0.0
+    reference_kl: float = 0.0
     gap: float = 0.0
     gap_max: float = 0.0
     ratio: float = 0.0

@@ -19,14 +19,11 @@ engine's arithmetic and the learner's.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from longtail.rl import advantage
-from longtail.types import TrainBatch
 
 MAX_LOG_RATIO = 20.0
 """Largest log-ratio, so that exp never overflows float32; there is no gradient beyond it."""
@@ -69,16 +66,13 @@ class LossOutput:
     """A micro-batch's loss before division by the normaliser, and sums for metrics."""
 
     loss: Float[Tensor, ""]
-    sums: Mapping[str, Float[Tensor, ""]]
-    """Detached sums over tokens.
+    sums: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
+    """Detached sums over tokens, any of these.
 
     `clipped`: tokens with a clipped surrogate, whose gradient is 0; `capped`: tokens whose
     importance weight (gspo, rloo: their sequence's) met its cap; `old_kl`, `reference_kl`: k3
     estimates of the KL from the policy before the update, and from the reference.
     """
-
-
-LossFunction = Callable[[LossInputs, LossSettings], LossOutput]
 
 
 def sequence_means(inputs: LossInputs, settings: LossSettings) -> LossOutput:
@@ -126,50 +120,6 @@ def rloo(inputs: LossInputs, settings: LossSettings) -> LossOutput:
     KL and log w are also summed over the tokens of a sequence.
     """
     return _output(inputs, settings, combine=_sequence_sums)
-
-
-def _tokens(batch: TrainBatch) -> int:
-    return max(batch.num_generated, 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """A loss with the constants and the advantages of its paper."""
-
-    function: LossFunction
-    advantages: advantage.Estimator
-    normaliser: Callable[[TrainBatch], int] = lambda batch: batch.num_sequences
-    """Number by which the sum over a batch is divided."""
-    by_group: bool = True
-    """Whether a group's advantages need no other group, so that it can be learned from alone."""
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dynamic_sampling: bool = False
-
-
-LOSSES: dict[str, LossSpec] = {
-    "grpo": LossSpec(function=sequence_means, advantages=advantage.grpo),
-    "dr_grpo": LossSpec(
-        function=token_sum,
-        advantages=advantage.dr_grpo,
-        normaliser=lambda batch: batch.num_sequences * batch.sampling.max_tokens,
-    ),
-    "dapo": LossSpec(
-        function=token_sum,
-        advantages=advantage.grpo,
-        normaliser=_tokens,
-        clip_high=0.28,
-        dynamic_sampling=True,
-    ),
-    "gspo": LossSpec(function=gspo, advantages=advantage.grpo, clip_low=3e-4, clip_high=4e-4),
-    "rloo": LossSpec(function=rloo, advantages=advantage.rloo),
-    "reinforce_pp": LossSpec(
-        function=token_sum,
-        advantages=advantage.reinforce_pp,
-        normaliser=_tokens,
-        by_group=False,
-    ),
-}
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

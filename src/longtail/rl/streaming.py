@@ -15,7 +15,7 @@ from longtail.config.rl import LearnerSection
 from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.data.requests import RequestBatch, regroup, visit_of
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.loss import LOSSES
+from longtail.rl.objective import advantages_of, by_group, loss_of
 from longtail.rl.packing import pack_mini_batches
 from longtail.types import (
     Completion,
@@ -37,18 +37,17 @@ def streams(own: LearnerSection) -> bool:
 def samples_dynamically(own: LearnerSection) -> bool:
     """Return whether groups with equal rewards are left out and replaced."""
     given = own.dynamic_sampling
-    return LOSSES[own.loss].dynamic_sampling if given is None else given
+    return loss_of(own).dynamic_sampling if given is None else given
 
 
 def step_batches(
     groups: Sequence[Group], own: LearnerSection, sampling: SamplingParams
 ) -> list[TrainBatch]:
     """Return the rollouts of groups with their advantages, packed into mini-batches."""
-    loss, most = LOSSES[own.loss], sampling.max_tokens
-    rewards = shaped_rewards(groups, max_tokens=most, buffer=own.overlong_buffer)
+    rewards = shaped_rewards(groups, max_tokens=sampling.max_tokens, buffer=own.overlong_buffer)
     return pack_mini_batches(
         [rollout for group in groups for rollout in group.rollouts],
-        [value for group in loss.advantages(rewards) for value in group],
+        [value for group in advantages_of(own, rewards) for value in group],
         sampling=sampling,
         budget=own.tokens_per_micro_batch,
         mini_batches=own.mini_batches,
@@ -148,6 +147,7 @@ def why_not(own: LearnerSection) -> str | None:
         return f"learner.mini_batches = {own.mini_batches}: later updates need earlier ones"
     if own.sharding == "full":
         return "learner.sharding = 'full': the shards of a layer are computed by all workers"
-    if not LOSSES[own.loss].by_group:
-        return f"learner.loss = {own.loss!r}: its advantages need the whole batch"
+    if not by_group(own):
+        name = "loss" if own.advantage is None else "advantage"
+        return f"learner.{name} = {getattr(own, name)!r}: its advantages need the whole batch"
     return None

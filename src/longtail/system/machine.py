@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from longtail.errors import ConfigError, did_you_mean
+from longtail.errors import ConfigError, describe, did_you_mean
 from longtail.system.files import parse_json
 
 _CPU_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16")
@@ -159,11 +159,18 @@ def module_path() -> list[str]:
     return [*(entry for entry in sys.path if os.path.realpath(entry or here) != here), here]
 
 
-def named_callable(name: str, field: str) -> Any:
-    """Return the function or class `module:name`; ConfigError, which names `field`, without it.
+def is_path(name: str) -> bool:
+    """Return whether a name is the path of a function or class, `module:name`."""
+    module, colon, place = name.partition(":")
+    return bool(colon) and all(map(str.isidentifier, [*module.split("."), *place.split(".")]))
 
-    An error of the module itself, other than ImportError, is raised as it is.
+
+def named_callable(name: str, field: str, *kinds: type) -> Any:
+    """Return the function, class or object of some other kinds with the path `module:name`.
+
+    Raises ConfigError, which names `field`, if there is none, or for an error of its module.
     """
+    sys.path += [] if (here := os.getcwd()) in sys.path else [here]
     try:
         found = pkgutil.resolve_name(name)
     except ImportError as error:
@@ -174,7 +181,9 @@ def named_callable(name: str, field: str) -> Any:
     except AttributeError as error:
         hint = did_you_mean(str(error.name), dir(error.obj))
         raise ConfigError(f"{field} = {name!r}: {error}{hint}") from error
-    if not callable(found):
+    except Exception as error:
+        raise ConfigError(f"{field} = {name!r}: {describe(error)}") from error
+    if not callable(found) and not isinstance(found, kinds):
         kind = type(found).__name__
         raise ConfigError(f"{field} = {name!r}: it is of type {kind}, not a function")
     return found

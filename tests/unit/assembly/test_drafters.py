@@ -55,6 +55,9 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
         ("history+none", "'none': it is neither"),
         ("fresh+history", "has to learn while it is used"),
         ("{place}", "neither a drafter nor a run with one"),
+        ("nowhere:Mine", "'nowhere:Mine': its module cannot be imported"),
+        ("history+builtins:dict", "'builtins:dict': it is no subclass of .*Drafter"),
+        ("textwrap:dedent", "'textwrap:dedent': TypeError: .*missing 1 required positional"),
     ],
 )
 def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path):

@@ -23,6 +23,8 @@ def test_vllm_has_one_drafter_the_first_that_it_can_run():
     assert vllm._one_of([], asked("--speculation.drafter=none"), has_drafters=False) is None
     with pytest.raises(ConfigError, match="set it to 'fresh', 'history' or 'none'"):
         vllm._one_of(["runs/a"], named, has_drafters=False)
+    with pytest.raises(ConfigError, match="vLLM runs no class of yours"):
+        vllm._one_of(["mine:Drafter"], named, has_drafters=True)
 
 
 def test_a_fresh_drafter_is_learned_by_vllm_and_goes_on_where_the_run_has_one(tmp_path):

@@ -66,7 +66,7 @@ def test_version_and_summary_of_the_verbs(capsys):
         (["train", "--learner.los", "dapo"], "--learner.los (did you mean --learner.loss?)"),
         (
             ["train", "--learner.loss", "ppo", "quickstart"],
-            "--learner.loss = ppo: it must be 'grpo'",
+            "learner.loss = 'ppo': it must be grpo, dr_grpo",
         ),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
         (["sft", "--train.steps=0"], "--train.steps = 0: it must be greater"),

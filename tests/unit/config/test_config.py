@@ -98,7 +98,7 @@ def test_unknown_keys_of_a_file_are_refused_by_their_dotted_name(tmp_path):
         ('[run]\nsteps = "x"', 'run.steps = "x": it must be a valid integer'),
         ("[run]\nresume = 3", "run.resume = 3: it must be a valid boolean"),
         ("[run]\nsteps = 0", "run.steps = 0: it must be greater than or equal to 1"),
-        ('[learner]\nloss = "ppo"', "learner.loss = \"ppo\": it must be 'grpo', 'dr_grpo'"),
+        ('[rollout]\nengine = "trt"', "rollout.engine = \"trt\": it must be 'auto', 'own'"),
         ("[learner]\nbetas = [0.9, 1.5]", "learner.betas[1] = 1.5: it must be less than 1"),
         ("[learner]\nlearning_rate = inf", "learner.learning_rate = Infinity: it must be a finite"),
         ("[learner]\nbetas = [0.9]", "learner.betas[1]"),
@@ -201,7 +201,8 @@ def test_malformed_toml_names_file_and_line(tmp_path, text, place):
         (["--learner.mini_batches=129"], ["learner.mini_batches = 129", "128"]),
         (["--reward.name=environment"], ["reward.name = 'environment': no environment gives it"]),
         (["--learner.overlong_buffer=2048"], ["learner.overlong_buffer = 2048"]),
-        (["--rollout.group_size=1"], ["rollout.group_size = 1", "learner.loss = 'grpo'"]),
+        (["--learner.loss=ppo"], ["learner.loss = 'ppo'", "grpo, dr_grpo", "module:function"]),
+        (["--learner.advantage=x"], ["learner.advantage = 'x': it must be grpo, dr_grpo, rloo"]),
         (
             ["--rollout.kv_tokens=100", "--learner.overlong_buffer=9999"],
             ["2 problems", "rollout.kv_tokens = 100", "learner.overlong_buffer = 9999"],
@@ -222,7 +223,6 @@ def test_values_at_the_limits_are_accepted():
     load(None, ["--rollout.kv_tokens=2560", "--learner.mini_batches=128"])
     load(None, ["--learner.overlong_buffer=2047", "--data.heldout_size=2048"])
     load(None, ["--data.source=reasoning_gym:leg_counting", "--data.heldout_size=2047"])
-    load(None, ["--rollout.group_size=1", "--learner.loss=reinforce_pp"])
 
 
 def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):

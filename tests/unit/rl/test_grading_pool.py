@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from longtail.config.rewards import RewardSection
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.grading.pool import GraderPool
 from longtail.system import machine
@@ -92,7 +93,7 @@ def is_over(pid: int) -> bool:
 def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(toy, capfd, monkeypatch):
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # and may print any text
     assert "torch" in sys.modules
-    with GraderPool(toy) as pool:
+    with GraderPool(RewardSection(name=toy)) as pool:
         assert rewards(pool, "tuple", shape=((1, 2), {3: {4}})) == [1.0]
         assert rewards(pool, "torch") == [0.0]
         assert rewards(pool, "print 1", "stdin 2", "alarm 3", "slow 4") == [1, 2, 3, 4]
@@ -101,7 +102,7 @@ def test_a_reward_gets_rows_with_their_types_and_a_process_of_its_own(toy, capfd
 
 def test_a_reward_knows_whether_the_prompt_opened_a_thought():
     ((prompt, said),) = pairs("42")
-    with GraderPool("last_number") as pool:
+    with GraderPool(RewardSection(name="last_number")) as pool:
         opened = replace(prompt, text="<user>6*7=<assistant><think>\n")
         graded = pool.grade([(prompt, said), (opened, said)])
     assert [rollout.reward for rollout in graded.rollouts] == [1.0, 0.0]
@@ -112,7 +113,7 @@ def test_more_graders_than_a_host_has_room_for_are_refused(toy, monkeypatch):
         monkeypatch.setattr(machine, "usable_cores", lambda cores=cores: cores)
         monkeypatch.setattr(machine, "memory", lambda free=free: Memory(total=free, available=free))
         with pytest.raises(ConfigError, match=f"reward.workers = 1000: .*at most {most}$"):
-            GraderPool(toy, workers=1000)
+            GraderPool(RewardSection(name=toy, workers=1000))
 
 
 KILLED = "the grader gave no result in 4 s and was killed"
@@ -135,7 +136,7 @@ BAD = {
 @pytest.mark.slow
 def test_each_bad_task_fails_alone_and_all_others_are_graded(toy):
     texts = [text for number, bad in enumerate(BAD) for text in (f"ok {number}", bad)]
-    with GraderPool(toy, workers=3, timeout_s=4.0) as pool:
+    with GraderPool(RewardSection(name=toy, workers=3, timeout_s=4.0)) as pool:
         graded = pool.grade(pairs(*texts, "ok -1"))
     assert [rollout.reward for rollout in graded.rollouts] == [*range(len(BAD)), -1]
     assert [failure.completion.text for failure in graded.failures] == list(BAD)
@@ -154,7 +155,7 @@ def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(toy, tmp_pat
     }
     groups = [group for name in bad for group in (["a", "bb"], [name, "bb"])]
     groups.append(["a", "skip", "bb"])  # of which one has no reward
-    with GraderPool(toy, by_group=True, timeout_s=4.0) as pool:
+    with GraderPool(RewardSection(name=toy, per="group", timeout_s=4.0)) as pool:
         graded = pool.grade(pairs(*groups))
     assert [r.reward for r in graded.rollouts] == [0.0, 0.125] * (len(bad) + 1)
     failures = [(failure.completion.text, failure.error) for failure in graded.failures]
@@ -165,13 +166,13 @@ def test_a_failed_call_excludes_its_group_alone_and_is_not_repeated(toy, tmp_pat
 
 @pytest.mark.slow
 def test_a_time_limit_applies_to_one_completion_not_to_all(toy):
-    with GraderPool(toy, timeout_s=1.0) as pool:  # 5 completions of 0.3 s by one grader
+    with GraderPool(RewardSection(name=toy, timeout_s=1.0)) as pool:  # 5 times 0.3 s
         assert rewards(pool, *["slow 1"] * 5) == [1.0] * 5
 
 
 def test_a_row_that_cannot_be_sent_fails_alone():
     bad = pairs("42", helper=lambda: None)
-    with GraderPool("exact") as pool:
+    with GraderPool(RewardSection(name="exact")) as pool:
         graded = pool.grade([*pairs("42"), *bad, *pairs("41")])
     assert [rollout.reward for rollout in graded.rollouts] == [1.0, 0.0]
     (failure,) = graded.failures
@@ -182,7 +183,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(toy):
     def interrupt() -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with GraderPool(toy, timeout_s=600.0) as pool:
+    with GraderPool(RewardSection(name=toy, timeout_s=600.0)) as pool:
         pool.wait_ready()
         timer = threading.Timer(0.2, interrupt)
         timer.start()
@@ -194,7 +195,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next(toy):
 
 @pytest.mark.slow
 def test_graders_that_died_between_calls_fail_no_task_and_closing_leaves_no_process(toy):
-    with GraderPool(toy, workers=2, timeout_s=600.0) as pool:
+    with GraderPool(RewardSection(name=toy, workers=2, timeout_s=600.0)) as pool:
         dead = {int(pid) for pid in rewards(pool, *["pid"] * 20)}
         for pid in dead:
             os.kill(pid, signal.SIGKILL)
@@ -217,8 +218,9 @@ def test_graders_end_when_their_parent_is_killed(toy, tmp_path):
     (tmp_path / "run.py").write_text(
         "import sys; sys.path += sys.argv[1:]\n"
         "if __name__ == '__main__':\n"
-        "    from test_grading_pool import GraderPool, pairs\n"
-        "    GraderPool('hanging:act', workers=2, timeout_s=600.0).grade(pairs('1', '2'))\n"
+        "    from test_grading_pool import GraderPool, RewardSection, pairs\n"
+        "    own = RewardSection(name='hanging:act', workers=2, timeout_s=600)\n"
+        "    GraderPool(own).grade(pairs('1', '2'))\n"
     )
     here = Path(__file__).parent
     words = [sys.executable, "run.py", str(here), str(here.parents[1])]
@@ -264,5 +266,6 @@ def test_a_reward_that_cannot_be_loaded_or_not_again_ends_the_run(
     wait_s = 1.5 if "sleep" in source else 60.0
     monkeypatch.setattr("longtail.rl.grading.pool._STARTING_S", wait_s)
     monkeypatch.setattr("longtail.rl.grading.pool._KILLING_S", 0.0)
-    with GraderPool("bad_start:f", timeout_s=wait_s) as pool, pytest.raises(error, match=why):
+    own = RewardSection(name="bad_start:f", timeout_s=wait_s)
+    with GraderPool(own) as pool, pytest.raises(error, match=why):
         pool.grade(pairs("a", "b", "c"))

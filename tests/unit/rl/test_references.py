@@ -2,6 +2,7 @@
 
 import pytest
 
+from longtail.config.rewards import RewardSection
 from longtail.errors import DataError, GradingError
 from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
 from longtail.rl.grading.pool import GraderPool, gradable
@@ -71,7 +72,7 @@ def test_alike_rows_are_checked_once():
 
 def test_graders_check_rows_in_their_own_processes():
     answers = ["1", float("nan"), "", "2"]
-    with GraderPool("exact", workers=2) as pool:
+    with GraderPool(RewardSection(name="exact", workers=2)) as pool:
         reasons = pool.check([{"answer": answer} for answer in answers])
         with pytest.raises(DataError, match=r"row 1, column 'solution': .* is nan"):
             gradable(prompts_of(*answers), "exact", pool.check, drop=False)

@@ -110,8 +110,9 @@ def _kill_descendants(environment: int) -> None:
 
 def _serve(pipe: int, session: tuple[str, Sequence[str], str], scratch: str) -> NoReturn:
     """Answer questions, each the name of a method and its arguments, until the pipe is closed."""
+    from longtail.errors import describe
     from longtail.rl.environments.session import Session, open_session
-    from longtail.rl.grading.grader import describe, limit, limit_memory
+    from longtail.rl.grading.grader import limit, limit_memory
 
     if sys.platform == "linux":
         limit_memory()

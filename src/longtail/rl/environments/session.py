@@ -19,13 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, final
 
-from longtail.errors import ConfigError, GradingError, JsonError, LongtailError
+from longtail.errors import ConfigError, GradingError, JsonError, LongtailError, describe
 from longtail.model.hf.chat import join_parts, tool_schema
 from longtail.rl.environments.adapters import ADAPTERS
 from longtail.rl.environments.calls import Call, parse
 from longtail.rl.environments.records import ROLES, Reply, is_message
 from longtail.rl.grading.answers import checked_number
-from longtail.rl.grading.grader import describe
 from longtail.rl.grading.reward import awaited
 from longtail.system.files import parse_json
 from longtail.system.machine import named_callable

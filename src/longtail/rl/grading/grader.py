@@ -10,18 +10,14 @@ import os
 import resource
 import signal
 import sys
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtail.errors import ConfigError, GradingError, LongtailError
+from longtail.errors import ConfigError, GradingError, LongtailError, describe
 from longtail.rl.grading.reward import GradingTask, Reward, reward_factory
 from longtail.system import machine
-
-MAX_ERROR_LEN = 2000
-"""Longest error message in characters."""
 
 _loaded: list[Reward | ConfigError] = []
 """The reward of this process, or why it cannot be loaded."""
@@ -94,20 +90,3 @@ def check(rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         except Exception as error:  # noqa: BLE001 - a reward may raise anything
             reasons.append(describe(error))
     return reasons
-
-
-def describe(error: BaseException) -> str:
-    """Return an error in one line: our own message, or type, message and place of any other."""
-    if isinstance(error, LongtailError):
-        return _one_line(str(error))
-    text = _one_line("".join(traceback.format_exception_only(error)).strip())
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return text
-    last = frames[-1]
-    return text + _one_line(f" ({Path(last.filename).name}:{last.lineno}, in {last.name})")
-
-
-def _one_line(text: str) -> str:
-    """Cut a text to MAX_ERROR_LEN characters, and replace unprintable ones by blanks."""
-    return "".join(each if each.isprintable() else " " for each in text[:MAX_ERROR_LEN])

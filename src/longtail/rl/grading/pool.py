@@ -22,6 +22,7 @@ from typing import Any, final
 
 from pebble import ProcessExpired, ProcessFuture, ProcessPool
 
+from longtail.config.rewards import RewardSection
 from longtail.errors import ConfigError, DataError, GradingError
 from longtail.model.hf.chat import opens_thought
 from longtail.rl.data.prompts import PromptSet
@@ -59,25 +60,17 @@ class Graded:
 class GraderPool(AbstractContextManager["GraderPool"]):
     """Grader processes for one reward; a context manager, for use by one thread.
 
-    With `by_group` a task is all completions of one prompt, graded in one call; else it is one
+    With `per = "group"` a task is all completions of one prompt, graded in one call; else it is one
     completion. The time limit is that of a task.
 
     The constructor starts the processes; `wait_ready` (or the first `grade`) waits for them.
     `close` ends all of them.
     """
 
-    def __init__(
-        self,
-        reward_name: str,
-        *,
-        workers: int = 1,
-        timeout_s: float = 10.0,
-        by_group: bool = False,
-    ) -> None:
-        reward_factory(reward_name)  # raises for an unknown name before any process starts
-        _check_room(workers)
-        self._reward_name, self._num_workers, self._by_group = reward_name, workers, by_group
-        self._timeout_s = timeout_s
+    def __init__(self, own: RewardSection) -> None:
+        reward_factory(own.name)  # raises for an unknown name before any process starts
+        _check_room(own.workers)
+        self._own = own
         self._pool: ProcessPool | None = None
         try:
             with signals_delayed():  # or a process is started that `close` does not know
@@ -92,9 +85,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def _open(self) -> ProcessPool:
         if self._pool is None:
             self._pool = ProcessPool(
-                max_workers=self._num_workers,
+                max_workers=self._own.workers,
                 initializer=grader.start,
-                initargs=(self._reward_name, machine.module_path()),
+                initargs=(self._own.name, machine.module_path()),
                 context=get_context("spawn"),  # their parent is this process, with which they end
             )
         return self._pool
@@ -117,11 +110,11 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each task within the time limit; return rewards and failures in order.
 
-        With `by_group`, completions are in the order of requests. Raises as `wait_ready` does.
+        With `per = "group"`, completions are in the order of requests. Raises as `wait_ready` does.
         """
         visits = [visit_of(completion.request_id) for _, completion in pairs]
         tasks = [_task(prompt, completion) for prompt, completion in pairs]
-        keyed = zip(visits if self._by_group else range(len(pairs)), tasks, strict=True)
+        keyed = zip(visits if self._own.per == "group" else range(len(pairs)), tasks, strict=True)
         parts = [[task for _, task in members] for _, members in groupby(keyed, itemgetter(0))]
         outcomes = self._run(grader.grade, parts)
         rollouts, failures = [], []
@@ -159,9 +152,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                 breakdowns = 0 if found else breakdowns + 1
                 if breakdowns == MAX_BREAKDOWNS:
                     raise GradingError(
-                        f"reward.name = {self._reward_name!r}: the graders ended {breakdowns} "
+                        f"reward.name = {self._own.name!r}: the graders ended {breakdowns} "
                         "times in a row before they had graded anything; stderr has what they "
-                        f"wrote, and if memory is short, lower reward.workers = {self._num_workers}"
+                        f"wrote, and if memory is short, lower reward.workers = {self._own.workers}"
                     )
         except BaseException:  # after an interruption, these tasks must not reach a later call
             self.close()
@@ -178,7 +171,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         outcomes, pool = {}, self._open()
         try:
             futures = {
-                number: pool.schedule(function, (task,), timeout=self._timeout_s)
+                number: pool.schedule(function, (task,), timeout=self._own.timeout_s)
                 for number, task in tasks.items()
             }
         except RuntimeError:
@@ -193,21 +186,21 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _outcome(self, pool: ProcessPool, future: ProcessFuture[Any]) -> Any:
         # All earlier tasks have ended, so this one has begun or begins when a grader has started.
-        limit_s = _STARTING_S + self._timeout_s + _KILLING_S
+        limit_s = _STARTING_S + self._own.timeout_s + _KILLING_S
         end = time.monotonic() + limit_s
         while not future.done():
             if not pool.active:  # pebble leaves tasks that it has not sent yet without an end
                 raise BrokenProcessPool
             if time.monotonic() > end:
                 raise GradingError(
-                    f"reward.name = {self._reward_name!r}: no grader has begun a task in "
+                    f"reward.name = {self._own.name!r}: no grader has begun a task in "
                     f"{limit_s:g} s; see that its module is imported in that time"
                 )
             wait([future], timeout=1.0)
         try:
             return future.result()
         except TimeoutError:
-            return f"the grader gave no result in {self._timeout_s:g} s and was killed"
+            return f"the grader gave no result in {self._own.timeout_s:g} s and was killed"
         except ProcessExpired as error:
             how = f"exited with status {error.exitcode}"
             if error.exitcode < 0:

@@ -25,7 +25,7 @@ from longtail.rl.grading.answers import (
     whole_number,
     with_plain_boxes,
 )
-from longtail.system.machine import import_extra, named_callable
+from longtail.system.machine import import_extra, is_path, named_callable
 
 Messages = list[dict[str, Any]]
 
@@ -312,8 +312,7 @@ def reward_factory(name: str) -> Callable[[], Reward]:
     """
     if name in _NAMED:
         return _NAMED[name]
-    module, colon, function = name.partition(":")
-    if colon and all(part.isidentifier() for part in (*module.split("."), *function.split("."))):
+    if is_path(name):
         return lambda: FunctionReward(name)
     raise ConfigError(
         f"reward.name = {name!r}: unknown{did_you_mean(name, _NAMED)}; known are "
