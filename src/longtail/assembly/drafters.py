@@ -10,6 +10,7 @@ a directory        a drafter of `longtail drafter train` or its run, the newest 
                    `longtail train`, or a published one in the layout of vLLM
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -177,8 +178,7 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
 def check_names(names: str, *, field: str = "speculation.drafter") -> None:
     """Raise ConfigError, before a model is opened, if a name is neither known nor a drafter."""
     for name in () if names in (NONE, AUTO) else filter(None, _split(names)):
-        located(name, field=field)
-        if is_weightless(name):
+        if located(name, field=field)[1] is None and name != FRESH:
             weightless(name, field=field)
 
 
@@ -194,6 +194,10 @@ def weightless(name: str, *, field: str = "speculation.drafter") -> Drafter:
         made = make()
         if not isinstance(made, Drafter):
             raise ConfigError("it is no subclass of longtail.speculation.drafter.Drafter")
+        made.curve.calibration_error()
+        for method in ("propose", "observe", "learn", "forget", "refresh"):
+            expected = inspect.signature(getattr(Drafter, method)).parameters
+            inspect.signature(getattr(made, method)).bind(*list(expected)[1:])
     except Exception as error:
         raise ConfigError(f"{field} = {name!r}: {describe(error)}") from error
     return made

@@ -116,7 +116,6 @@ def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> s
     if name is None or name in (*WEIGHTLESS, FRESH) or (has_drafters and not is_path(name)):
         return name
     raise ConfigError(
-        f"speculation.drafter = {given!r}: vLLM runs no class of yours, and longtail's drafters "
-        "read the families of its decoder (learner.model = 'own'); set it to 'fresh', 'history' or "
-        "'none'"
+        f"speculation.drafter = {given!r}: vLLM runs no class of yours, and ours need longtail's "
+        "decoder (learner.model = 'own'); set it to 'fresh', 'history' or 'none'"
     )

@@ -3,7 +3,7 @@
 `learner.loss = "module:name"` is a function of yours, or a LossSpec; an advantage is a function.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import Any
@@ -26,17 +26,20 @@ def _ours(path: str) -> Callable[..., Any]:
     return lambda *given: resolve_name(f"longtail.rl.{path}")(*given)
 
 
-def _tokens(batch: Any) -> int:
-    return max(batch.num_generated, 1)
-
-
 _SUM = _ours("loss:token_sum")
 LOSSES = {
     "grpo": LossSpec(_ours("loss:sequence_means")),
     "dr_grpo": LossSpec(_SUM, "dr_grpo", lambda it: it.num_sequences * it.sampling.max_tokens),
-    "dapo": LossSpec(_SUM, "grpo", _tokens, clip_high=0.28, dynamic_sampling=True),
+    "dapo": LossSpec(
+        _SUM, normaliser=lambda it: max(it.num_generated, 1), clip_high=0.28, dynamic_sampling=True
+    ),
     "gspo": LossSpec(_ours("loss:gspo"), clip_low=3e-4, clip_high=4e-4),
     "rloo": LossSpec(_ours("loss:rloo"), "rloo"),
-    "reinforce_pp": LossSpec(_SUM, "reinforce_pp", _tokens),
+    "reinforce_pp": LossSpec(_SUM, "reinforce_pp", lambda it: max(it.num_generated, 1)),
 }
 ADVANTAGES = {n: _ours(f"advantage:{n}") for n in ("grpo", "dr_grpo", "rloo", "reinforce_pp")}
+
+
+def choices(names: Iterable[str]) -> str:
+    """Return the names, and how one of yours is named."""
+    return f"{', '.join(names)}, or `module:function`"

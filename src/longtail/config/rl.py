@@ -4,14 +4,14 @@
 file.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from longtail.config import files
-from longtail.config.losses import ADVANTAGES, LOSSES
+from longtail.config.losses import ADVANTAGES, LOSSES, choices
 from longtail.config.rewards import ENVIRONMENT, EnvironmentSection, RewardSection
 from longtail.config.sections import (
     Amount,
@@ -119,10 +119,9 @@ class SpeculationSection(Section):
 
     drafter: Name = "auto"
     """`none`, `history` (suffixes of other texts of the prompt), `phrases` (suffixes of all
-    completions), `module:Class` (yours, without weights), `fresh` (a new ridge drafter that learns
-    during the run), or a directory: of a drafter, of a run that trained one, or of a published one
-    (vLLM's layout). `+` joins several: `DIR+history`. `auto` is the drafter of the run, else
-    `fresh`, with `history+phrases`."""
+    completions), `module:Class` (yours, without weights), `fresh` (a ridge drafter that learns in
+    the run), or a directory: of a drafter, of a run that trained one, or published (vLLM's layout).
+    `+` joins several. `auto` is the drafter of the run, else `fresh`, with `history+phrases`."""
     tuner: Literal["budget", "fixed", "off"] = "budget"
     """Policy for how much to draft, and when not to: `budget` (measured cost and calibrated
     acceptance), `fixed` (the next four fields), `off`."""
@@ -186,10 +185,6 @@ class LoraSection(Section):
     """Share of an adapter's inputs that is left out of passes with a gradient."""
 
 
-def _list(names: Iterable[str]) -> str:
-    return f"{', '.join(names)}, or `module:function`"
-
-
 class LearnerSection(OptimizerSection):
     """Updates of the policy."""
 
@@ -200,9 +195,9 @@ class LearnerSection(OptimizerSection):
     lora: LoraSection | None = None
     """Adapters (LoRA by `peft`, extra `lora`) that learn beside frozen weights: {rank = 16, alpha =
     32, targets = ["all-linear"], dropout = 0}, each with this default; unset trains all weights."""
-    loss: Name = Field(default="grpo", description=f"Policy-gradient loss: {_list(LOSSES)}.")
+    loss: Name = Field(default="grpo", description=f"Policy-gradient loss: {choices(LOSSES)}.")
     advantage: Name | None = Field(
-        default=None, description=f"Advantages: {_list(ADVANTAGES)}; unset, those of the loss."
+        default=None, description=f"Advantages: {choices(ADVANTAGES)}; unset, those of the loss."
     )
     mini_batches: Count = 1
     """Number of optimizer updates per step; 1 is strictly on-policy."""
@@ -383,7 +378,7 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
     for field, known in (("loss", LOSSES), ("advantage", ADVANTAGES)):
         name = getattr(learner, field)
         if name is not None and name not in known and not is_path(name):
-            yield f"learner.{field} = {name!r}: it must be {_list(known)}"
+            yield f"learner.{field} = {name!r}: it must be {choices(known)}"
     if learner.mini_batches > sequences:
         yield (
             f"learner.mini_batches = {learner.mini_batches}: a step has only {sequences} "

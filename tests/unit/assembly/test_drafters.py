@@ -55,12 +55,14 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
         ("history+none", "'none': it is neither"),
         ("fresh+history", "has to learn while it is used"),
         ("{place}", "neither a drafter nor a run with one"),
-        ("nowhere:Mine", "'nowhere:Mine': its module cannot be imported"),
+        ("mine:Deaf", "'mine:Deaf': TypeError: missing a required argument"),
         ("history+builtins:dict", "'builtins:dict': it is no subclass of .*Drafter"),
         ("textwrap:dedent", "'textwrap:dedent': TypeError: .*missing 1 required positional"),
     ],
 )
-def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path):
+def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path, module):
+    source = "from longtail.drafter.history import *\nclass Deaf(HistoryDrafter): refresh = len"
+    module(source, "mine")
     with pytest.raises(ConfigError, match=message):
         opened(names.format(place=tmp_path), target)
     with pytest.raises(ConfigError, match="no such directory"):
