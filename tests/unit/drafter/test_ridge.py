@@ -96,7 +96,7 @@ def test_each_slot_is_one_ridge_regression():
         torch.testing.assert_close(torch.cat(found), expected.float(), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("seed", "chunk"), [(0, 40), (1, 1), (2, 1000)])
+@pytest.mark.parametrize(("seed", "chunk"), [(0, 40), (1, 7), (2, 1000)])
 def test_law_sums_do_not_depend_on_who_adds_which_part_when(seed, chunk, monkeypatch):
     """To the bit: any order, cuts, interleaving and repetition, several sums, threads, chunks."""
     model = tiny_model()
