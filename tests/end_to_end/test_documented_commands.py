@@ -142,7 +142,7 @@ CHANGES = (ROOT / "docs" / "change.md").read_text(encoding="utf-8").split("\n## 
 @pytest.mark.parametrize("section", CHANGES, ids=[each.split("\n")[0] for each in CHANGES])
 def test_each_change_takes_40_lines_and_trains(section, place, monkeypatch, tmp_path):
     """The change of a loss on two workers, which import the module, too."""
-    blocks = re.findall(r'```(?:toml|python title="(.*?)")\n(.*?)```', section, flags=re.DOTALL)
+    blocks = re.findall(r"```(?:toml|python\n# (.*?))\n(.*?)```", section, flags=re.DOTALL)
     for name, text in blocks:
         (tmp_path / (name or "run.toml")).write_text(text)
     assert len(blocks) == 2

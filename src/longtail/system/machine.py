@@ -161,8 +161,7 @@ def module_path() -> list[str]:
 
 def is_path(name: str) -> bool:
     """Return whether a name is the path of a function or class, `module:name`."""
-    module, colon, place = name.partition(":")
-    return bool(colon) and all(map(str.isidentifier, [*module.split("."), *place.split(".")]))
+    return ":" in name and all(map(str.isidentifier, name.replace(":", ".", 1).split(".")))
 
 
 def named_callable(name: str, field: str, *kinds: type) -> Any:
