@@ -74,8 +74,8 @@ class GradientSums:
 
         A rank drops its sums if they hold others, or one that another rank holds, too.
         """
-        is_strange = not self.rows.keys() <= set(names)
-        table = group.gather([*(name in self.rows for name in names), is_strange]).bool()
+        has_unknown = not self.rows.keys() <= set(names)
+        table = group.gather([*(name in self.rows for name in names), has_unknown]).bool()
         has = table[:, :-1]
         drops = table[:, -1] | (has & (has.sum(0) > 1)).any(1)
         if drops[group.rank]:

@@ -1,4 +1,4 @@
-"""The server of the page: its files, the runs' data, an event when it grows, and who may look."""
+"""The server of the page: its files, the runs' data, an event when it grows, and access to it."""
 
 import asyncio
 import hmac
@@ -138,7 +138,7 @@ _HEADERS = {
 
 @final
 class ViewAccess:
-    """ASGI middleware that refuses strangers and requests under another name.
+    """ASGI middleware that refuses requests without the token or under another host name.
 
     Without a token the server listens on loopback, and only requests to this machine's names pass,
     so that no web page can reach it under another name (DNS rebinding). With a token, the first

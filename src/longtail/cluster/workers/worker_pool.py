@@ -305,7 +305,7 @@ class WorkerPool:
         self.states.move(worker, State.DEAD)
         if self._losses > MAX_LOSSES:
             raise ClusterError(
-                f"{self._losses} workers were lost in a row, the last with: {reason}; mend that, "
+                f"{self._losses} workers were lost in a row, the last with: {reason}; find its cause, "
                 f"then {AGAIN}"
             )
         is_shard = self._is_sharded and self._has_begun

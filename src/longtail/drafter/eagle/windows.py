@@ -75,7 +75,7 @@ class Windows:
             self._free.append(window.row)
 
     def clear(self) -> None:
-        """Drop everything, since features of another policy are useless."""
+        """Drop everything, since features of an older policy are useless."""
         for request_id in list(self.of):
             self.forget(request_id)
         self._prompts.clear()
