@@ -11,8 +11,10 @@ without drafted nodes took lately: the model may be wrong by more than drafting 
 one of `_CHECK_EVERY` steps is plain, and of `_CLEAR_CHECK_EVERY` where drafting clearly wins.
 
 An account begins with the seconds of `_INITIAL` plain steps and never holds more than `_MOST`.
-Drafting is paused when it is empty, and resumes when it holds `_RESUME` plain steps. So drafting
-that loses half of each step is paused after 6 steps for 200, and past gains pay for `_MOST` steps.
+Drafting is paused when it is empty and the last steps, weighted by `_KEPT`, lost as a whole: on a
+busy machine single slow steps empty an account that gains. It resumes when the account holds
+`_RESUME` plain steps. So drafting that loses half of each step is paused after 6 steps for 200.
+(If no weighted sum S of the gains x was below 0, sum x = S + (1 - `_KEPT`) (earlier S) is not.)
 
 After a pause the drafters observe the tokens generated in it, which takes longer than a step. These
 catch-up seconds are kept apart from the losses: they lengthen the next pause, and begin one only
@@ -38,6 +40,8 @@ _BIAS_CLIP = 2.0
 """Largest factor between a measurement and the mean of the earlier ones."""
 _BIAS_RATE = 0.1
 """Least weight of a new measurement of plain decoding."""
+_KEPT = 1 - 1 / 32
+"""Weight of a step with drafts relative to the next one."""
 _STALL = 4.0
 """Multiple of its predicted seconds from which a step is a stall of the machine."""
 
@@ -58,10 +62,9 @@ class _Account:
     catch_up_s: float = 0.0
     """Catch-up seconds that are not yet paid."""
     draft_s: float = 0.0
-    """Seconds of the steps with drafts since the last pause."""
+    """Seconds of the last steps with drafts, none before the last pause."""
     plain_s: float = 0.0
     """Predicted seconds of plain decoding for the same tokens."""
-    num_drafted: int = 0
 
     @property
     def needs_plain_step(self) -> bool:
@@ -85,7 +88,6 @@ class _Account:
             self.seconds, self.catch_up_s = self.seconds - self.catch_up_s, 0.0
             self.is_paused = False
             self.draft_s = self.plain_s = 0.0
-            self.num_drafted = 0
 
 
 @final
@@ -119,17 +121,17 @@ class Guard:
             return ""
         plain_s = account.plain_step_s * outcome.num_emitted / max(batch.num_sampled, 1)
         account.pay(plain_s - took_s)
-        account.draft_s += took_s
-        account.plain_s += plain_s
-        account.num_drafted += 1
+        account.draft_s = _KEPT * account.draft_s + took_s
+        account.plain_s = _KEPT * account.plain_s + plain_s
         overdue_s = max(account.catch_up_s - _MOST * account.plain_step_s, 0.0)
-        if account.is_paused or account.seconds > overdue_s:
+        gains = account.plain_s >= account.draft_s and not overdue_s
+        if account.is_paused or account.seconds > overdue_s or gains:
             return ""
         account.is_paused = True
         return (
-            f"drafting gave {account.plain_s / account.draft_s:.2f}x of plain decoding over "
-            f"{account.num_drafted} steps, at {batch.num_sampled} running: paused until the loss "
-            f"is below {LOSS_SHARE:.0%} of the time"
+            f"drafting gave {account.plain_s / account.draft_s:.2f}x of plain decoding lately, at "
+            f"{batch.num_sampled} running: paused until the loss is below {LOSS_SHARE:.0%} of the "
+            "time"
         )
 
     def _account(self, batch: Batch) -> _Account:
