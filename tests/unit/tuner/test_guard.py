@@ -77,11 +77,11 @@ def test_drafting_that_loses_is_paused_with_a_reason():
 
 def test_slow_steps_of_a_busy_machine_do_not_pause_drafting_that_gains():
     guard, slow = make_guard(), step(0.95 * STALL, accepted=1)
-    for outcome in 4 * [*32 * [WINNING], *4 * [slow]]:
+    for outcome in 4 * [*32 * [step(1.0, accepted=4)], *4 * [slow]]:
         assert not guard.learn(outcome)
         if not guard.allows(BATCH):  # plain decoding is measured
             guard.learn(PLAIN)
-    assert lose(guard, slow) < 2 * MOST
+    assert lose(guard, slow) < 4 * MOST
 
 
 def test_a_pause_ends_when_one_percent_of_it_pays_for_another_trial():

@@ -305,8 +305,8 @@ class WorkerPool:
         self.states.move(worker, State.DEAD)
         if self._losses > MAX_LOSSES:
             raise ClusterError(
-                f"{self._losses} workers were lost in a row, the last with: {reason}; find its cause, "
-                f"then {AGAIN}"
+                f"{self._losses} workers were lost in a row, the last with: {reason}; "
+                f"find its cause, then {AGAIN}"
             )
         is_shard = self._is_sharded and self._has_begun
         if self.size == 1 or is_shard:

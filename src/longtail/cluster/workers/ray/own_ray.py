@@ -114,7 +114,7 @@ def disconnect(*, has_head: bool) -> None:
 
 
 def end_at_once() -> None:
-    """End this process with exit code 1: Ray's own end waits for its head without end, or crashes."""
+    """End this process with exit code 1: Ray's own end waits for its head, or crashes."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

@@ -1,7 +1,7 @@
 """The end of a run whose Ray has ended: the raylet of this host, or the run's own GCS server.
 
-Ray would end its driver seconds later without a word, or let it wait without end. A raylet also ends
-with its helpers, such as the dashboard's agent; if Ray is faster then, the reaper has the word.
+Ray would end its driver seconds later without a word, or let it wait. A raylet also ends with
+its helpers, such as the dashboard's agent; if Ray is faster then, the reaper has the word.
 """
 
 import logging
