@@ -119,7 +119,7 @@ def test_a_lost_summary_is_made_again(workshop):
     lost = json.loads(file.read_text())
     file.write_text('{"reward_before"')
     assert workshop.train("done", *DONE).code == 0
-    clocked = ("seconds",)
+    clocked = ("seconds", "limit")
     assert {**workshop.summary("done"), **dict.fromkeys(clocked)} == {
         **lost,
         **dict.fromkeys(clocked),
