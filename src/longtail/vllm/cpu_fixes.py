@@ -143,14 +143,17 @@ def _loading(stock: Callable[..., None]) -> Callable[..., None]:
 
         def load_weights(weights: Any) -> Any:
             """Load some weights; the next forward pass ends what the first of them began."""
-            if not opened and not all(each.numel() for each in model.parameters()):
-                begin(model)
-                opened.append(model.register_forward_pre_hook(pack))
+            if not opened:
+                is_packed = not all(each.numel() for each in model.parameters())
+                if is_packed:  # the trainer has not begun by itself
+                    begin(model)
+                opened.append(model.register_forward_pre_hook(partial(pack, is_packed)))
             return load(weights)
 
-        def pack(*_: Any) -> None:
+        def pack(is_ours: bool, *_: Any) -> None:
             opened.pop().remove()
-            finish(model, self.model_config)
+            if is_ours:
+                finish(model, self.model_config)
             repack_heads(model)
 
         model.load_weights = load_weights
