@@ -95,9 +95,9 @@ def open_speculation(
 
 def make_tuner(own: SpeculationSection, by_cost: Callable[[], Tuner]) -> Tuner:
     """Return the tuner of a run; `by_cost` makes that of `budget`."""
+    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
     if own.tuner != "fixed":
         return OffTuner() if own.tuner == "off" else by_cost()
-    fixed = Strategy(depth=own.depth, width=own.width, size=own.size)
     return FixedTuner(fixed, max_running=own.max_running)
 
 
