@@ -52,8 +52,8 @@ class RunPlan:
 
 
 def limit_on(plan: RunPlan) -> Limit | None:
-    """Measure what this machine can generate at most; None where vLLM generates."""
-    if plan.on_vllm:
+    """Measure what this machine can generate at most; None where vLLM or other hosts generate."""
+    if plan.on_vllm or plan.config.cluster.address:
         return None
     dtype = DTYPES[plan.config.rollout.dtype]
     with compute_threads(usable_cores()):

@@ -36,7 +36,7 @@ class TrainerComponents:
     workers: WorkerGroup
     sampling: SamplingParams
     limit: Limit | None
-    """Limit of this machine; None where vLLM generates."""
+    """Limit of this machine; None where vLLM or other hosts generate."""
 
 
 def assemble(  # noqa: PLR0913 - the parts of a run
