@@ -40,13 +40,15 @@ class _Phase:
     done_s: float = 0.0
     """Time at which `num_done` last rose."""
     detail: str = ""
+    is_tail: bool = False
+    """Whether all parts that are left are being done: the longest may take many times the mean."""
 
     def status(self, now: float) -> str:
         """Return how far it is and how long it may still take."""
         each_s = (self.done_s - self.began_s) / max(self.num_done, 1)
         left = each_s * (self.total - self.num_done) - (now - self.done_s)
         time_text = f"about {left:.0f} s left" if left < 120 else f"about {left / 60:.0f} min left"
-        if not self.num_done or left <= 0:
+        if not self.num_done or left <= 0 or self.is_tail:
             time_text = f"{now - self.began_s:.0f} s so far"
         count = f"{self.num_done}/{self.total} done" if self.total else ""
         return ", ".join(filter(None, (count, self.detail, time_text)))
@@ -113,6 +115,7 @@ class Console:
         """Set the progress of the innermost phase; log the first text of all phases."""
         self.count(progress.num_finished)
         phase = self._phases[-1]
+        phase.is_tail = progress.num_running >= phase.total - phase.num_done
         speed = progress.num_generated / max(self._clock() - phase.began_s, 1e-9)
         drafts = {None: "", False: "plain, ", True: "drafting, "}[progress.drafts]
         phase.detail = f"{progress.num_running} running, {drafts}{speed:,.0f} tokens/s"

@@ -125,15 +125,15 @@ def test_the_first_text_is_shown_once_on_one_line(capsys):
     for text in texts:
         with console.phase("rollout", total=4):
             clock.now += 10.0
-            progress = Progress(num_finished=1, num_generated=50, num_running=3, text=text)
+            progress = Progress(num_finished=1, num_generated=50, num_running=2, text=text)
             console.rollout_progress(progress)
             console.beat()
     first, shown, last = _lines(capsys)
-    assert first == "rollout: 1/4 done, 3 running, 5 tokens/s, about 30 s left"
+    assert first == "rollout: 1/4 done, 2 running, 5 tokens/s, about 30 s left"
     assert shown.startswith("first text: 12 + 30 [31m= 42 !!!")
     assert shown.endswith("! ...")
     assert len(shown) < 150
-    assert last == "rollout: 1/4 done, 3 running, 5 tokens/s, about 30 s left"
+    assert last == "rollout: 1/4 done, 2 running, 5 tokens/s, about 30 s left"
 
 
 @pytest.mark.parametrize(
@@ -166,3 +166,13 @@ def test_the_summary_keeps_paths_whole_in_a_file(capsys):
     assert err == ""
     assert f" {run / 'metrics.jsonl'}\n" in out
     assert "rollout speed" in out
+
+
+def test_no_end_is_guessed_in_the_tail_of_a_rollout(capsys):
+    clock = _Clock()
+    console = Console(clock=clock)
+    with console.phase("rollout", total=4):
+        clock.now += 10.0
+        console.rollout_progress(Progress(num_finished=3, num_generated=50, num_running=1))
+        console.beat()
+    assert _lines(capsys)[0] == "rollout: 3/4 done, 1 running, 5 tokens/s, 10 s so far"
