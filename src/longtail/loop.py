@@ -335,13 +335,13 @@ class Trainer:
 
     def _finish(self) -> None:
         """Evaluate the final policy, write summary and report, and print the summary."""
-        path = self._run.path
+        path, limit = self._run.path, self._limit()
         finished = summary.summarize_run(
             summary.read_metrics(path / "metrics.jsonl"),
             steps=self._state.step,
             reward_after=self._evaluate().get("eval/reward_mean"),
             seconds=self._seconds(),
-            limit="" if self._limit is None else self._limit.sentence(self._config.running),
+            limit="" if limit is None else limit.sentence(self._config.running),
         )
         summary.write_summary(path, finished)
         try:

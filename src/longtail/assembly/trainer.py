@@ -35,8 +35,8 @@ class TrainerComponents:
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
     sampling: SamplingParams
-    limit: Limit | None
-    """Limit of this machine; None where vLLM or other hosts generate."""
+    limit: Callable[[], Limit | None]
+    """Measures this machine; None where vLLM or other hosts generate."""
 
 
 def assemble(  # noqa: PLR0913 - the parts of a run
@@ -60,13 +60,12 @@ def assemble(  # noqa: PLR0913 - the parts of a run
     sampling, prompts = sampling_of(config, tokenizer), read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
     longest = max(len(prompt.tokens) for prompt in (*train, *heldout))
-    limit = limit_on(plan)
     return TrainerComponents(
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=heldout,
         workers=_started(plan, longest, log, on_progress),
         sampling=sampling,
-        limit=limit,
+        limit=partial(limit_on, plan),
     )
 
 
