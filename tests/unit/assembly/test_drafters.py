@@ -51,7 +51,6 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
             "no-such-thing",
             r"speculation\.drafter.*'no-such-thing': it is neither history, phrases, fresh",
         ),
-        ("history+unknown", "'unknown': it is neither"),
         ("history+none", "'none': it is neither"),
         ("fresh+history", "has to learn while it is used"),
         ("{place}", "neither a drafter nor a run with one"),

@@ -69,9 +69,7 @@ def test_version_and_summary_of_the_verbs(capsys):
             "learner.loss = 'ppo': it must be grpo, dr_grpo",
         ),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
-        (["sft", "--train.steps=0"], "--train.steps = 0: it must be greater"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
-        (["generate", "nowhere", "--n", "0"], "--n = 0: it must be greater than or equal to 1"),
         (
             ["generate", "nowhere", "--n", "100000000"],
             "--n = 100000000: it must be less than or equal to 4096",
@@ -186,11 +184,9 @@ def test_equivalent_options_write_the_same_text(capsys, model_path):
     [
         (["--prompt", ""], 2, "--prompt is empty"),
         (["--prompt", "x", "--max-tokens", "512"], 2, "of its 512 positions left"),
-        (["--prompt", "x", "--temperature", "-1"], 2, "--temperature = -1: it must be greater"),
         (["--prompt", "x", "--temperature", "1e-300"], 1, "temperature = 1e-300: it must be 0"),
         (["--prompt", "x", "--top-p", "1e-400"], 1, "top_p = 0.0: it must be in (0, 1]"),
         (["--prompt", "x", "--stop", "\udcff"], 1, "no half of a surrogate pair"),
-        (["--prompt", "x\udcff"], 2, "'\\udcff', half of a surrogate pair"),
         (["--prompt", "x", "--max-tokens", "9" * 300], 2, "of its 512 positions left"),
     ],
 )

@@ -76,24 +76,6 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(monkeypatch
     assert examined()["batch-invariant"].value == "no dtype: texts may differ at near-ties"
 
 
-@pytest.mark.parametrize(
-    ("layout", "multiplies", "auto", "bfloat16"),
-    [
-        ("pairs", True, "bfloat16, autocast = true", "rollouts fast; training in hardware"),
-        ("halves", False, "bfloat16, autocast = false", "rollouts fast; training emulated"),
-        (None, False, "float32, autocast = false", "rollouts emulated"),
-    ],
-)
-def test_it_says_what_auto_is_and_where_bfloat16_is_fast(
-    layout, multiplies, auto, bfloat16, monkeypatch
-):
-    monkeypatch.setattr(native, "layout", lambda dtype: layout)
-    for module in (device, precision):
-        monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: multiplies)
-    assert examined()["auto on cpu"].value == f"rollout.dtype = {auto}"
-    assert examined()["bfloat16 on cpu"].value.startswith(bfloat16)
-
-
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(capsys, monkeypatch):
     _change_version(monkeypatch, "math-verify", None)
     assert doctor.run(DoctorOptions()) == 0

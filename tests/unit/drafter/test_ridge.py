@@ -287,15 +287,11 @@ def test_a_saved_drafter_is_read_again(tmp_path, made):
     ("name", "change", "message"),
     [
         ("products", lambda t: t * torch.nan, "sums/products holds .* NaN"),
-        ("products", lambda t: t + torch.inf, "sums/products holds"),
         ("products", lambda t: t + torch.eye(64)[None].roll(1, -1) * 1e15, "larger than those of"),
-        ("products", lambda t: t - 1e6 * torch.eye(64), "larger than those of any text"),
         ("products", lambda t: t[1:], r"sums/products is float64 of shape \[4, 64, 64\], wanted"),
-        ("products", lambda t: t.long(), "sums/products is int64"),
         ("products", lambda t: t + _NOT_DEFINITE, "no weights follow from the sums"),
         ("steps", lambda t: t * 0, "a step or a count is not positive"),
         ("counts", lambda t: t - 2000, "a step or a count is not positive"),
-        ("counts", lambda t: t[:, None], r"sums/counts is float64 of shape \[128, 1\]"),
     ],
 )
 def test_sums_that_no_text_has_are_refused(tmp_path, made, name, change, message):

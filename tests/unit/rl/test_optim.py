@@ -69,21 +69,6 @@ def test_gradients_are_clipped_by_their_global_norm():
     torch.testing.assert_close(net.bias.detach(), before - clipped / (clipped + 1.0))
 
 
-def test_a_gradient_that_is_not_finite_is_named_and_changes_nothing():
-    net = module()
-    optimizer = Optimizer(net.named_parameters(), OptimizerSection(learning_rate=0.1))
-    give_gradients(net, 1.0, 1.0)
-    optimizer.update(0)
-    weights, moments = [p.detach().clone() for p in net.parameters()], optimizer.tensors()
-    give_gradients(net, 1.0, float("nan"))
-    with pytest.raises(NonFiniteError, match=r"step 7: the gradient of bias is not finite"):
-        optimizer.update(7)
-    assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    after = optimizer.tensors()
-    assert all(torch.equal(after[name], moment) for name, moment in moments.items())
-    assert all(parameter.grad is None for parameter in net.parameters())
-
-
 def test_a_norm_that_overflows_is_refused_though_every_entry_is_finite():
     net = module()
     optimizer = Optimizer(net.named_parameters(), OptimizerSection())
