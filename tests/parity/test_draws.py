@@ -61,7 +61,7 @@ def by_definition(
     return draw_rows(logits, noise, params)
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(SHAPES, st.lists(st.tuples(KEYS, POSITIONS, PARAMS), min_size=1, max_size=4))
 def test_the_native_pass_draws_the_token_of_the_definition(shape, rows):
     logits = make_logits(len(rows), shape)

@@ -190,7 +190,7 @@ def test_store_and_attend_rows(case):
 
 
 @needs_compiler
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     case=attention_cases(),
     context=st.integers(1, 40),

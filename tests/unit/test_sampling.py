@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from longtail.sampling import draw, gumbel_noise, is_truncated, log_distribution, noise_key
+from longtail.sampling import draw, gumbel_noise, log_distribution, noise_key
 from longtail.types import SamplingParams
 
 KEYS = (8493733112532773764, -2289745138935582735, -4022246430227414452)
@@ -70,17 +70,6 @@ def test_exactly_top_k_survive_a_tie():
     assert logp.exp().tolist() == [[0.5, 0.5, 0, 0, 0, 0]]
 
 
-def test_top_k_beyond_the_vocabulary_keeps_everything():
-    logits = torch.tensor([[1.0, 2.0, 3.0]])
-    assert log_distribution(logits, SamplingParams(top_k=9)).equal(logits.log_softmax(-1))
-
-
-def test_a_truncation_that_keeps_one_token_keeps_the_best():
-    logits = torch.tensor([[1.0, 3.0, 2.0]])
-    for params in (SamplingParams(top_k=1), SamplingParams(top_p=1e-6), SamplingParams(min_p=0.99)):
-        assert log_distribution(logits, params).tolist() == [[-math.inf, 0.0, -math.inf]]
-
-
 def test_truncated_logprobs_are_differentiable():
     logits = torch.tensor([[0.3, -0.2, 1.0, -4.0]], dtype=torch.float64, requires_grad=True)
     params = SamplingParams(temperature=0.7, top_k=3)
@@ -106,18 +95,3 @@ def test_logits_that_are_not_finite_have_no_finite_logprob(temperature, bad):
     drawn = draw(logits, torch.zeros(2, 3), SamplingParams(temperature=temperature))
     assert math.isnan(drawn.logprobs[0])
     assert math.isfinite(drawn.logprobs[1])
-
-
-@pytest.mark.parametrize(
-    ("params", "truncated"),
-    [
-        (SamplingParams(), False),
-        (SamplingParams(temperature=0.3), False),
-        (SamplingParams(top_k=1), True),
-        (SamplingParams(top_p=0.99), True),
-        (SamplingParams(min_p=0.01), True),
-    ],
-    ids=str,
-)
-def test_is_truncated_recognises_truncation(params, truncated):
-    assert is_truncated(params) == truncated

@@ -5,12 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker_pool import READY_S
 from longtail.errors import CheckpointError, ClusterError, NonFiniteError
-from longtail.rl.learner import LearnerState
-from support.fake_worker import VOCABULARY, WORKER_TIMEOUT_S, Fault, text
+from support.fake_worker import VOCABULARY, Fault
 from support.scripted_pool import ScriptedPool, batch, begun, requests
 
 
@@ -19,30 +17,7 @@ def assert_learned(pool: ScriptedPool, *learned: int) -> None:
     assert [each.policy for each in pool.workers] == [learned] * pool.size
 
 
-def assert_next_step(pool: ScriptedPool, group: WorkerGroup, *learned: int) -> None:
-    """Assert that a whole step can be made."""
-    group.publish()
-    asked = requests(9, 8, 7, first=50)
-    rolled = group.rollout(90, asked)
-    assert [each.tokens for each in rolled.completions] == [text(each) for each in asked]
-    assert {each.policy_version for each in rolled.completions} == {len(learned)}
-    group.learn([batch(99)])
-    assert_learned(pool, *learned, 99)
-
-
 # ---- learning
-
-
-def test_a_worker_that_hangs_while_learning_is_replaced():
-    pool = ScriptedPool(3, faults=[Fault(worker=2, task="learn", after_s=1.0, kind="hangs")])
-    group = begun(pool)
-    began = pool.clock.now
-    group.learn([batch(1)])
-    assert_learned(pool, 1)
-    # It made no step for so long, and was last seen at work at 1 s; the others only waited for it.
-    assert WORKER_TIMEOUT_S < pool.clock.now - began < WORKER_TIMEOUT_S + 20.0
-    assert "made no step for 60 s" in pool.log_lines[0]
-    assert pool.births == [0, 0, 1]
 
 
 @pytest.mark.parametrize("kind", ["hangs", "frozen"])
@@ -84,13 +59,6 @@ def test_a_step_that_fails_repeatedly_ends_the_run():
 # ---- meeting
 
 
-def test_forming_the_team_is_tried_again():
-    pool = ScriptedPool(2, bad_meetings=2)
-    begun(pool).learn([batch(1)])
-    assert_learned(pool, 1)
-    assert len(pool.starts("join")) == 6
-
-
 def test_a_team_that_cannot_be_formed_ends_the_run():
     pool = ScriptedPool(2, bad_meetings=99)
     with pytest.raises(ClusterError, match="cannot find each other; see that they share"):
@@ -110,19 +78,6 @@ def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     assert group.num_parameters == 12
     assert group.drafter is not None
     assert pool.births == [1, 0]
-
-
-def test_a_new_worker_waits_for_the_policy_that_is_copied_to_another():
-    # Worker 0 is given the policy from 4 s on; worker 1, the last to have it, is lost at 4.5 s.
-    faults = [
-        Fault(worker=0, task="generate", after_s=1.0),
-        Fault(worker=1, task="generate", after_s=4.5),
-    ]
-    pool = ScriptedPool(2, short_task_s=5.0, faults=faults)
-    group = begun(pool)
-    group.rollout(1, requests(60, 60))
-    assert pool.births == [1, 1]
-    assert_next_step(pool, group)
 
 
 def test_stopped_spot_training_does_not_reset_the_count_of_losses():
@@ -154,14 +109,6 @@ def test_a_lost_worker_ends_a_sharded_run_with_a_remedy():
 
 
 # ---- state
-
-
-def test_every_learner_is_restored_from_the_checkpoint(tmp_path):
-    pool = ScriptedPool(3, faults=[Fault(worker=1, task="restore_saved")])
-    group = begun(pool)
-    group.restore(tmp_path, LearnerState(tensors={}, numbers={"version": 2}))
-    assert_learned(pool, 0, 1)
-    assert_next_step(pool, group, 0, 1)
 
 
 def test_the_learner_state_is_copied_again_after_the_copying_worker_is_lost():

@@ -96,7 +96,7 @@ def test_a_refill_begins_with_idle_workers_and_both_rounds_are_learned_from_once
     assert held(pool) == sorted(groups(TAIL) + groups(more))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @example([52, 399, 173, 1], 4, [(0, 14.546), (0, 5.0)], 0.0)  # it ends while another one starts
 @given(
     st.lists(st.integers(1, 400), min_size=4, max_size=24),

@@ -1,28 +1,22 @@
-"""What a rollout leaves of its steps: sums, and a line of the log."""
+"""What a rollout leaves of its steps."""
 
 import pytest
 
 from longtail.engine.report import RolloutMeter
-from longtail.engine.rollout_log import EVALUATION, RolloutLog
-from longtail.generator import StepReport, Switch, Verified
-
-ON = Switch(drafts=True, reason='predicted 1.21x of "plain" decoding at 8 running')
-OFF = Switch(drafts=False, reason="")
+from longtail.engine.rollout_log import RolloutLog
+from longtail.generator import StepReport
 
 
-def report(num_running: int, *drafts: tuple[int, int], step_s: float = 0.25, **more: object):
-    verified = tuple(
-        Verified(request_id="a", position=0, num_drafted=nodes, depth=1, num_accepted=accepted)
-        for nodes, accepted in drafts
-    )
-    usual = {"num_tokens": 10, "forward_s": step_s / 2, "sample_s": step_s / 4, "speculates": True}
+def report(num_running: int, *, step_s: float = 0.25, speculates: bool = True) -> StepReport:
     return StepReport(
+        num_tokens=10,
         num_running=num_running,
         step_s=step_s,
+        forward_s=step_s / 2,
+        sample_s=step_s / 4,
         emitted=(),
         finished=(),
-        verified=verified,
-        **usual | more,
+        speculates=speculates,
     )
 
 
@@ -30,24 +24,6 @@ def test_an_engine_without_speculation_logs_nothing() -> None:
     log = RolloutLog()
     log.add(report(8, speculates=False))
     assert log.series() is None
-
-
-def test_the_line_of_a_rollout_has_its_columns() -> None:
-    log = RolloutLog()
-    for step in (report(8), report(8, (6, 2), (3, 3), switch=ON), report(2, switch=OFF)):
-        log.add(step)
-    series = log.series()
-    assert series is not None
-    assert series.line(EVALUATION, 1) == {
-        "kind": "evaluation",
-        "worker": 1,
-        "seconds": [0.25, 0.5, 0.75],
-        "running": [8, 8, 2],
-        "drafts": [0, 2, 0],
-        "nodes": [0, 9, 0],
-        "accepted": [0, 5, 0],
-        "switches": [[1, True, ON.reason], [2, False, ""]],
-    }
 
 
 def test_the_meter_adds_steps_up():

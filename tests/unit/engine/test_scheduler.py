@@ -55,16 +55,6 @@ def step(scheduler: Scheduler) -> Chosen:
     return result
 
 
-def test_prompts_are_cut_to_the_budget_and_decoding_goes_first():
-    scheduler = make_scheduler(max_step_tokens=10)
-    for each in (active("a", 3), active("b", 20), active("c", 5)):
-        scheduler.add(each)
-    assert step(scheduler) == [("a", 3), ("b", 7)]
-    assert step(scheduler) == [("a", 1), ("b", 9)]
-    assert step(scheduler) == [("a", 1), ("b", 4), ("c", 5)]
-    assert step(scheduler) == [("a", 1), ("b", 1), ("c", 1)]
-
-
 def test_the_youngest_request_is_preempted_and_recomputed():
     """Four blocks: a needs its third, so c goes; c comes back, tokens kept, when a has left."""
     scheduler = make_scheduler(num_tokens=16, max_running=3)

@@ -13,7 +13,7 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.runner import ModelRunner
 from longtail.engine.speculation.speculator import Speculation
-from longtail.generator import StepReport, Verified
+from longtail.generator import StepReport
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
@@ -21,7 +21,7 @@ from longtail.speculation.strategy import Strategy
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
 from longtail.types import Request
-from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, listed, ragged
+from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, ragged
 from support.eagle_requests import ridge_layer
 from support.engine_requests import (
     CROWDED,
@@ -200,37 +200,6 @@ def test_no_draft_is_proposed_in_steps_above_max_running():
     engine.abort("r1")
     engine.step()
     assert {each.request_id for each in questions} == {"r0", "r2"}
-
-
-def test_a_step_reports_the_result_of_each_draft():
-    """tree.py's running example over a model that counts: 1a and 3c are right, 2b and 4d wrong."""
-    sketch = Sketch((0, 0, 1, 3), (0, 1, 0, 2))
-    engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
-    drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    engine.submit(request_of("a", (0, 1), max_tokens=8))
-    assert engine.step().verified == ()
-    for position in (1, 4):
-        step = engine.step()
-        assert step.verified == (
-            Verified(request_id="a", position=position, num_drafted=4, depth=3, num_accepted=2),
-        )
-        assert [each.token for each in step.emitted] == [position + i for i in (2, 3, 4)]
-        assert step.num_tokens == 5
-        assert step.num_running == 1
-        assert step.draft_s > 0
-
-
-@pytest.mark.parametrize(("end", "num_accepted"), [(3, 0), (4, 1), (5, 2)])
-def test_accepted_tokens_behind_the_end_of_a_text_do_not_count(end, num_accepted):
-    sketch = Sketch((0, 1), (0, 0))
-    engine = RolloutEngine(scripted_model(40), nothing, ROOMY)
-    drafter = ScriptedDrafter({"a": range(40)}, listed([sketch]), vocab_size=40)
-    engine.speculate(Speculation.fixed(drafter, TREE))
-    engine.submit(request_of("a", (0, 1), max_tokens=8, stop_token_ids=(end,)))
-    engine.step()
-    (found,) = engine.step().verified
-    assert found.num_accepted == num_accepted
 
 
 @pytest.mark.parametrize("removed", [False, True])

@@ -99,7 +99,9 @@ def test_every_family_scores_each_text_as_its_own_logits_do(name):
             assert float(gap) <= 1e-4 * (1 + float(gradient.abs().max())), each
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name", ["gemma2", "phi", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
+)
 def test_published_names_are_those_of_the_files_and_files_restore_every_weight(name, tmp_path):
     model = CausalModel(random_model(name))
     model.save(tmp_path, (1, 2))

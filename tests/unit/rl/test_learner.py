@@ -156,22 +156,6 @@ def test_the_gap_between_rollout_and_learner_is_measured():
     assert found["training/rollout_ratio_max"] == pytest.approx(max(ratios))
 
 
-def test_gradient_checkpointing_gives_the_same_weights():
-    forwards = {False: 0, True: 0}
-    learners = []
-    for recompute in (False, True):
-        model = tiny_model(dtype=torch.float64)
-
-        def count(*_, recompute=recompute) -> None:
-            forwards[recompute] += 1
-
-        model.layers[0].register_forward_pre_hook(count)
-        learners.append(learner(model, gradient_checkpointing=recompute))
-        learners[-1].step(BATCHES)
-    assert_same_weights(*learners, tolerance=1e-13)
-    assert forwards[True] == 2 * forwards[False] == 2 * len(BATCHES[0].micro_batches)
-
-
 def moved(one: Learner) -> torch.Tensor:
     """Return all movements of the weights since their initialization."""
     start = dict(tiny_model().named_parameters())

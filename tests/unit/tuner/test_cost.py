@@ -102,17 +102,6 @@ def test_a_stall_moves_a_settled_curve_by_two_percent_at_most():
     assert other.at(8) == pytest.approx(found.at(8))
 
 
-def test_parts_of_a_step_are_added_up():
-    costs, batch = model(), outcome(1e-3).batch
-    assert costs.plain_s(batch) == pytest.approx(1.7e-3 + 800e-7)
-    assert costs.verify_s(batch, 0) == pytest.approx(costs.plain_s(batch))
-    assert costs.verify_s(batch, 56) == pytest.approx(7.3e-3 + 800e-7 + 56 * 100 * 2e-8)
-    assert costs.node_s(batch, 16) == pytest.approx(1e-4 + 100 * 2e-8)
-    nodes = np.array([0, 7, 56, 400])
-    each = [costs.verify_s(batch, int(num)) for num in nodes]
-    assert costs.verify_each(batch, nodes).tolist() == pytest.approx(each)
-
-
 def test_a_slow_step_raises_its_own_kind_and_the_other():
     timing = DraftTiming(drafter=0, num_requests=8, levels=2, rows=16, seconds=1.0)
     for drafted in ((), (timing,)):
