@@ -3,14 +3,12 @@
 import json
 
 import pytest
-import torch
 
 from end_to_end.workshop import Said, Workshop, build, save_untaught, say
 from longtail.assembly.drafters import Target, drafter_names, open_drafter
 from longtail.drafter.formats.checkpoint import TrainingRecord, is_drafter
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.run.drafter_store import DrafterStore, load_run_drafter
 
 DRAFTED = ("--speculation.tuner=fixed", "--speculation.depth=3", "--run.steps=2")
 
@@ -87,23 +85,6 @@ def test_an_exported_drafter_is_imported_and_opens_by_either_name(workshop):
 def _target(shop: Workshop, name: str) -> Target:
     model, tokenizer = load_model(shop.model), load_tokenizer(shop.model)
     return Target(model=model, tokenizer=tokenizer, directory=shop.model, name=name)
-
-
-def test_a_run_keeps_the_drafter_it_began_with_and_gives_the_newest(workshop):
-    run, target = workshop.path / "first", _target(workshop, "x")
-    kept = DrafterStore(run / "drafter").load(99)
-    assert kept is not None
-    newest = load_run_drafter(run, target.model, target.tokenizer, dtype=None)
-    for name, tensor in newest.layer.named_parameters():
-        assert torch.equal(tensor, kept.drafter()[name])
-    first = run / "drafter" / "initial"
-    began = load_run_drafter(first, target.model, target.tokenizer, dtype=None)
-    assert began.trained_on.name == "elsewhere"
-    if version := kept.numbers["version"]:
-        assert newest.trained_on.name == f"elsewhere, then the policy of first (version {version})"
-        assert newest.training.accept_len == kept.numbers["accept_len"]
-        assert newest.training.overlap == ()
-    assert began.layer.config.window == newest.layer.config.window == 16
 
 
 def test_auto_is_the_runs_own_drafter_for_its_policy_and_checkpoints(workshop):

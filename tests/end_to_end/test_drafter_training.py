@@ -133,35 +133,6 @@ def test_a_run_that_is_stopped_while_texts_are_written_begins_again(workshop, mo
     assert _outcome(workshop, "early") == _outcome(workshop, "done")
 
 
-GIVEN = {
-    "text.jsonl": [{"text": "abc def ghi " * 3}, {"text": "another text, some words " * 2}],
-    "chat.jsonl": [
-        {
-            "messages": [
-                {"role": "user", "content": "hello"},
-                {"role": "assistant", "content": "hello to you, too"},
-            ]
-        }
-    ]
-    * 4,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", GIVEN)
-def test_given_texts_are_learned_as_they_are(workshop, name):
-    path = workshop.path / name
-    write_lines(path, *GIVEN[name])
-    words = ("--data.completions=given", f"--data.source={path}", "--data.max_len=100")
-    said = _train(
-        workshop, f"given-{name}", *words, "--drafter.recipe=eagle1", "--data.heldout_size=1"
-    )
-    assert said.code == 0, said.err
-    assert not (workshop.path / f"given-{name}" / "texts.jsonl").exists()
-    losses = [row["train/loss"] for row in workshop.metrics(f"given-{name}")]
-    assert losses[-1] < losses[0]
-
-
 def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop):
     said = _train(workshop, "reduced", "--drafter.draft_vocab_size=40", "--train.matrix_rate=0")
     assert said.code == 0, said.err

@@ -10,7 +10,7 @@ from longtail.assembly import memory
 from longtail.assembly.plan import plan_run
 from longtail.bench import e2e_card as card
 from longtail.bench.arms import ArmResult, Comparison, differing_share, make_comparison
-from longtail.bench.e2e import check_memory, run_arms
+from longtail.bench.e2e import check_memory
 from longtail.bench.options import ARMS, E2eBenchOptions
 from longtail.config import files as configfile
 from longtail.config import rl as config
@@ -211,18 +211,6 @@ def test_a_mistyped_drafter_and_a_run_that_never_drafts_are_refused(workshop):
 
 
 # ---- the run of all arms
-
-
-@pytest.mark.slow
-def test_arms_that_draft_and_one_that_does_not_make_the_same_run(workshop):
-    drafter = save_untaught(workshop.model, workshop.path / "drafter")
-    words = ("--learner.mini_batches=2", "--rollout.max_tokens=8")
-    given = {"arms": ("off", "frozen"), "drafter": str(drafter), "steps": 2}
-    off, frozen = run_arms(compared(workshop, *words, **given), print).values()
-    assert off.texts == frozen.texts
-    assert len(off.texts) == 2 * 16
-    assert off.column("actor/grad_norm") == frozen.column("actor/grad_norm")
-    assert off.policy == frozen.policy != ""
 
 
 def test_arms_that_do_not_fit_into_memory_together_are_refused(workshop, monkeypatch):

@@ -49,13 +49,6 @@ def test_a_step_is_one_line_on_any_terminal_width(capsys, monkeypatch):
     )
 
 
-def test_ungraded_completions_are_counted_and_a_logged_line_is_printed_verbatim(capsys):
-    said = "reward module:function:smile: in runs/[bold]x[/bold] " + "long " * 50
-    Console().step(1, 1, {**METRICS, "reward/failures": 3.0})
-    Console().log(said)
-    assert capsys.readouterr().err.endswith(f"8.0 s  3 ungraded\n{said}\n")
-
-
 class _Clock:
     now = 0.0
 
@@ -94,28 +87,6 @@ def test_a_phase_beats_while_its_work_blocks(monkeypatch):
     with Console().phase("loading"):
         assert seen.wait(60)
     assert set(threading.enumerate()) <= before
-
-
-def test_a_phase_of_parts_is_extrapolated(capsys):
-    clock = _Clock()
-    console = Console(clock=clock)
-    with console.phase("training", total=8):
-        clock.now = 10.0
-        console.beat()
-        console.count(2)
-        with console.phase("writing a checkpoint"):
-            clock.now = 20.0
-            console.beat()
-        clock.now = 30.0
-        console.beat()
-        clock.now = 40.0
-        console.beat()
-    assert _lines(capsys) == [
-        "training: 0/8 done, 10 s so far",
-        "training, writing a checkpoint: 10 s so far",
-        "training: 2/8 done, about 10 s left",
-        "training: 2/8 done, 40 s so far",
-    ]
 
 
 def test_the_first_text_is_shown_once_on_one_line(capsys):
