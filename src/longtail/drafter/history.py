@@ -178,37 +178,8 @@ class SuffixDrafter(Drafter):
                 own = cache(partial(noise.of, row))
             root = _Root(_text(request.tokens[-_LENGTHS[-1] :]), pool, own)
             depth = min(strategy.depth, strategy.num_nodes, request.max_depth)
-            draft = self._chain if strategy.width == 1 else self._tree
-            trees.append(draft(root, depth, strategy))
+            trees.append(self._tree(root, depth, strategy))
         return trees
-
-    def _chain(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
-        """Follow the best child: `_tree` of width 1, with less work."""
-        table, reach, text, longest = self.curve.table(), 1.0, root.text, len(_LENGTHS)
-        floor, expand = max(strategy.thresholds.verify, _MIN_REACH), strategy.thresholds.expand
-        tokens: list[int] = []
-        margins: list[float] = []
-        likely: list[float] = []
-        for level in range(1, depth + 1):
-            longest, ranked = root.children(text, longest, level)
-            if not ranked:
-                break
-            margin, token = ranked[0]
-            reach *= table[bisect_right(EDGES, margin)]
-            if reach < floor:
-                break
-            tokens.append(token)
-            margins.append(margin)
-            likely.append(reach)
-            if reach < expand:
-                break
-            text += chr(token)
-        return DraftTree(
-            tokens=tuple(tokens),
-            parents=tuple(range(len(tokens))),
-            margins=tuple(margins),
-            reach=tuple(likely),
-        )
 
     def _tree(self, root: _Root, depth: int, strategy: Strategy) -> DraftTree:
         """Add the most likely node first; expand the first `num_expanded` nodes of each level.

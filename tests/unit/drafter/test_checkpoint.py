@@ -79,7 +79,7 @@ def test_a_drafter_of_older_weights_is_accepted_unless_weights_are_strict(tmp_pa
         target.layers[1].feed_forward.down.weight.mul_(1.1)
     loaded = load_drafter(tmp_path / "d", target, tokenizer, strict_weights=False)
     assert loaded.trained_on.weights != weights_digest(target)
-    with pytest.raises(ConfigError, match=r"with the weights .* this target has other ones"):
+    with pytest.raises(ConfigError, match=r"with weights = .* this target has weights ="):
         load_drafter(tmp_path / "d", target, tokenizer, strict_weights=True)
 
 
@@ -135,7 +135,7 @@ ALTERED = {
         (lambda d: (d / "drafter.safetensors").unlink(), "not a readable safetensors"),
         (
             lambda d: _describe(d, lambda it: it["target"].update(tokenizer="0" * 16)),
-            "trained on here, whose tokenizer is 0000",
+            "trained on here, with tokenizer = .0000",
         ),
         (lambda d: _describe(d, _give_a_huge_shape), "feed_forward.* wanted is .*100000000"),
         *(

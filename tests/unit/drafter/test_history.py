@@ -3,16 +3,15 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import final
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.drafter.history import HistoryDrafter, PhraseDrafter, SuffixDrafter, _Root, _text
+from longtail.drafter.history import HistoryDrafter, PhraseDrafter, SuffixDrafter
 from longtail.speculation.drafter import Draftable, Noise, Observed
-from longtail.speculation.strategy import DraftThresholds, Strategy
+from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, depths
 from support.engine_requests import draftable, observed
 
@@ -210,24 +209,6 @@ def test_drafts_respect_the_strategys_shape(texts, shape, coupled):
     assert max(Counter(tree.parents).values(), default=0) <= width
     followed = {parent for parent in tree.parents if parent}
     assert max(Counter(deep[node - 1] for node in followed).values(), default=0) <= width
-
-
-WORTHS = st.builds(
-    lambda verify, extend: DraftThresholds(verify=verify, expand=extend),
-    st.sampled_from((0.0, 0.1, 0.5)),
-    st.sampled_from((0.0, 0.3, 0.6, 0.9)),
-)
-
-
-@given(TEXTS, st.integers(1, 6), WORTHS, st.booleans())
-def test_a_chain_is_a_tree_of_width_one(texts, depth, worth, coupled):
-    noise = TableNoise(*[[{10: 1.0, 12: 0.3 * level}] for level in range(6)])
-    read = partial(noise.of, 0) if coupled else None
-    drafter = drafter_that_saw(*texts)
-    text = _text((*PROMPT, *texts[-1][:4])[-8:])
-    root = _Root(text, drafter._pools[PROMPT], read)
-    strategy = Strategy(depth=depth, thresholds=worth)
-    assert drafter._chain(root, depth, strategy) == drafter._tree(root, depth, strategy)
 
 
 def test_phrases_are_those_of_all_completions_and_of_no_prompt():

@@ -10,7 +10,7 @@ The embedding and the LM head are the target's own modules, so they follow every
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
@@ -149,12 +149,8 @@ class EagleDrafter(GrowingDrafter):
         return window is not None and window.next_token == len(request.tokens) - 1
 
 
-class _LayerQueries(NamedTuple):
-    """Input of attention for pairs or nodes whose keys and values are stored."""
-
-    stream: Float[Tensor, "pairs hidden"]
-    """The residual stream."""
-    queries: Float[Tensor, "pairs heads head_dim"]
+_Stored = tuple[Float[Tensor, "pairs hidden"], Float[Tensor, "pairs heads head_dim"]]
+"""Residual stream and queries of pairs whose keys and values are stored."""
 
 
 @final
@@ -190,8 +186,8 @@ class _EagleWalker(Walker):
         layer = self._layer
         features = layer.fuse_features(self._windows.features[rows, slots])
         stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
-        roots = _LayerQueries(*(each[pending.lasts] for each in stored))
-        return self._score(roots, text_places(self._rows, self._ends - 1))
+        stream, queries = (each[pending.lasts] for each in stored)
+        return self._score((stream, queries), text_places(self._rows, self._ends - 1))
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of the next level's nodes: pair each with its parent's feature."""
@@ -223,20 +219,20 @@ class _EagleWalker(Walker):
 
     def _store(
         self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
-    ) -> _LayerQueries:
+    ) -> _Stored:
         """Store keys and values of pairs, and return their queries."""
         layer, kept = self._layer, self._windows
         stream, attended = layer.make_input(features, self._target.embedding(tokens))
         heads = layer.heads(attended, rotation)
         layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
-        return _LayerQueries(stream, heads.queries)
+        return stream, heads.queries
 
-    def _score(self, stored: _LayerQueries, places: Places) -> Float[Tensor, "pairs vocab"]:
+    def _score(self, stored: _Stored, places: Places) -> Float[Tensor, "pairs vocab"]:
         """Attend, finish the layer, keep its features and score the successors."""
-        layer, kept = self._layer, self._windows
+        layer, kept, (stream, queries) = self._layer, self._windows, stored
         attended = layer.kernels.attend_rows(
-            stored.queries, kept.keys, kept.values, places, layer.config.window
+            queries, kept.keys, kept.values, places, layer.config.window
         )
-        output = layer.finish(stored.stream, attended)
+        output = layer.finish(stream, attended)
         self._feature = output.feature
         return self._head(output.scored)

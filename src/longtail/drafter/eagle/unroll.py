@@ -13,13 +13,13 @@ whose root pair is i - s, and attends to exactly the keys that it attends to in 
                              step 1                      x
                              step 2                          x
 
-Every step is one pass over all rows, in packed order, without padding. With a window the cost is
-linear in the rows: queries go in chunks of W, and each attends to its own chunk and the one before.
+Every step is one pass over all rows, in packed order, without padding. The cost is linear in the
+rows: queries go in chunks of W, and each attends to its own chunk and the one before. Without a
+window, W is the length of the longest sequence.
 A row i < s has no root pair; no row with a root pair reads it (`Pairs.exist`).
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
@@ -43,17 +43,14 @@ MAX_SCORES = 2**26
 class Pairs:
     """Pairs of packed sequences, in order; the last token of a sequence begins none.
 
-    Example: sequences of lengths 4 and 2 have pairs at rows 0 1 2 | 4, positions 0 1 2 | 0,
-             cu_pairs 0, 3, 4; with prompts of 2 and 1 the pairs predict tokens 2 3 - | -,
-             so `trained` is 1 1 0 | 0
+    Example: sequences of lengths 4 and 2 have pairs at rows 0 1 2 | 4, positions 0 1 2 | 0; with
+             prompts of 2 and 1 the pairs predict tokens 2 3 - | -, so `trained` is 1 1 0 | 0
     """
 
     rows: Int[Tensor, "pairs"]
     """Packed index of the feature's token; the embedding is the next token's."""
     positions: Int[Tensor, "pairs"]
     """Position of that token in its sequence."""
-    cu_pairs: tuple[int, ...]
-    """Number of pairs before each sequence, and in all."""
     trained: Bool[Tensor, "pairs"]
     """Whether the token after the pair exists and carries the loss."""
     chosen: Int[Tensor, "rows"]
@@ -66,11 +63,9 @@ class Pairs:
         rows = (sequence[1:] == sequence[:-1]).nonzero()[:, 0]
         after = (rows + 2).clamp(max=packed.num_tokens - 1)
         inside = (rows + 2 < packed.num_tokens) & (sequence[after] == sequence[rows])
-        lengths = (max(end - start - 1, 0) for start, end in itertools.pairwise(packed.cu_seqlens))
         return Pairs(
             rows=rows,
             positions=packed.positions[rows],
-            cu_pairs=(0, *itertools.accumulate(lengths)),
             trained=inside & (packed.loss_mask[after] > 0),
             chosen=torch.arange(len(rows), device=rows.device),
         )
@@ -141,12 +136,10 @@ class _Context:
     """Keys and values of step 0, in the layout that queries of every step read."""
 
     def __init__(self, keys: Tensor, values: Tensor, pairs: Pairs, window: int) -> None:
-        self._window, self._positions = window, pairs.positions
-        self._chunk = max(window, _MIN_CHUNK)
-        self._cuts = list(itertools.pairwise(pairs.cu_pairs))
-        if window:
-            keys, values = self._with_chunk_before(keys), self._with_chunk_before(values)
-        self._keys, self._values = keys, values
+        self._positions = pairs.positions
+        self._window = window or 1 + int(pairs.positions.max())
+        self._chunk = max(self._window, _MIN_CHUNK)
+        self._keys, self._values = self._with_chunk_before(keys), self._with_chunk_before(values)
 
     def attend(
         self, queries: Float[Tensor, "pairs heads head_dim"], path: Sequence[tuple[Tensor, Tensor]]
@@ -159,31 +152,17 @@ class _Context:
         grouped = queries.view(rows, self._keys.shape[-2], -1, dim)  # [pairs, kv_heads, group, dim]
         step = len(path)
         shifts = [(kept, step - 1 - m) for m, kept in enumerate(path)]
-        shifts = [(kept, by) for kept, by in shifts if not self._window or by < self._window]
+        shifts = [(kept, by) for kept, by in shifts if by < self._window]
         keys = [_down(kept[0], by) for kept, by in shifts]
         values = [_down(kept[1], by) for kept, by in shifts]
-        if self._window:
-            band = self._band(step)
-            out = self._attention(band.numel() * heads)(
-                self._chunked(grouped), self._keys, self._values, band,
-                [self._chunked(k) for k in keys], [self._chunked(v) for v in values],
-            )  # fmt: skip
-            return out.flatten(0, 1)[:rows].reshape(rows, heads, dim)
-        parts = [
-            self._attention((b - a) ** 2 * heads)(
-                grouped[None, a:b], self._keys[None, a:b], self._values[None, a:b],
-                _causal(b - a, step, queries.device),
-                [k[None, a:b] for k in keys], [v[None, a:b] for v in values],
-            )[0]
-            for a, b in self._cuts if b > a
-        ]  # fmt: skip
-        return torch.cat(parts).reshape(rows, heads, dim)
-
-    def _attention(self, num_scores: int) -> Callable[..., Tensor]:
-        """Return `_attend`, or a variant that recomputes many scores in the backward pass."""
-        if num_scores > MAX_SCORES and torch.is_grad_enabled():
-            return partial(checkpoint, _attend, use_reentrant=False)
-        return _attend
+        band, attend = self._band(step), _attend
+        if band.numel() * heads > MAX_SCORES and torch.is_grad_enabled():
+            attend = partial(checkpoint, _attend, use_reentrant=False)
+        out = attend(
+            self._chunked(grouped), self._keys, self._values, band,
+            [self._chunked(k) for k in keys], [self._chunked(v) for v in values],
+        )  # fmt: skip
+        return out.flatten(0, 1)[:rows].reshape(rows, heads, dim)
 
     def _chunked(self, x: Tensor) -> Tensor:
         """Reshape [pairs, ...] to [chunks, chunk, ...], the last chunk padded with zeros."""
@@ -205,11 +184,6 @@ class _Context:
         back = back - torch.arange(2 * chunk, device=device)  # [queries, keys]
         visible = (back >= step) & (back < self._window)
         return visible & (back <= self._chunked(self._positions)[:, :, None])
-
-
-def _causal(length: int, step: int, device: torch.device) -> Bool[Tensor, "1 length length"]:
-    rows = torch.arange(length, device=device)
-    return (rows[:, None] - rows >= step)[None]
 
 
 def _attend(

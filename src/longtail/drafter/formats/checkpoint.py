@@ -307,21 +307,13 @@ def _require_target(
 ) -> None:
     """Raise ConfigError, naming the difference, if the drafter is of another target."""
     config, found, _ = described
-    theirs = asdict(config.target)
-    for name, value in asdict(target.config).items():
+    theirs = {**asdict(config.target), "tokenizer": found.tokenizer, "weights": found.weights}
+    own = {**asdict(target.config), "tokenizer": tokenizer_digest(tokenizer)}
+    if strict_weights:
+        own["weights"] = weights_digest(target)
+    for name, value in own.items():
         if name != "max_positions" and theirs[name] != value:
             raise ConfigError(
                 f"drafter {path}: it was trained on {found.name}, with {name} = "
                 f"{theirs[name]!r}; this target has {name} = {value!r}: {_REMEDY}"
             )
-    digest = tokenizer_digest(tokenizer)
-    if found.tokenizer != digest:
-        raise ConfigError(
-            f"drafter {path}: it was trained on {found.name}, whose tokenizer is "
-            f"{found.tokenizer}; this target's is {digest}: {_REMEDY}"
-        )
-    if strict_weights and found.weights != (weights := weights_digest(target)):
-        raise ConfigError(
-            f"drafter {path}: it was trained on {found.name} with the weights {found.weights}; "
-            f"this target has other ones, {weights}: {_REMEDY}"
-        )

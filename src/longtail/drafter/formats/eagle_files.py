@@ -54,6 +54,8 @@ LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ASIDE = (_HEAD, _EMBEDDING, "d2t", "t2d")
+_OWN = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope")
+"""Fields of a drafter's shape that may differ from the target's."""
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
 _OTHER = "give the drafter of this target with its own config.json, or train one: drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
@@ -189,15 +191,7 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
         mine, theirs = asdict(target)[name], asdict(read)[name]
         if mine != theirs:
             raise _misfit(fields, f"{name} = {theirs}, the target has {mine}")
-    own = replace(
-        target,
-        intermediate_size=read.intermediate_size,
-        num_heads=read.num_heads,
-        num_kv_heads=read.num_kv_heads,
-        head_dim=read.head_dim,
-        norm_eps=read.norm_eps,
-        rope=read.rope,
-    )
+    own = replace(target, **{name: getattr(read, name) for name in _OWN})
     return None if own == target else own
 
 

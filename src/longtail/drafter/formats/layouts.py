@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, default_layers
+from longtail.drafter.eagle.layer import EagleConfig, default_layers
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.model.hf.config import emit
 from longtail.model.hf.weights import SINGLE_FILE, Part
@@ -64,25 +64,16 @@ def parts(config: EagleConfig, prefix: str) -> dict[str, tuple[Part, ...]]:
     return table
 
 
-def layer_tensors(layer: EagleLayer, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the layer's own tensors, with `feature_scale` folded into `fc`."""
-    config = layer.config
-    state = {name: p.detach().cpu() for name, p in layer.named_parameters()}
-    state["fc.weight"] = state["fc.weight"] * config.feature_scale
-    prefix = "midlayer" if config.recipe == "eagle3" else "layers.0"
-    return {
-        part.name: rows.to(dtype)
-        for name, group in parts(config, prefix).items()
-        for part, rows in zip(
-            group, state[name].split_with_sizes([part.shape[0] for part in group]), strict=True
-        )
-    }
-
-
 def to_tensors(loaded: LoadedDrafter, target: Transformer, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a drafter's tensors, with `feature_scale` folded into `fc`."""
     config, draft_ids, head = loaded.eagle.config, loaded.draft_ids, loaded.head
-    tensors = layer_tensors(loaded.eagle, dtype)
+    state = {name: p.detach().cpu() for name, p in loaded.eagle.named_parameters()}
+    state["fc.weight"] = state["fc.weight"] * config.feature_scale
+    tensors = dict[str, Tensor]()
+    prefix = "midlayer" if config.recipe == "eagle3" else "layers.0"
+    for name, group in parts(config, prefix).items():
+        rows = torch.split(state[name].to(dtype), [part.shape[0] for part in group])
+        tensors |= zip((part.name for part in group), rows, strict=True)
     if config.recipe == "eagle3":
         if head is None:
             head = target.head.weight if draft_ids is None else target.head.weight[draft_ids]

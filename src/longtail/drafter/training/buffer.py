@@ -13,7 +13,6 @@ texts are included. The buffer holds token ids only; features come from an engin
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -234,26 +233,18 @@ class DrafterBuffer:
 
     def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Restore a saved state; CheckpointError if `tensors` and `state` do not fit."""
-        lengths = [int(text["num_tokens"]) for text in state["texts"]]
-        tokens = tensors["tokens"]
+        texts, tokens = state["texts"], tensors["tokens"]
+        lengths = [int(text["num_tokens"]) for text in texts]
         if sum(lengths) != len(tokens):
             raise CheckpointError(
                 f"the drafter's texts have {sum(lengths)} tokens, {len(tokens)} are there"
             )
-        parts = [
-            (
-                (int(text["step"]), str(text["request_id"])),
-                tokens[end - length : end].clone(),
-                int(text["prompt_len"]),
-                bool(text["is_finished"]),
-                int(text["drawn"]),
-            )
-            for text, length, end in zip(state["texts"], lengths, accumulate(lengths), strict=True)
-        ]
         self._step, self._pass = int(state["step"]), int(state["pass"])
         self._texts, self.num_bytes = {}, 0
-        for part in parts:
-            self._put(*part)
+        for text, part in zip(texts, torch.split(tokens, lengths), strict=True):
+            key = int(text["step"]), str(text["request_id"])
+            rest = int(text["prompt_len"]), bool(text["is_finished"]), int(text["drawn"])
+            self._put(key, part.clone(), *rest)
         self._evict()
 
     def _is_new(self, key: Key, text: TextSnapshot) -> bool:

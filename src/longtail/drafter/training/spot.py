@@ -67,8 +67,8 @@ class _SinceBase:
 class _Interval:
     """Counts and measurements of one call of `train`."""
 
-    def __init__(self) -> None:
-        self.began_s = time.perf_counter()
+    def __init__(self, base: DrafterWeights) -> None:
+        self.base, self.began_s = base, time.perf_counter()
         self.num_steps = self.num_tokens = self.num_reused = 0
         self.best: Replica | None = None
         self.base_texts: tuple[TextWindow, ...] = ()
@@ -173,7 +173,9 @@ class SpotTrainer:
         """
         if self._store is not None:
             buffer.prefer(self._store.has)
-        interval, base = _Interval(), self._require_base()
+        base = self._base
+        assert base is not None, "begin from a published drafter first"
+        interval = _Interval(base)
         try:
             with self._trainer.reader.reading_once():
                 reason = self._train(buffer, stopped, interval, on_measured)
@@ -228,7 +230,7 @@ class SpotTrainer:
         self, buffer: DrafterBuffer, stopped: Callable[[], bool], interval: _Interval
     ) -> Replica:
         """Compare the replica with its base; NaN without text."""
-        base, weights = self._require_base(), self._trainer.weights()
+        base, weights = interval.base, self._trainer.weights()
         if not are_finite(weights):
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
         max_len = self._settings.tokens_per_micro_batch
@@ -275,7 +277,3 @@ class SpotTrainer:
         before = self._since.measured or self._base.tensors
         own = without_ids(self._trainer.weights())
         return {name: each - before[name].to(each.device) for name, each in own.items()}
-
-    def _require_base(self) -> DrafterWeights:
-        assert self._base is not None, "begin from a published drafter first"
-        return self._base
