@@ -18,11 +18,6 @@ LENGTHS = (9, 31, 90)
 CHAIN, SIBLINGS = Strategy(depth=5), Strategy(depth=4, width=2, beam=1, size=8)
 TREE = Strategy(depth=3, width=2, size=7)
 EVEN, UPPER = torch.arange(0, 128, 2), torch.arange(64, 128)
-CASES = (
-    *(("eagle1", None, None), ("eagle3", None, None)),
-    *(("eagle3", EVEN, None), ("eagle3", EVEN, UPPER)),
-)
-"""Recipe, draft vocabulary, and the one that comes with other weights; None: it stays."""
 
 
 def _layer(model: Transformer, recipe: Recipe, seed: int, *, reduced: bool = False) -> EagleLayer:
@@ -80,15 +75,25 @@ def _ask(drafter: EagleDrafter, strategy: Strategy, back: int) -> list[DraftTree
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "strategy"),
-    [(torch.float32, CHAIN), (torch.bfloat16, CHAIN), (torch.float64, SIBLINGS),
-     (torch.bfloat16, TREE)],
-)  # fmt: skip
-@pytest.mark.parametrize(("recipe", "ids", "renewed"), CASES)
+    ("recipe", "ids", "renewed", "dtype", "strategy"),
+    [
+        ("eagle1", None, None, torch.float32, CHAIN),
+        ("eagle1", None, None, torch.float64, SIBLINGS),
+        ("eagle3", None, None, torch.bfloat16, CHAIN),
+        ("eagle3", None, None, torch.bfloat16, TREE),
+        ("eagle3", EVEN, None, torch.float64, SIBLINGS),
+        ("eagle3", EVEN, None, torch.bfloat16, TREE),
+        ("eagle3", EVEN, UPPER, torch.float32, CHAIN),
+        ("eagle3", EVEN, UPPER, torch.bfloat16, CHAIN),
+    ],
+)
 def test_weights_loaded_during_a_text_draft_like_a_fresh_drafter(
     dtype, recipe, ids, renewed, strategy
 ):
-    """To the last bit of every margin; chains by the native round, trees level by level."""
+    """To the last bit of every margin; chains by the native round, trees level by level.
+
+    `renewed` is the draft vocabulary that comes with other weights; None: it stays.
+    """
     model = tiny_model(dtype=dtype)
     model.pack()
     swapped = _drafter(model, recipe, 1, ids)

@@ -109,12 +109,13 @@ def _exchange(file: Path) -> None:
     shutil.copy(str(file).replace("step_000002", "step_000001"), file)
 
 
-DAMAGES = [_flip, _zero, _shorten, _exchange, Path.unlink]
-FILES = ["state.json", "trainer.safetensors", "policy/config.json"]
-
-
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *((each, "trainer.safetensors") for each in (_flip, _zero, _shorten, _exchange)),
+        *((_flip, "state.json"), (_exchange, "policy/config.json"), (Path.unlink, "state.json")),
+    ],
+)
 def test_a_damaged_checkpoint_is_passed_over_in_one_sentence(run, caplog, damage, name):
     _save(run, 1)
     _save(run, 2)
