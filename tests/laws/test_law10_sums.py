@@ -103,6 +103,20 @@ def test_kernels_and_torch_add_with_the_same_bits(numbers, factor, dtype, thread
     assert found[0][1].item() == float(part.abs().max())
 
 
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_rows_of_a_sparse_gradient_are_added_as_the_whole_of_it(exact, dtype):
+    rows, values = torch.tensor([[4, 1, 4]]), torch.randn(3, 6, dtype=dtype)
+    sparse = torch.sparse_coo_tensor(rows, values, (7, 6), check_invariants=True)
+    dense, found = torch.zeros(7, 6, dtype=dtype).index_add_(0, rows[0], values), []
+    for gradient in (dense, sparse):
+        sums, largest = fixed_point.new_sums(dense, exact=exact), torch.ones(1)
+        for _ in range(2):
+            fixed_point.add_gradient(sums, gradient, largest[0])
+        found += [(sums, largest)]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_gradient_is_autograds_of_the_normalised_loss_over_the_whole_batch(loss, monkeypatch):
     """KL and importance weights take part: the policy has left its reference."""

@@ -51,7 +51,7 @@ def test_scores_and_gradients(dtype, temperature, chunk, held):
     weight = computed.to(torch.float64 if dtype == torch.float64 else torch.float32)
     hidden.requires_grad_()
     weight.requires_grad_()
-    head = Head(weight=weight, computed=computed, direct=False)
+    head = Head(weight=weight, computed=computed)
     logprobs, entropy = token_scores(hidden, head, tokens, temperature, plan(dtype, chunk, held))
     assert not entropy.requires_grad
     (logprobs * coefficients()).sum().backward()
@@ -66,27 +66,11 @@ def test_scores_and_gradients(dtype, temperature, chunk, held):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_direct_gradient_is_added_to_the_weights_own(dtype):
-    hidden, computed, tokens = tensors(dtype)
-    master = torch.float64 if dtype == torch.float64 else torch.float32
-    grads = []
-    for direct in (False, True):
-        weight = computed.to(master).requires_grad_()
-        leaf = hidden.clone().requires_grad_()
-        head = Head(weight=weight, computed=computed, direct=direct)
-        for _ in range(2):
-            logprobs, _ = token_scores(leaf, head, tokens, 1.0, plan(dtype, 128, 128))
-            logprobs.sum().backward()
-        grads.append(weight.grad)
-    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype, broken):
     hidden, weight, tokens = tensors(dtype)
     hidden[7, 3] = broken
-    head = Head(weight=weight, computed=weight, direct=False)
+    head = Head(weight=weight, computed=weight)
     with torch.no_grad():
         logprobs, _ = token_scores(hidden, head, tokens, 1.0, plan(dtype, 128, 128))
     assert not logprobs[7].isfinite()
@@ -95,7 +79,7 @@ def test_a_row_that_is_not_finite_has_no_finite_logprob(dtype, broken):
 
 def test_a_certain_token_has_no_entropy_and_logprob_0():
     weight = torch.tensor([[200.0], [0.0], [-200.0]])
-    head = Head(weight=weight, computed=weight, direct=False)
+    head = Head(weight=weight, computed=weight)
     logprobs, entropy = token_scores(
         torch.ones(2, 1), head, torch.tensor([0, 1]), 1.0, plan(torch.float32, 128, 128)
     )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native, products
 from longtail.model.kernels.ops import Kernels
-from longtail.model.kernels.products import training_product
+from longtail.model.kernels.products import _prefers_onednn, training_product
 from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Transformer
@@ -177,6 +177,21 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
         gradients(fast, own, seed), gradients(plain, own, seed), strict=True
     ):
         torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "width", "onednn"),
+    [
+        ("GenuineIntel", "AVX512", False),
+        ("AuthenticAMD", "AVX512", True),
+        ("AuthenticAMD", "AVX2", False),
+        ("", "DEFAULT", True),
+    ],
+)
+def test_mkl_computes_where_it_uses_whole_vectors(vendor, width, onednn, monkeypatch):
+    monkeypatch.setattr(products.machine, "cpu_vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: width)
+    assert _prefers_onednn.__wrapped__() == onednn
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):

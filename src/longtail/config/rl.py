@@ -224,7 +224,7 @@ class LearnerSection(OptimizerSection):
     tokens_per_micro_batch: Count = 8192
     """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass recomputes activations: less memory, about a third more time."""
+    """Whether the backward pass recomputes activations; on a CPU, those without free memory."""
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the master weights; float64 is the reference."""
     sums: Literal["auto", "exact", "float"] = "auto"

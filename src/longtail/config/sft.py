@@ -53,7 +53,7 @@ class SftTrainSection(OptimizerSection):
     warmup_steps: Amount = 20
     """Number of steps in which the learning rate rises linearly from 0."""
     gradient_checkpointing: bool = False
-    """Whether the backward pass recomputes activations: less memory, about a third more time."""
+    """Whether the backward pass recomputes activations; on a CPU, those without free memory."""
 
 
 class SftRunSection(SupervisedRunSection):

@@ -6,8 +6,9 @@ This module has the parameters and the arithmetic; `model.hf.model` reads and wr
 `model.attention` provides keys and values.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -18,10 +19,10 @@ from longtail.model.attention import Attention
 from longtail.model.kernels.decoder import LayerWeights, NativeDecoder
 from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, select_kernels
-from longtail.model.kernels.products import embed
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.drafter import NO_TAPS, Taps
+from longtail.system import machine
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 
@@ -199,8 +200,7 @@ class Transformer(nn.Module):
     def hold_casts(self, dtype: torch.dtype | None) -> None:
         """Convert all matrices for autocast on a CPU, once for many passes; None drops the copies.
 
-        Gradients are then added to the parameters' own, past autograd. Call it again after the
-        weights change.
+        Call it again after the weights change.
         """
         for module in self.modules():
             if isinstance(module, Linear):
@@ -222,8 +222,7 @@ class Transformer(nn.Module):
     ) -> Float[Tensor, "tokens hidden"]:
         """Return the normed final hidden states of a flat list of tokens.
 
-        `recompute` is gradient checkpointing: activations inside layers are computed again in the
-        backward pass.
+        `recompute`: layers are `recomputed`.
         """
         return self.forward_with_features(
             tokens, positions, attention, NO_TAPS, recompute=recompute
@@ -239,9 +238,7 @@ class Transformer(nn.Module):
         recompute: bool = False,
     ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "tokens features"] | None]:
         """Run `forward`, and also return the features of `taps`; None if these are empty."""
-        direct = self.head.cast is not None
-        stream = embed(self.embedding.weight, tokens) if direct else self.embedding(tokens)
-        delta = None
+        stream, delta = self.embedding(tokens), None
         # Under autocast queries have its dtype; the rotation must not promote them.
         device = stream.device.type
         autocast = torch.is_autocast_enabled(device)
@@ -256,7 +253,7 @@ class Transformer(nn.Module):
             if index in taps.layers:  # a new tensor: kernels may overwrite the stream
                 kept.append(stream.clone() if delta is None else stream + delta)
             if recompute:
-                stream, delta = checkpoint(layer, stream, delta, context, use_reentrant=False)
+                stream, delta = recomputed(layer, stream, delta, context)
             else:
                 stream, delta = layer(stream, delta, context)
         eps = self.config.norm_eps
@@ -269,6 +266,17 @@ class Transformer(nn.Module):
     def logits(self, hidden: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens vocab"]:
         """Return the logits of the next token."""
         return self.head(hidden)
+
+
+def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Compute a layer, and its activations again in the backward pass (gradient checkpointing).
+
+    They are kept while an eighth of a CPU's memory is free, with the same bits.
+    """
+    memory = machine.memory() if inputs[0].device.type == "cpu" else None
+    if memory and memory.total and (memory.available or 0) > memory.total / 8:
+        return layer(*inputs)
+    return checkpoint(layer, *inputs, use_reentrant=False)
 
 
 def _native_decoder(model: Transformer) -> NativeDecoder | None:

@@ -34,6 +34,8 @@ class GradientSums:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, exact: bool = True) -> None:
         self._parameters, self._exact = parameters, exact
+        for parameter in parameters.values():
+            parameter.grad_dtype = None  # of autocast: it is converted once, when it is added
         self._sums: dict[str, Tensor] = {}
         self.rows: dict[str, MetricsRow] = {}
         """Metrics of the micro-batches that are in the sums, by name."""
@@ -43,7 +45,6 @@ class GradientSums:
         largest = torch.zeros(len(self._parameters), device=loss.device)
         hooks = []
         for index, (owner, parameter) in enumerate(self._parameters.items()):
-            # The node, whose hooks run also for gradients that kernels write to `grad` themselves.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             hooks.append(node.register_hook(partial(self._fold, owner, largest[index])))
         try:

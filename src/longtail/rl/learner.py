@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, ProcessGroupError
@@ -40,6 +40,7 @@ from longtail.rl.loss import LossInputs, LossSettings
 from longtail.rl.objective import loss_of
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
+from longtail.system.memory import release_freed_memory, reuse_freed_memory
 from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:
@@ -98,7 +99,11 @@ class Learner:
         self.version = 0
         """Number of steps made, which is the version of the present weights."""
         self._sums = GradientSums(self._parameters, exact=settings.sums != "float")
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):  # the sums add the rows of the tokens alone
+                module.sparse = settings.sharding != "full" and model.device.type == "cpu"
         self._holds_casts = False
+        reuse_freed_memory()
         self._metrics = LearnerMetrics()
         """Metrics of the next step, with the seconds of what was accumulated."""
 
@@ -130,6 +135,7 @@ class Learner:
         self._sums.clear()
         self._model.hold_casts(None)
         self._holds_casts = False
+        release_freed_memory()
 
     def step(
         self, batches: Sequence[TrainBatch], on_progress: OnProgress = lambda is_waiting: None

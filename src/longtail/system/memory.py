@@ -1,4 +1,4 @@
-"""Memory of tensors in huge pages, for weights that every step reads.
+"""Memory of tensors: huge pages for weights that every step reads, and reuse of what is freed.
 
     chunk   |qkv|output|gate_up  |down |qkv|output| ...      16 MiB, whole huge pages
 
@@ -7,8 +7,10 @@ prefetcher stops at the end of each page. Where the system has no huge pages, me
 """
 
 import contextlib
+import ctypes
 import math
 import mmap
+import platform
 import sys
 from typing import final
 
@@ -19,6 +21,9 @@ _PAGE = 2 << 20
 _CHUNK = 8 * _PAGE
 _LINE = 64
 """Bytes of a cache line; every tensor starts at one."""
+_IS_GLIBC = platform.libc_ver()[0] == "glibc"
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt."""
 
 
 @final
@@ -39,6 +44,23 @@ class HugePages:
             self._free = _mapped(max(filled, _CHUNK))
         own, self._free = self._free[:size], self._free[filled:]
         return own.view(dtype).view(shape)
+
+
+def reuse_freed_memory() -> None:
+    """Keep memory that this process frees for its next tensors, until `release_freed_memory`.
+
+    Otherwise glibc returns large blocks, and the system clears every page of the next ones again.
+    """
+    if _IS_GLIBC:
+        library = ctypes.CDLL(None)
+        library.mallopt(_MMAP_THRESHOLD, 2**31 - 1)
+        library.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def release_freed_memory() -> None:
+    """Return all free pages to the system."""
+    if _IS_GLIBC:
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _mapped(size: int) -> Tensor:

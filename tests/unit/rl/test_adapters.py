@@ -14,6 +14,7 @@ from longtail.model.hf.adapters import WEIGHTS_FILE, AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import load_model
 from longtail.model.hf.weights import read_tensors
+from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import lay_out
@@ -77,24 +78,30 @@ def test_published_weights_score_as_the_adapted_model_and_its_reference_as_the_b
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_frozen_matrices_in_the_dtype_of_autocast_change_no_bit(family):
+def test_frozen_matrices_in_the_dtype_of_autocast_change_no_bit(family, monkeypatch):
     settings = LearnerSection(learning_rate=0.01, autocast=True)
     found = []
-    for holds in (False, True):
+    for holds in (None, "casts", "frozen"):
         model = adapted(family)
-        if holds:
+        monkeypatch.setattr(learner_module, "can_hold_casts", lambda _, on=holds: on == "casts")
+        if holds == "frozen":
             before = sum(p.nbytes for p in model.model.parameters())
             model.hold_frozen(torch.bfloat16)
             assert sum(p.nbytes for p in model.model.parameters()) < before
         scores = score(model, PACKED, SamplingParams(), autocast=True).logprobs
         learner = Learner(model, settings)
+        learner.accumulate(batch().micro_batches[0], batch().sampling)
+        held = [module for module in model.modules() if "forward" in vars(module)]
+        assert bool(held) == (holds == "casts")
         learner.step([batch()])
+        assert not any("forward" in vars(module) for module in held)
         adapters = {name: p.detach() for name, p in model.trainable().items()}
         found.append((scores, adapters))
         assert all(p.dtype == torch.float32 for p in adapters.values())
-    (scores, adapters), (same, others) = found
-    assert torch.equal(scores, same)
-    assert all(torch.equal(adapters[name], others[name]) for name in adapters)
+    scores, adapters = found[0]
+    for same, others in found[1:]:
+        assert torch.equal(scores, same)
+        assert all(torch.equal(adapters[name], others[name]) for name in adapters)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)

@@ -17,6 +17,7 @@ from longtail.rl import learner as learner_module
 from longtail.rl.learner import Learner
 from longtail.rl.logprobs import score
 from longtail.rl.packing import pack_mini_batches, pack_rollouts
+from longtail.system import machine
 from longtail.types import Rollout, SamplingParams, TrainBatch
 from support.processors import needs_bfloat16
 from support.rank_processes import SETTINGS, Plan, new_learner
@@ -154,6 +155,23 @@ def test_the_gap_between_rollout_and_learner_is_measured():
     assert found["training/rollout_ratio_mean"] == pytest.approx(sum(ratios) / 4)
     assert found["training/rollout_ratio_min"] == pytest.approx(min(ratios))
     assert found["training/rollout_ratio_max"] == pytest.approx(max(ratios))
+
+
+def test_gradient_checkpointing_gives_the_same_weights_and_keeps_what_free_memory_holds(
+    monkeypatch,
+):
+    forwards, learners = [], []
+    for recompute, free in ((False, 0), (True, 1), (True, 2)):
+        memory = machine.Memory(total=8, available=free)
+        monkeypatch.setattr(machine, "memory", lambda memory=memory: memory)
+        model, passes = tiny_model(dtype=torch.float64), []
+        model.layers[0].register_forward_pre_hook(lambda *_, passes=passes: passes.append(1))
+        learners.append(learner(model, gradient_checkpointing=recompute))
+        learners[-1].step(BATCHES)
+        assert_same_weights(learners[0], learners[-1], tolerance=0.0)
+        forwards.append(len(passes))
+    count = len(BATCHES[0].micro_batches)
+    assert forwards == [count, 2 * count, count]
 
 
 def moved(one: Learner) -> torch.Tensor:

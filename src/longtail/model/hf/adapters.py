@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -68,6 +69,8 @@ class AdaptedModel(CausalModel):
         self._adapted = {n: m for n, m in model.named_modules() if isinstance(m, kind)}
         generator, dropouts = torch.Generator().manual_seed(seed), []
         for index, layer in enumerate(self._adapted.values()):
+            if isinstance(layer.get_base_layer(), nn.Linear):  # autocast takes inputs as they are
+                layer.cast_input_dtype_enabled = bool(settings.dropout)
             weight = layer.lora_A["default"].weight
             bound = weight.shape[1] ** -0.5  # as PEFT draws it, from global random state
             drawn = torch.rand(weight.shape, generator=generator, dtype=weight.dtype)
@@ -86,6 +89,17 @@ class AdaptedModel(CausalModel):
             for dropout in self._dropouts:
                 dropout.seed = seed
         return super().hidden(packed, recompute=recompute)
+
+    def hold_casts(self, dtype: torch.dtype | None) -> None:
+        """Convert LM head and frozen matrices for autocast, which would do so in every pass."""
+        super().hold_casts(dtype)
+        for layer in self._adapted.values():
+            if type(linear := layer.get_base_layer()) is not nn.Linear:
+                continue
+            linear.__dict__.pop("forward", None)
+            if dtype is not None:
+                cast = linear.weight.detach().to(dtype)
+                linear.__dict__["forward"] = partial(F.linear, weight=cast, bias=linear.bias)
 
     def hold_frozen(self, dtype: torch.dtype) -> None:
         """Keep the matrices of adapted linear layers in the dtype in which autocast multiplies.

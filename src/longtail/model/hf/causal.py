@@ -12,7 +12,6 @@ No code of a model directory is run and no pickle is opened.
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, final
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.attention import first_places
@@ -30,7 +28,7 @@ from longtail.model.hf.model import read_fields
 from longtail.model.hf.weights import tensor_kinds
 from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy, Scorer
-from longtail.model.transformer import ModelConfig
+from longtail.model.transformer import ModelConfig, recomputed
 from longtail.system.files import writing
 from longtail.system.machine import MAX_INT32
 from longtail.system.tensor_files import FLOATS, Kind, disk_errors
@@ -55,7 +53,8 @@ class CausalModel(Policy):
         self._layers = [module for module in model.modules() if isinstance(module, kind)]
         for layer in self._layers:
             layer.gradient_checkpointing = True  # of layers in training, see `hidden`
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = recomputed
+        self._head_cast: Tensor | None = None
         self._is_product = self._check_logits()
 
     @property
@@ -95,14 +94,16 @@ class CausalModel(Policy):
     def score_head(self) -> Head:
         """Return the weight of the LM head, in the dtype of autocast if that is enabled."""
         weight, device = self.model.get_output_embeddings().weight, self.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
-        return Head(
-            weight=weight,
-            computed=weight.detach().to(dtype),
-            direct=False,
-            is_product=self._is_product,
-        )
+        computed = weight.detach()
+        if torch.is_autocast_enabled(device):
+            cast = self._head_cast
+            computed = computed.to(torch.get_autocast_dtype(device)) if cast is None else cast
+        return Head(weight=weight, computed=computed, is_product=self._is_product)
+
+    def hold_casts(self, dtype: torch.dtype | None) -> None:
+        """Convert the LM head for autocast, once for many passes; None drops the copy."""
+        weight = self.model.get_output_embeddings().weight
+        self._head_cast = None if dtype is None else weight.detach().to(dtype)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return all parameters."""

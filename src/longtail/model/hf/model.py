@@ -63,9 +63,9 @@ class PolicyTransformer(Transformer, Policy):
         """Return the LM head, its products in the dtype of autocast if that is enabled."""
         weight, cast, device = self.head.weight, self.head.cast, self.device.type
         if not torch.is_autocast_enabled(device):
-            return Head(weight=weight, computed=weight.detach(), direct=False)
+            return Head(weight=weight, computed=weight.detach())
         computed = weight.detach().to(torch.get_autocast_dtype(device)) if cast is None else cast
-        return Head(weight=weight, computed=computed, direct=cast is not None)
+        return Head(weight=weight, computed=computed)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """Return all parameters."""

@@ -40,8 +40,16 @@ def new_sums(parameter: Tensor, *, exact: bool = True) -> Tensor:
 def add_gradient(sums: Tensor, gradient: Tensor, largest: Tensor) -> None:
     """Add a gradient, rounded to even, and write its largest magnitude: infinity if not finite.
 
-    Entries from LIMIT on are not added to exact sums. `largest`: one float32.
+    Entries from LIMIT on are not added to exact sums. `largest`: one float32. Of a sparse gradient
+    the rows alone are added.
     """
+    if gradient.is_sparse:
+        found = gradient.coalesce()
+        whole, (rows,) = sums.view(len(sums), *gradient.shape), found.indices()
+        part = whole.index_select(1, rows).flatten(1)
+        add_gradient(part, found.values(), largest)
+        whole.index_copy_(1, rows, part.view(len(sums), *found.values().shape))
+        return
     gradient = gradient.contiguous()
     if sums.is_floating_point():
         sums[0].add_(gradient.view(-1))

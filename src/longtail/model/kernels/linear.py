@@ -72,7 +72,7 @@ class Linear(nn.Module):
     def hold_cast(self, dtype: torch.dtype | None) -> None:
         """Convert the weight for products under autocast on a CPU; None drops the copy.
 
-        Gradients are then added to `weight.grad` directly. Call it again after the weight changes.
+        Call it again after the weight changes.
         """
         self.cast = None if dtype is None else self.weight.detach().to(dtype)
 

@@ -1,7 +1,7 @@
-"""Products for training on a CPU, by the fastest library, and gradients of weights in place.
+"""Products for training on a CPU, by the fastest library.
 
-Products use oneDNN unless the processor is Intel's: PyTorch uses MKL for float32, which uses only
-half of the vector width on AMD.
+PyTorch uses MKL for float32. Where a processor of AMD has AVX-512, of which MKL uses only half of
+the vector width, and on ARM, products use oneDNN.
 """
 
 from functools import cache
@@ -34,8 +34,8 @@ def apply(operation: type[torch.autograd.Function], *arguments: Any) -> Any:
     return operation.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
-def _sum_into(total: Tensor, part: Tensor, *, add: bool) -> None:
-    """Add a part to a total, or write it there."""
+def sum_into(total: Tensor, part: Tensor, *, add: bool) -> None:
+    """Add a part to a total of another dtype, or write it there."""
     functions = native.functions(part.dtype) if total.device.type == "cpu" else None
     if functions is not None and total.dtype == torch.float32:
         functions["accumulate"](
@@ -48,56 +48,17 @@ def _sum_into(total: Tensor, part: Tensor, *, add: bool) -> None:
 
 
 @final
-class WeightGradient:
-    """The gradient of a weight that is computed in parts, in another dtype.
-
-    Added `direct`ly to `weight.grad` it is read and written once; autograd would convert a copy,
-    and add that.
-    """
-
-    def __init__(self, weight: Tensor, *, direct: bool) -> None:
-        self.is_first = not direct or weight.grad is None
-        """Whether parts are written, not added."""
-        if direct:
-            if weight.grad is None:
-                weight.grad = torch.empty_like(weight)
-            self._total, self.returned = weight.grad, None
-        else:
-            self._total = self.returned = torch.empty_like(weight)
-
-    def add(self, part: Tensor, rows: slice = slice(None)) -> None:
-        """Add the gradient of some rows; the first parts must cover all of them."""
-        _sum_into(self._total[rows], part, add=not self.is_first)
-
-
-@final
 class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)  # x is kept by others, too; a padded copy is not
-        return _onednn(_padded(x), weight, bias)[: len(x)]
+    """A product by oneDNN, with the weight as it is or a copy in the dtype of autocast.
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        rows, padded = len(grad), _padded(grad)
-        return (
-            _onednn(padded, weight.t(), None)[:rows] if for_x else None,
-            _onednn(padded.t(), _padded(x).t(), None) if for_weight else None,
-            grad.sum(0) if for_bias else None,
-        )
-
-
-class _CastProduct(torch.autograd.Function):
-    """A product with a copy of the weight in the dtype of autocast, which is made once a step."""
+    The gradient of the weight has the copy's dtype, too, if the weight's `grad_dtype` admits that.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, copy: Tensor) -> Tensor:
         x = x.to(copy.dtype)
-        ctx.save_for_backward(x, copy)
-        ctx.weight, ctx.bias_dtype = weight, None if bias is None else bias.dtype
+        ctx.save_for_backward(x, copy)  # x is kept by others, too; a padded copy is not
+        ctx.bias_dtype = None if bias is None else bias.dtype
         bias = None if bias is None else bias.to(copy.dtype)
         return _onednn(_padded(x), copy, bias)[: len(x)]
 
@@ -106,42 +67,17 @@ class _CastProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, copy = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        rows, padded = len(grad), _padded(grad)
-        if for_weight:
-            part = padded.t() @ _padded(x)  # _onednn would copy both
-            WeightGradient(ctx.weight, direct=True).add(part)
+        rows, padded, gradient = len(grad), _padded(grad), None
+        if for_weight and copy.dtype == torch.float32:
+            gradient = _onednn(padded.t(), _padded(x).t(), None)
+        elif for_weight:
+            gradient = padded.t() @ _padded(x)  # _onednn would copy both
         return (
             _onednn(padded, copy.t(), None)[:rows] if for_x else None,
-            None,
+            gradient,
             grad.sum(0, dtype=ctx.bias_dtype) if for_bias else None,
             None,
         )
-
-
-class _Embedding(torch.autograd.Function):
-    """Rows of a weight, whose gradient is added to `weight.grad` without a dense copy of it."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.weight = weight
-        return weight.index_select(0, tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        (tokens,) = ctx.saved_tensors
-        weight = ctx.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        weight.grad.index_add_(0, tokens, grad)
-        return None, None
-
-
-def embed(weight: Tensor, tokens: Tensor) -> Tensor:
-    """Return the rows of `tokens`; the gradient is added to `weight.grad` itself."""
-    result: Tensor = apply(_Embedding, weight, tokens)
-    return result
 
 
 def padded_rows(rows: Float[Tensor, "rows columns"]) -> Float[Tensor, "more_rows columns"]:
@@ -181,7 +117,9 @@ def _onednn(
 
 @cache
 def _prefers_onednn() -> bool:
-    return torch._C._has_mkldnn and machine.cpu_vendor() != "GenuineIntel"
+    has_avx2_alone = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    is_intel = machine.cpu_vendor() == "GenuineIntel"
+    return torch._C._has_mkldnn and not (is_intel or has_avx2_alone)
 
 
 def can_hold_casts(device: torch.device) -> bool:
@@ -198,10 +136,10 @@ def training_product(
     """Return x W^T + bias, for float32 rows on a CPU by the fastest library.
 
     A bfloat16 weight is widened where a CPU would emulate the product, four times as slowly.
-    `copy` is the weight in the dtype of autocast; with it the gradient is added to `weight.grad`.
+    `copy` is the weight in the dtype of autocast.
     """
     if copy is not None and len(x) and torch.is_autocast_enabled("cpu"):
-        return apply(_CastProduct, x, weight, bias, copy)
+        return apply(_Product, x, weight, bias, copy)
     is_half = x.device.type == "cpu" and weight.dtype == torch.bfloat16
     if is_half and not multiplies_bfloat16(x.device):
         wide = None if bias is None else bias.float()
@@ -210,4 +148,6 @@ def training_product(
         return F.linear(x, weight, bias)
     if torch.is_autocast_enabled("cpu"):  # always oneDNN
         return F.linear(_padded(x), weight, bias)[: len(x)]
-    return apply(_Product, x, weight, bias) if _prefers_onednn() else F.linear(x, weight, bias)
+    if _prefers_onednn():
+        return apply(_Product, x, weight, bias, weight.detach())
+    return F.linear(x, weight, bias)

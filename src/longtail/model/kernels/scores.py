@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import ROWS, WeightGradient, apply, multiply, padded_rows
+from longtail.model.kernels.products import ROWS, apply, multiply, padded_rows, sum_into
 
 _HELD_BYTES = 16
 """Bytes of logits that are kept per logit of the caller's limit: four of float32, as PyTorch's
@@ -105,8 +105,6 @@ class Head:
     """Parameter, which gets the gradient."""
     computed: Float[Tensor, "vocab hidden"]
     """The same in the dtype of the products."""
-    direct: bool
-    """Whether the gradient is added to `weight.grad` instead of being returned to autograd."""
     is_product: bool = True
     """Whether the logits are the product with the weight alone: not scaled, capped or shifted."""
 
@@ -194,7 +192,7 @@ class _TokenScores(torch.autograd.Function):
         ctx.logits = None  # they become gradients here; another pass would compute them again
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(padded) if for_hidden else None
-        gradient = WeightGradient(ctx.head.weight, direct=ctx.head.direct) if for_weight else None
+        gradient = torch.empty_like(ctx.head.weight) if for_weight else None
         for first in range(0, len(tokens), size):
             part = slice(first, first + size)
             hidden, own = padded[part], tokens[part]
@@ -210,11 +208,10 @@ class _TokenScores(torch.autograd.Function):
             if gradient is not None:
                 for column in range(0, len(computed), _COLUMNS):
                     columns = slice(column, column + _COLUMNS)
-                    gradient.add(slopes[:, columns].t() @ hidden, columns)
-                gradient.is_first = False
+                    sum_into(gradient[columns], slopes[:, columns].t() @ hidden, add=first > 0)
         return (
             None if grad_hidden is None else grad_hidden[: len(tokens)],
-            None if gradient is None else gradient.returned,
+            gradient,
             *(None,) * 5,
         )
 

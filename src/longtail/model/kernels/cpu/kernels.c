@@ -223,13 +223,15 @@ void NAME(swiglu_backward)(const T *gate_up, const T *grad_out, T *grad, int64_t
                            int64_t size, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows > 1)
   for (int64_t r = 0; r < rows; r++) {
-    const T *restrict row = gate_up + 2 * r * size, *restrict outer = grad_out + r * size;
-    T *restrict to = grad + 2 * r * size;
+    const T *restrict gates = gate_up + 2 * r * size, *restrict ups = gates + size;
+    const T *restrict outer = grad_out + r * size;
+    T *restrict to_gates = grad + 2 * r * size, *restrict to_ups = to_gates + size;
+#pragma omp simd
     for (int64_t i = 0; i < size; i++) {
-      const float a = LOAD(row[i]), b = LOAD(row[size + i]), g = LOAD(outer[i]);
+      const float a = LOAD(gates[i]), b = LOAD(ups[i]), g = LOAD(outer[i]);
       const float s = 1.0f / (1.0f + lt_exp2(-LT_LOG2E * a));
-      to[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
-      to[size + i] = STORE(g * a * s);
+      to_gates[i] = STORE(g * b * s * (1.0f + a * (1.0f - s)));
+      to_ups[i] = STORE(g * a * s);
     }
   }
 }

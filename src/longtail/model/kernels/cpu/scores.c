@@ -52,18 +52,17 @@ LT_INLINE void NAME(lt_slope)(T *logits, int64_t vocab, int64_t token, float hea
                               float grad) {
   const float share = grad / heat;
   const float own = expf(LOAD(logits[token]) / heat - log_sum);
-  int64_t v = 0;
-  for (; v + LT_LANES <= vocab; v += LT_LANES) {
-    float part[LT_LANES] __attribute__((aligned(64)));
-    for (int i = 0; i < LT_LANES; i++) part[i] = LOAD(logits[v + i]);
-    lt_vec s = *(const lt_vec *)part;
-    if (heat != 1.0f) s /= heat;
-    s -= log_sum;
-    s = (lt_vec)(~(lt_index)(s < LT_NONE) & (lt_index)(lt_exp(s) * -share));
-    *(lt_vec *)part = s;
-    for (int i = 0; i < LT_LANES; i++) logits[v + i] = STORE(part[i]);
+  float slopes[LT_BLOCK] __attribute__((aligned(64)));
+  for (int64_t start = 0; start < vocab; start += LT_BLOCK) {
+    const int64_t count = vocab - start < LT_BLOCK ? vocab - start : LT_BLOCK;
+    NAME(lt_scores)(logits + start, count, heat, slopes);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < LT_BLOCK; i += LT_LANES) {
+      lt_vec *const at = (lt_vec *)(slopes + i), s = *at - log_sum;
+      *at = (lt_vec)(~(lt_index)(s < LT_NONE) & (lt_index)(lt_exp(s) * -share));
+    }
+    for (int64_t i = 0; i < count; i++) logits[start + i] = STORE(slopes[i]);
   }
-  for (; v < vocab; v++) logits[v] = STORE(-share * expf(LOAD(logits[v]) / heat - log_sum));
   logits[token] = STORE(share * (1.0f - own));
 }
 
