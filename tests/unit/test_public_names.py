@@ -51,16 +51,6 @@ def test_completions_depend_on_prompt_seed_and_index_alone(model_path: Path) -> 
     assert both[0].text != both[1].text
 
 
-@pytest.mark.slow
-def test_an_engine_takes_longer_requests_later(model_path: Path) -> None:
-    engine = Engine(str(model_path))
-    short = engine.generate(["1+1="], SamplingParams(max_tokens=4))
-    long = engine.generate(["1+1="] * 3, SamplingParams(max_tokens=100))
-    assert long[0].text.startswith(short[0].text)
-    again = engine.generate(["1+1="], SamplingParams(max_tokens=4))
-    assert [each.tokens for each in again] == [each.tokens for each in short]
-
-
 def test_a_stream_yields_the_text_of_its_completion(model_path: Path) -> None:
     engine, params = Engine(str(model_path)), SamplingParams(max_tokens=20)
     stream = engine.stream("1+1=", params, seed=3)

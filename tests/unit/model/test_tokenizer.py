@@ -130,13 +130,6 @@ def test_ids_outside_the_vocabulary_decode_to_nothing():
     assert tokenizer.decode((5, 120, 6)) == "01"
 
 
-def test_the_chat_template_ends_where_the_answer_begins():
-    tokenizer = tiny_tokenizer()
-    assert tokenizer.template.render(QUESTION) == "<user>6*7?<eos><assistant>"
-    assert tokenizer.template.render(QUESTION, generation_prompt=False) == "<user>6*7?<eos>"
-    assert tokenizer.chat(QUESTION) == (3, *tokenizer.encode("6*7?"), 1, 4)
-
-
 def test_messages_without_a_template_are_refused():
     tokenizer = tiny_tokenizer(chat_template=None)
     assert not tokenizer.has_chat_template
