@@ -247,6 +247,7 @@ dist: develop
 # DEPENDENCIES=.venv/bin/python takes the dependencies of an environment that is there instead of
 # installing them (2.5 GB).
 smoke: dist
+	LONGTAIL_DIST=dist $(BIN)/python -m pytest tests/package/test_package.py
 	$(BIN)/python tests/package/smoke.py dist/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))
 	LONGTAIL_WHEEL_KERNELS=1 $(BIN)/python -m build --wheel --no-isolation --outdir dist/kernels
 	$(BIN)/python tests/package/smoke.py dist/kernels/*.whl $(if $(DEPENDENCIES),--dependencies $(DEPENDENCIES))

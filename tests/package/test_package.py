@@ -1,11 +1,9 @@
 """The wheel and the source distribution hold what they must.
 
-`make smoke` installs the wheel (smoke.py), which takes too long for the suite.
+`make smoke` builds both, runs these tests, and installs the wheel (smoke.py).
 """
 
-import shutil
-import subprocess
-import sys
+import os
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -17,32 +15,8 @@ import longtail
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "longtail"
-LEFT_BEHIND = ("runs", "build", "dist", "site")
-"""Folders of a checkout that are not part of it, beside those with a dot."""
-
-
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Both distributions, built from a copy of the checkout without network."""
-    place = tmp_path_factory.mktemp("package")
-    shutil.copytree(ROOT, place / "copy", ignore=_left_behind)
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(place / "dist")],
-        cwd=place / "copy",
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return place / "dist"
-
-
-def _left_behind(folder: str, names: list[str]) -> list[str]:
-    if Path(folder) != ROOT:
-        return [name for name in names if name == "__pycache__" or name.endswith(".egg-info")]
-    kept = (".ci", ".dockerignore", ".pre-commit-config.yaml")
-    hidden = [name for name in names if name.startswith(".") and name not in kept]
-    return [*hidden, *(name for name in names if name in LEFT_BEHIND)]
+DIST = ROOT / os.environ.get("LONGTAIL_DIST", "")
+built = pytest.mark.skipif("LONGTAIL_DIST" not in os.environ, reason="make smoke")
 
 
 def files_under(folder: Path) -> Iterator[str]:
@@ -52,9 +26,9 @@ def files_under(folder: Path) -> Iterator[str]:
             yield path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_the_package_with_version_licence_and_commands(dist: Path) -> None:
-    (wheel,) = dist.glob("*.whl")
+@built
+def test_the_wheel_holds_the_package_with_version_licence_and_commands() -> None:
+    (wheel,) = DIST.glob("*.whl")
     info = f"longtail-{longtail.__version__}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -71,9 +45,9 @@ def test_the_wheel_holds_the_package_with_version_licence_and_commands(dist: Pat
     assert licence == (ROOT / "LICENSE").read_text()
 
 
-@pytest.mark.slow
-def test_the_source_distribution_holds_what_its_tests_read(dist: Path) -> None:
-    (sdist,) = dist.glob("*.tar.gz")
+@built
+def test_the_source_distribution_holds_what_its_tests_read() -> None:
+    (sdist,) = DIST.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for folder in ("src/longtail", "tests", "docs", "examples", "benchmarks"):
