@@ -121,7 +121,7 @@ def full_disk(max_file_bytes: int) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_a_full_disk_costs_the_new_checkpoint_only(workshop):
-    words = ("--run.steps=4", "--run.checkpoint_every=2", "--speculation.drafter=history")
+    words = ("--run.steps=4", "--run.checkpoint_every=2")
     assert workshop.train("whole", *words).code == 0
     assert workshop.train("full", *words, "--run.steps=2").code == 0
     # Weights take 120 kB and fit; the optimizer's moments are twice as long.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from end_to_end.workshop import build, say
+from end_to_end.workshop import PLAIN, build, say
 from longtail.config.rl import LearnerSection, LoraSection, load
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.hf.adapters import WEIGHTS_FILE, AdaptedModel
@@ -204,7 +204,7 @@ def test_lora_with_our_decoder_or_with_shards_is_refused_by_name():
 @pytest.mark.slow
 def test_a_run_of_adapters_is_merged_and_generates(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shop = build(tmp_path)
+    shop = build(tmp_path, PLAIN)
     words = ("--run.steps=2", "--learner.lora.rank=4", "--rollout.dtype=float64")
     said = shop.train("run", *words, "--learner.dtype=float64", "--learner.learning_rate=0.1")
     assert said.code == 0, said.err
