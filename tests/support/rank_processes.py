@@ -14,7 +14,7 @@ from longtail.config.rl import LearnerSection
 from longtail.errors import LongtailError, ProcessGroupError
 from longtail.model.transformer import Transformer
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup
-from longtail.rl.gradient_sums import GradientSums
+from longtail.rl.gradient_accumulators import GradientAccumulators
 from longtail.rl.learner import Learner
 from longtail.rl.packing import pack_mini_batches
 from longtail.types import SamplingParams, TrainBatch
@@ -199,20 +199,20 @@ class _Rank:
 
     def lose_group(self, update: int) -> None:
         """Close this rank's group between reduction and update number `update` of its next step."""
-        reduce = GradientSums.reduce
+        reduce = GradientAccumulators.reduce
 
-        def interrupted(sums: GradientSums, group: ProcessGroup) -> None:
+        def interrupted(sums: GradientAccumulators, group: ProcessGroup) -> None:
             nonlocal update
             reduce(sums, group)
             update -= 1
             if update >= 0:
                 return
-            GradientSums.reduce = reduce  # type: ignore[method-assign]
+            GradientAccumulators.reduce = reduce  # type: ignore[method-assign]
             assert self._group is not None
             self._group.close()
             raise ProcessGroupError("the sum is lost")
 
-        GradientSums.reduce = interrupted  # type: ignore[method-assign]
+        GradientAccumulators.reduce = interrupted  # type: ignore[method-assign]
 
     def digest(self) -> tuple[str, int]:
         """Return a digest of all state of the next step, and the version."""

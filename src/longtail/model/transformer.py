@@ -273,7 +273,8 @@ def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
 
     They are kept while an eighth of a CPU's memory is free, with the same bits.
     """
-    memory = machine.memory() if inputs[0].device.type == "cpu" else None
+    on_cpu = any(isinstance(each, Tensor) and each.device.type == "cpu" for each in inputs)
+    memory = machine.memory() if on_cpu else None
     if memory and memory.total and (memory.available or 0) > memory.total / 8:
         return layer(*inputs)
     return checkpoint(layer, *inputs, use_reentrant=False)

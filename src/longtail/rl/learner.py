@@ -8,10 +8,10 @@ readers of the weights are unknown here.
                           (only if there are several updates)     backward], reduce, update
 
 In a process group every rank is given the same batches, computes its part of the micro-batches, and
-makes the update of the whole batch. Gradients are summed as whole numbers (`rl.gradient_sums`), so
-weights have the same bits on all ranks, for any number of them and order of micro-batches. With
-`sharding = "full"` each rank updates its shard, from floating-point sums (`rl.sharded`), and a step
-ends by gathering the whole policy.
+makes the update of the whole batch. Gradients are summed as whole numbers
+(`rl.gradient_accumulators`), so weights have the same bits on all ranks, for any number of them and
+order of micro-batches. With `sharding = "full"` each rank updates its shard, from floating-point
+sums (`rl.sharded`), and a step ends by gathering the whole policy.
 
 A step that loses a rank leaves weights, moments and version of the others as they were. Ranks that
 have nevertheless made it are one version ahead; in the next group the ranks behind, and those that
@@ -33,7 +33,7 @@ from longtail.model.hf.model import PolicyTransformer
 from longtail.model.kernels.products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
-from longtail.rl.gradient_sums import GradientSums
+from longtail.rl.gradient_accumulators import GradientAccumulators
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.loss import LossInputs, LossSettings
@@ -98,9 +98,9 @@ class Learner:
         self._reference = model.reference() if settings.kl_coef > 0 else None
         self.version = 0
         """Number of steps made, which is the version of the present weights."""
-        self._sums = GradientSums(self._parameters, exact=settings.sums != "float")
+        self._accumulators = GradientAccumulators(self._parameters, exact=settings.sums != "float")
         for module in model.modules():
-            if isinstance(module, nn.Embedding):  # the sums add the rows of the tokens alone
+            if isinstance(module, nn.Embedding):  # only rows of its tokens are accumulated
                 module.sparse = settings.sharding != "full" and model.device.type == "cpu"
         self._holds_casts = False
         reuse_freed_memory()
@@ -108,31 +108,31 @@ class Learner:
         """Metrics of the next step, with the seconds of what was accumulated."""
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
-        """Add the gradient of a micro-batch to the sums of the next step, which then leaves it out.
+        """Accumulate the gradient of a micro-batch for the next step, which then leaves it out.
 
         The next step must make a single update, of a batch with this micro-batch. A loss that is
-        not finite raises NonFiniteError and adds nothing. What is in the sums is not added again.
+        not finite raises NonFiniteError and adds nothing. What was added is not added again.
         """
         if self._shards is not None:
             raise ClusterError(
                 "learner.sharding = 'full': shards learn from a micro-batch together, in a step"
             )
         _refuse_greedy(sampling)
-        name, rows = micro_batch.name, self._sums.rows
+        name, rows = micro_batch.name, self._accumulators.rows
         if name not in rows:
             self._hold_casts()
             self._learn(micro_batch, sampling)
             if not math.isfinite(rows[name].loss):
-                self._sums.refuse(self.version, {name: rows.pop(name)})
+                self._accumulators.refuse(self.version, {name: rows.pop(name)})
 
     def forget(self) -> None:
         """Drop what was accumulated; the next step computes it again."""
         self._metrics = LearnerMetrics()
-        self._drop_sums()
+        self._drop_gradients()
 
-    def _drop_sums(self) -> None:
-        """Free the sums, and the weights converted for autocast."""
-        self._sums.clear()
+    def _drop_gradients(self) -> None:
+        """Free the accumulators, and the weights converted for autocast."""
+        self._accumulators.clear()
         self._model.hold_casts(None)
         self._holds_casts = False
         release_freed_memory()
@@ -180,7 +180,7 @@ class Learner:
         if self._shards is not None:
             return set()
         only = batches[0].micro_batches if len(batches) == 1 else ()
-        return self._sums.agree(self._group, [one.name for one in only])
+        return self._accumulators.agree(self._group, [one.name for one in only])
 
     def _hold_casts(self) -> None:
         """Convert the weights for autocast, once until the next update; shards are gathered."""
@@ -237,9 +237,9 @@ class Learner:
             loss, row = self._loss(micro_batch, sampling, old)
         with self._metrics.timed("backward", self._trained.device):
             if self._shards is None and math.isfinite(row.loss):
-                self._sums.add(micro_batch.name, loss, row)
+                self._accumulators.add(micro_batch.name, loss, row)
                 return
-            self._sums.rows[micro_batch.name] = row
+            self._accumulators.rows[micro_batch.name] = row
             if self._shards is not None:
                 torch.autograd.backward(loss)
 
@@ -248,21 +248,21 @@ class Learner:
         names, normaliser = [one.name for one in batch.micro_batches], self._spec.normaliser(batch)
         metrics = self._metrics
         with metrics.timed("update", self._trained.device):
-            rows = metrics.gather(self._group, names, self._sums.rows)
-            self._sums.refuse(self.version, dict(zip(names, rows, strict=True)))
+            rows = metrics.gather(self._group, names, self._accumulators.rows)
+            self._accumulators.refuse(self.version, dict(zip(names, rows, strict=True)))
             if self._shards is None:
                 # NOTE: the last message before the update, so that a rank that loses the group
                 # has not made a step that other ranks lack.
                 before = self._group.sent_bytes
-                self._sums.reduce(self._group)
+                self._accumulators.reduce(self._group)
                 metrics.sent_bytes += self._group.sent_bytes - before
-                self._sums.settle(1.0 / normaliser)
+                self._accumulators.settle(1.0 / normaliser)
         metrics.add(rows, normaliser)
 
     def _update(self) -> None:
         with self._metrics.timed("update", self._trained.device):
             update = self._optimizer.update(self.version)
-        self._drop_sums()  # of the weights before
+        self._drop_gradients()  # of the weights before
         self._metrics.grad_norms.append(update.grad_norm)
         self._metrics.learning_rate = update.learning_rate
 

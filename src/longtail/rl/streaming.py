@@ -1,4 +1,4 @@
-"""Groups are graded and packed while other texts of the step are still being written.
+"""Groups are graded and packed while other completions of the step are being generated.
 
     completions --group complete--> graders --graded--> advantages, packing --> micro-batches
 
@@ -30,7 +30,7 @@ from longtail.types import (
 
 
 def streams(own: LearnerSection) -> bool:
-    """Return whether groups are learned from while others are being written."""
+    """Return whether groups are learned from while others are being generated."""
     return why_not(own) is None if own.streaming is None else own.streaming
 
 
@@ -69,24 +69,24 @@ class GroupStream:
         self._grader, self._own = grader, own
         self._sampling = requests.requests[0].sampling
         self._members: dict[str, list[tuple[str, Prompt]]] = {}
-        """Request id and prompt of each text of a group."""
+        """Request id and prompt of each completion of a group."""
         for request, prompt in zip(requests.requests, requests.prompts, strict=True):
             members = self._members.setdefault(visit_of(request.request_id), [])
             members.append((request.request_id, prompt))
         self._packed = set(list(self._members)[: num_wanted if streams(own) else 0])
         """Groups that are packed here if anything can be learned from them."""
         self._missing = {visit: len(members) for visit, members in self._members.items()}
-        """Number of unfinished texts of each group."""
+        """Number of unfinished completions of each group."""
         self._completions: dict[str, Completion] = {}
         self._complete: deque[str] = deque()
-        """Groups whose texts are finished, and not yet with the graders."""
+        """Groups whose completions are finished, and not yet with the graders."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grading")
         self._graded: list[Future[Graded]] = []
         self._num_read = 0
         """Results of graders whose groups are packed."""
 
     def add(self, completions: Iterable[Completion]) -> None:
-        """Add finished texts, in any order; texts that are known are ignored."""
+        """Add finished completions, in any order; those that are known are ignored."""
         for each in completions:
             if each.request_id not in self._completions:
                 self._completions[each.request_id] = each
@@ -114,7 +114,7 @@ class GroupStream:
 
     def finish(self) -> Graded:
         """Wait for all grades and return them in the order of the requests; the rollout is over."""
-        assert not any(self._missing.values()), "all texts are finished"
+        assert not any(self._missing.values()), "all completions are finished"
         parts = [each.result() for each in self._graded]
         self.close()
         names = (name for members in self._members.values() for name, _ in members)
@@ -142,7 +142,7 @@ class GroupStream:
 
 
 def why_not(own: LearnerSection) -> str | None:
-    """Return why no group can be learned from before the step's last text is written."""
+    """Return why no group can be learned from before the step's last completion is finished."""
     if own.mini_batches > 1:
         return f"learner.mini_batches = {own.mini_batches}: later updates need earlier ones"
     if own.sharding == "full":

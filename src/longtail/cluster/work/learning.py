@@ -2,7 +2,7 @@
 
     finished groups --> graders --> micro-batches of a group --> an idle worker's sums
 
-A worker adds the gradient of a micro-batch to its sums (`rl.gradient_sums`), which no order
+A worker adds the gradient of a micro-batch to its sums (`rl.gradient_accumulators`), which no order
 changes. After the rollout all workers learn from what is left, one micro-batch at a time. What a
 lost worker had added is learned from again by another one: nothing is counted twice.
 """

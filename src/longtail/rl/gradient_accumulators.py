@@ -1,8 +1,8 @@
-"""The sum of the gradients of micro-batches and ranks, the same bits in any order.
+"""Accumulators of the gradients of micro-batches and ranks, the same bits in any order.
 
     add(name, loss) ...    each gradient is added as whole numbers, and freed, when it is complete
     reduce                 whole numbers are added over the ranks
-    settle                 sums x factor become the gradients that the optimizer reads
+    settle                 accumulators x factor become the gradients that the optimizer reads
 
 Floating-point sums depend on the order of their terms, so an update would depend on the number of
 workers, and on which micro-batch was ready first. `model.kernels.fixed_point` has the arithmetic.
@@ -26,8 +26,8 @@ from longtail.rl.optim import check_loss
 
 
 @final
-class GradientSums:
-    """Sums of the gradients of named micro-batches, with the metrics of each.
+class GradientAccumulators:
+    """Sums of the gradients of named micro-batches, and the metrics of each.
 
     Their memory exists from the first `add` to `settle` or `clear`.
     """
@@ -38,7 +38,7 @@ class GradientSums:
             parameter.grad_dtype = None  # of autocast: it is converted once, when it is added
         self._sums: dict[str, Tensor] = {}
         self.rows: dict[str, MetricsRow] = {}
-        """Metrics of the micro-batches that are in the sums, by name."""
+        """Metrics of the micro-batches that were added, by name."""
 
     def add(self, name: str, loss: Tensor, row: MetricsRow) -> None:
         """Add the gradient of a micro-batch's loss; nothing for a parameter it does not reach."""
@@ -71,9 +71,9 @@ class GradientSums:
         return self._sums[owner]
 
     def agree(self, group: ProcessGroup, names: Sequence[str]) -> set[str]:
-        """Return those of a batch's micro-batches that are in the sums of one rank each.
+        """Return those of a batch's micro-batches that one rank each has added.
 
-        A rank drops its sums if they hold others, or one that another rank holds, too.
+        A rank clears its accumulators if it has added others, or one that another rank has, too.
         """
         has_unknown = not self.rows.keys() <= set(names)
         table = group.gather([*(name in self.rows for name in names), has_unknown]).bool()
@@ -100,18 +100,18 @@ class GradientSums:
             )
 
     def reduce(self, group: ProcessGroup) -> None:
-        """Replace the sums by those over all ranks."""
+        """Replace each accumulator by its sum over all ranks."""
         if group.size > 1:
             group.all_reduce([self._of(owner) for owner in self._parameters])
 
     def settle(self, factor: float) -> None:
-        """Give every parameter the sum times a factor as its gradient; the sums are freed."""
+        """Give every parameter its sum times a factor as its gradient; frees the sums."""
         for owner, parameter in self._parameters.items():
             parameter.grad = torch.empty_like(parameter, memory_format=torch.contiguous_format)
             write_gradient(self._of(owner), factor, parameter.grad)
             del self._sums[owner]
 
     def clear(self) -> None:
-        """Free the sums and forget what is in them."""
+        """Free the accumulators and forget what was added."""
         self._sums.clear()
         self.rows.clear()
