@@ -1,7 +1,7 @@
 """The embedded task `running_sums`: add several numbers, one at a time, in writing.
 
-A worked text is as long as its sum has terms, and one sum in eight is ten to thirty times as long
-as the others: a long tail. As in the training data of a base model, many solutions of short sums
+A worked text is as long as its sum has terms, and one sum in eight is ten to twenty times as long
+as the others: a long tail. As in the training data of a base model, most solutions of short sums
 answer at once. Supervised learning reproduces both kinds; reinforcement learning finds that working
 step by step pays. It owns problems and solutions; pure Python, no model, no tokenizer.
 """
@@ -14,11 +14,11 @@ from zlib import crc32
 
 _LARGEST = 9
 """Largest term; the smallest is 1."""
-_SHORT, _LONG, _SOLVED = (2, 8), (40, 120), (2, 80)
+_SHORT, _LONG, _SOLVED = (2, 8), (40, 80), (2, 24)
 """Fewest and most terms of a sum; their logarithm is distributed evenly."""
 _TOGETHER = 8
 """Number of consecutive problems of which one is long, so that every batch has a tail."""
-_HASTY_SHARE = 0.5
+_HASTY_SHARE = 0.85
 """Share of the solutions of short sums that answer at once."""
 _HELDOUT_SHARE = 4
 """Ratio of all problems to those held out."""
