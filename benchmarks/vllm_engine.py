@@ -54,8 +54,6 @@ DRAFTING, WITHOUT = tuple(RULES)[2:], tuple(RULES)[:3]
 """Rules that draft, and those that need no drafter of the run."""
 EXACT = ("loop", "learned", "coupled")
 """Rules that change no text."""
-_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
-"""vLLM's name of each recipe."""
 _PACKAGES = Path(longtail.__file__).parent.parent
 
 Reply = Mapping[str, Any]
@@ -168,7 +166,7 @@ def _export(drafter: str, subject: Subject, options: Options, place: Path) -> di
         raise ConfigError(f"speculation.drafter = {drafter!r}: it has no weights to export")
     loaded = loaded.as_eagle()
     write_layout(place, rounded(loaded, DTYPES[options.dtype]), target.model)
-    return {"drafter": str(place), "method": _METHODS[loaded.eagle.config.recipe]}
+    return {"drafter": str(place), "method": loaded.kind.vllm}
 
 
 def _spec(subject: Subject, options: Options) -> dict[str, Any]:

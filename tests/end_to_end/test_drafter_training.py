@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Said, Workshop, build, read_lines, say, write_lines
+from longtail.drafter.eagle.trainer import DrafterTrainer
 from longtail.drafter.formats.checkpoint import load_drafter
 from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.eagle import DrafterTrainer
 from longtail.model.hf.model import load_model
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.run.drafter_store import drafter_directory
@@ -149,7 +149,8 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop):
     [
         (["--drafter.layers=0,9"], "drafter.layers = [0, 9]: "),
         (["--drafter.layers=1,0"], "must be in rising order"),
-        (["--drafter.recipe=eagle1", "--drafter.layers=0,1"], "only drafter.recipe = 'eagle3'"),
+        (["--drafter.recipe=eagle1", "--drafter.layers=0,1"], "drafter.recipe = 'eagle1' has none"),
+        (["--drafter.recipe=rigid"], "drafter.recipe = 'rigid': give one of eagle1, eagle3, ridge"),
         (["--drafter.draft_vocab_size=999"], "has 128 tokens; give fewer"),
         (["--data.heldout_size=12"], "none would be left to learn"),
         (["--data.source=short.jsonl", "--data.completions=given"], "none of its texts has 5"),

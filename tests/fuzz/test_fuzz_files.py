@@ -21,7 +21,6 @@ from torch import Tensor
 
 from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.config.rl import LoraSection
-from longtail.drafter.architecture import make_drafter
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TrainingRecord,
@@ -77,7 +76,7 @@ def tokenizer() -> Tokenizer:
 def draft(loaded: LoadedDrafter) -> list[tuple[int, ...]]:
     """Draft with what was read, by the kernels."""
     assert all(bool(each.isfinite().all()) for each in loaded.layer.parameters())
-    drafter = make_drafter(loaded.layer, target(), draft_ids=loaded.draft_ids, head=loaded.head)
+    drafter = loaded.drafter(target())
     tokens = text(12)
     drafter.observe(
         [observed("a", tokens, 0, 11)], features_of(target(), tokens, drafter.taps)[:11]

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from longtail.drafter.eagle.target_states import Interrupted
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.replica import SpotEnd
-from longtail.drafter.training.target_states import Interrupted
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtail.drafter.architecture import make_drafter
+from longtail.drafter.architecture import KINDS
 from longtail.model.kernels import native
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable
@@ -34,7 +34,7 @@ def drafter_of(recipe: str, dtype: torch.dtype = torch.float32, *, reduced: bool
     model = tiny_model(dtype=dtype)
     model.pack()
     ids = torch.arange(0, 128, 2) if reduced else None
-    drafter = make_drafter(make_layer(model, recipe), model, draft_ids=ids)
+    drafter = KINDS[recipe].drafter(make_layer(model, recipe), model, draft_ids=ids)
     for number, length in enumerate(LENGTHS):
         tokens, cut = text(length, seed=length), length - 2 - number  # windows fill unequally
         features = features_of(model, drafter, tokens)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from longtail.drafter.architecture import DraftLayer
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
+from longtail.drafter.kind import DraftLayer
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Drafter, Noise

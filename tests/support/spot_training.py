@@ -10,8 +10,8 @@ from torch import Tensor
 from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
+from longtail.drafter.eagle.trainer import TrainerSettings
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters

@@ -19,14 +19,13 @@ from types import MappingProxyType
 import torch
 
 from longtail.config.rl import SpeculationSection, SpotSection
-from longtail.drafter.architecture import make_drafter
 from longtail.drafter.eagle.fresh import commonest_tokens
+from longtail.drafter.eagle.target_states import training_taps
 from longtail.drafter.formats import checkpoint
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.drafter.formats.eagle_files import is_published, load_published
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.training.target_states import training_taps
 from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, describe, did_you_mean
@@ -106,7 +105,7 @@ def open_drafter(name: str, target: Target) -> Drafter:
     loaded = read_drafter(name, target, target.model.dtype)
     if loaded is None:
         return weightless(name)
-    return make_drafter(loaded.layer, target.model, draft_ids=loaded.draft_ids, head=loaded.head)
+    return loaded.drafter(target.model)
 
 
 def read_drafter(

@@ -20,7 +20,7 @@ from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.drafter.formats.checkpoint import LoadedDrafter, is_drafter, load_unbound
-from longtail.drafter.ridge.layer import RidgeLayer
+from longtail.drafter.kind import LEARNED
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError
 from longtail.generator import Generator
@@ -63,7 +63,7 @@ def open_vllm(
     drafter, tuner = None, make_tuner(config.speculation, DepthTuner)  # without probabilities
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         path = Path(place) / "drafter"
-        if name == FRESH or (loaded is not None and isinstance(loaded.layer, RidgeLayer)):
+        if name == FRESH or (loaded is not None and loaded.kind.vllm == LEARNED):
             settings |= _learning(config, loaded, path)
             loaded = None
         elif loaded is not None and model is not None:
@@ -99,10 +99,10 @@ def _learning(config: RunConfig, loaded: LoadedDrafter | None, place: Path) -> d
         loaded, place = load_unbound(saved), saved
     elif loaded is not None:
         loaded.save(place)
-    if loaded is None or not isinstance(loaded.layer, RidgeLayer):
-        return {"drafter": "learned"}
-    depth = min(loaded.layer.config.slots, VllmSettings().depth)
-    return {"drafter": "learned", "begin": str(place), "depth": depth}
+    if loaded is None or loaded.kind.vllm != LEARNED:
+        return {"drafter": LEARNED}
+    depth = min(loaded.layer.config.max_depth or VllmSettings().depth, VllmSettings().depth)
+    return {"drafter": LEARNED, "begin": str(place), "depth": depth}
 
 
 def _one_of(names: Sequence[str], config: RunConfig, *, has_drafters: bool) -> str | None:

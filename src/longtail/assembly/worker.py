@@ -20,9 +20,9 @@ from longtail.cluster.workers.running_episode import EpisodeLimits
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import SpotSection
 from longtail.config.sections import OptimizerSection
+from longtail.drafter.eagle.trainer import TrainerSettings
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.eagle import TrainerSettings
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine

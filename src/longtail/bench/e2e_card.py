@@ -26,7 +26,7 @@ _NOTHING = 0.02
 """Share of a step's time within which a difference is none."""
 _PARTS = ("rollout", "reward", "learn", "publish", "drafter")
 """Named parts of a step, which follow one another."""
-_IDLE_WORK = ("learning_ahead_s", "stolen_s", "spot_stop_latency_s")
+_IDLE_WORK = ("learning_ahead_s", "spot_stop_latency_s")
 
 
 def sentences(found: Mapping[str, ArmResult]) -> list[str]:
@@ -129,7 +129,7 @@ def tables(compared: Comparison, found: Mapping[str, ArmResult]) -> list[Table]:
         *_accept_table(found),
         Table(
             "Seconds of a step, medians",
-            ("arm", *_PARTS, "step", "ahead", "stolen", "stop", "unnamed"),
+            ("arm", *_PARTS, "step", "ahead", "stop", "unnamed"),
             parts,
         ),
     ]

@@ -107,8 +107,6 @@ class RolloutResult:
     """Seconds from the start of the first shard to the end of the last one."""
     spots: tuple[SpotReport, ...] = ()
     """Trainings of the drafter while others generated."""
-    stolen_s: float = 0.0
-    """Seconds that the rollout lost to other work, as measured by the workers' speed."""
     slowest: float = 1.0
     """Speed of the slowest worker, as a fraction of the fastest one's."""
 
@@ -143,15 +141,3 @@ class PolicyState:
 
     weights: Mapping[str, Tensor]
     learner: LearnerState
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
-    """The expected rest of the present rollout."""
-
-    num_workers: int
-    rest_s: float
-    """Seconds until the last completion is finished; 0 after that."""
-    slowdown: float
-    """Seconds that the rollout loses for each second in which a worker does other work; workers of
-    one machine share its memory."""

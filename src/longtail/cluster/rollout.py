@@ -56,11 +56,11 @@ class Rollout:
         """Generate all completions."""
         began = self._forecast_s = self.pool.now()
         speeds = [self.forecaster.speeds.of(each) for each in self.pool.present] or [1.0]
-        self.forecaster.begin(len(speeds), self.requests)
+        self.forecaster.begin(self.requests)
         self._waiting = shards(self.requests, self.forecaster.lengths, speeds)
         while self._waiting or self._held:
             self._start_shards()
-            self.idle.assign(self.forecaster.now(self.pool.now(), is_over=not self._held))
+            self.idle.assign(self.forecaster.rest_s(self.pool.now()) if self._held else 0.0)
             for ended in self.pool.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
@@ -74,7 +74,6 @@ class Rollout:
             shards=tuple(self._done),
             seconds=done - began,
             spots=() if self.drafter is None else tuple(self.drafter.reports),
-            stolen_s=max(self.forecaster.stolen_s, 0.0),
             slowest=min(speeds),
         )
 
@@ -137,8 +136,8 @@ class Rollout:
         if not self._held:
             return
         running = {worker: each for worker, each in progress.items() if worker in self._held}
-        now, num_others = self.pool.now(), len(self.pool.workers(State.SPOT, State.AHEAD))
-        self.forecaster.observe(running, now, num_others)
+        now, is_alone = self.pool.now(), not self.pool.workers(State.SPOT, State.AHEAD)
+        self.forecaster.observe(running, now, is_alone=is_alone)
         self.on_progress(self._total(list(running.values())))
         known = self._num_known
         more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}
@@ -148,7 +147,7 @@ class Rollout:
         if now - self._forecast_s >= _FORECAST_S:
             self._forecast_s = now
             self._forecast(running, now)
-        self.idle.poll(progress, self.forecaster.now(now))
+        self.idle.poll(progress, self.forecaster.rest_s(now))
 
     def _total(self, running: Sequence[Progress]) -> Progress:
         """Add up the shards that are done and those that are running."""

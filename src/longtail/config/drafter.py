@@ -25,9 +25,6 @@ from longtail.config.sections import (
 )
 from longtail.system.machine import MAX_INT32
 
-UNROLL_STEPS = {"eagle1": 2, "eagle3": 5, "ridge": 1}
-"""Default number of trained depths of each recipe."""
-
 
 class TargetSection(Section):
     """The model that the drafter serves; its weights stay as they are."""
@@ -42,7 +39,7 @@ class TargetSection(Section):
 class DrafterSection(Section):
     """The drafter: a layer on the target's features."""
 
-    recipe: Literal["eagle1", "eagle3", "ridge"] = "eagle3"
+    recipe: Name = "eagle3"
     """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
     last hidden state and learns to predict the next one, too; `ridge` predicts the states of a
     block of tokens by least squares, from one pass over the texts and without a step size."""
@@ -62,11 +59,6 @@ class DrafterSection(Section):
     draft_vocab_size: Amount = 0
     """Number of tokens the drafter can propose, the most frequent ones of the texts; 0 is the whole
     vocabulary. `ridge` proposes what the texts write."""
-
-    @property
-    def num_unrolled(self) -> int:
-        """Number of trained depths, the recipe's default included."""
-        return self.unroll_steps or UNROLL_STEPS[self.recipe]
 
 
 class TextSection(PromptSection):
@@ -156,16 +148,6 @@ def _problems(config: DrafterTrainConfig) -> Iterator[str]:
     given = list(filter(differs, ("draft_vocab_size", "layers", "recipe", "window")))
     if drafter.init is not None and given:
         yield f"drafter.{given[0]}: drafter.init brings its own; leave it out"
-    if drafter.recipe != "eagle3" and drafter.layers:
-        yield "drafter.layers: only drafter.recipe = 'eagle3' has it; leave it out"
-    if drafter.recipe == "ridge":
-        for name in ("init", "unroll_steps", "window", "draft_vocab_size"):
-            if differs(name):
-                yield f"drafter.{name}: drafter.recipe = 'ridge' has none; leave it out"
-        if config.train.steps != DrafterTrainSection.model_fields["steps"].default:
-            yield "train.steps: drafter.recipe = 'ridge' makes one pass; leave it out"
-    elif drafter.slots != DrafterSection.model_fields["slots"].default:
-        yield "drafter.slots: only drafter.recipe = 'ridge' has it; leave it out"
     if any(b <= a for a, b in zip(drafter.layers, drafter.layers[1:], strict=False)):
         yield f"drafter.layers = {list(drafter.layers)}: they must be in rising order"
     if any(layer < 0 for layer in drafter.layers):

@@ -53,12 +53,12 @@ def run_export(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.drafter}: it has no weights to export")
     dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.layer.dtype
     loaded = export_drafter(Path(args.out), loaded, target.model, target.tokenizer, dtype)
-    recipe = loaded.eagle.config.recipe
     options = {
-        "method": "eagle" if recipe == "eagle1" else recipe,
+        "method": loaded.kind.vllm,
         "model": args.out,
         "num_speculative_tokens": 4,
     }
+    recipe = loaded.layer.config.recipe
     print(f"{recipe} drafter: {args.out}; the files were read back and hold the same tensors")
     print(f"vllm serve {target.directory} --speculative-config '{json.dumps(options)}'")
     return 0

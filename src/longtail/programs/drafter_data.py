@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from longtail.config.drafter import DrafterTrainConfig
+from longtail.drafter.architecture import KINDS
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, DataError
@@ -105,7 +106,9 @@ def _corpus(
     config: DrafterTrainConfig, texts: Sequence[Example], num_heldout: int, num_dropped: int
 ) -> Corpus:
     """Hold out the last texts; leave out texts too short for a draft of every depth."""
-    shortest = config.drafter.num_unrolled + 2
+    own = config.drafter
+    depths = own.unroll_steps or KINDS[own.recipe].num_unrolled
+    shortest = depths + 2
     cut = len(texts) - num_heldout
     parts = [
         tuple(text for text in part if text.prompt_len < len(text.tokens) >= shortest)
@@ -114,7 +117,7 @@ def _corpus(
     if not parts[0]:
         raise DataError(
             f"data.source = {config.data.source!r}: none of its texts has {shortest} tokens with a "
-            f"completion among them, which drafter.unroll_steps = {config.drafter.num_unrolled} "
+            f"completion among them, which drafter.unroll_steps = {depths} "
             "needs; give longer texts"
         )
     short = len(texts) - sum(map(len, parts))

@@ -14,11 +14,8 @@ import torch
 
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.precision import decided, run_device
-from longtail.config.drafter import UNROLL_STEPS, DrafterTrainConfig
-from longtail.drafter.architecture import DraftConfig, DraftLayer
-from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
-from longtail.drafter.eagle.layer import EagleConfig
-from longtail.drafter.eagle.loss import DepthReport
+from longtail.config.drafter import DrafterSection, DrafterTrainConfig, DrafterTrainSection
+from longtail.drafter.architecture import KINDS
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TargetIdentity,
@@ -26,13 +23,18 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
+from longtail.drafter.kind import (
+    DepthReport,
+    DraftConfig,
+    DrafterKind,
+    LayerTrainer,
+    Lessons,
+    trained_in,
+)
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.transformer import ModelConfig
 from longtail.programs import steps
 from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
@@ -46,8 +48,6 @@ from longtail.system.interrupt import Interruption
 
 _MEASURED_DEPTHS = 6
 """Least number of depths that are measured on held-out text; more if more are trained."""
-_SAMPLE = 16
-"""Number of texts from which a fresh drafter is scaled."""
 
 
 @final
@@ -56,7 +56,7 @@ class DrafterTraining(steps.Training):
     """Trainer, batches and texts of drafter training."""
 
     config: DrafterTrainConfig
-    trainer: DrafterTrainer | RidgeTrainer
+    trainer: LayerTrainer
     batches: ExampleBatches
     corpus: Corpus
     target: TargetIdentity
@@ -71,8 +71,17 @@ class DrafterTraining(steps.Training):
         return self.batches.per_epoch if self._is_sum else self.config.train.steps
 
     @property
+    def _kind(self) -> DrafterKind:
+        return KINDS[self.trainer.layer.config.recipe]
+
+    @property
     def _is_sum(self) -> bool:
-        return isinstance(self.trainer, RidgeTrainer)
+        return self._kind.sums is not None
+
+    @property
+    def _num_unrolled(self) -> int:
+        """Number of trained depths; a given drafter has its own recipe."""
+        return self.config.drafter.unroll_steps or self._kind.num_unrolled
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Restore drafter, optimizer and data cursor."""
@@ -100,7 +109,7 @@ class DrafterTraining(steps.Training):
         if not self.corpus.heldout:
             return {}
         packed = pack_texts(self.corpus.heldout, self.config.train.tokens_per_micro_batch)
-        num_depths = max(_MEASURED_DEPTHS, _num_unrolled(self.config, self.trainer.layer))
+        num_depths = max(_MEASURED_DEPTHS, self._num_unrolled)
         self.depths = depths = self.trainer.evaluate(packed, num_depths)
         named = {"agreement": depths.agreement, "overlap": depths.overlap}
         return {"heldout/accept_len": depths.accept_len} | {
@@ -115,7 +124,7 @@ class DrafterTraining(steps.Training):
         record = TrainingRecord(
             steps=self.steps,
             tokens=self.num_tokens,
-            unroll_steps=_num_unrolled(self.config, trainer.layer),
+            unroll_steps=self._num_unrolled,
             agreement=() if depths is None else depths.agreement,
             overlap=() if depths is None else depths.overlap,
             accept_len=None if depths is None else depths.accept_len,
@@ -178,6 +187,7 @@ def _described(depths: DepthReport) -> str:
 
 def run(config: DrafterTrainConfig) -> int:
     """Run `longtail drafter train` from the configuration to the last checkpoint."""
+    _check_settings(config)
     if config.drafter.init is not None:
         check_names(config.drafter.init, field="drafter.init")
     config = decided(config)
@@ -202,7 +212,7 @@ def assemble(
     path = model_directory(config.target.path, console.log, field="target.path")
     tokenizer, shape = load_tokenizer(path), load_config(path)
     tokenizer.limit(shape.vocab_size)
-    drafter, device = _drafter(config, shape), run_device(config)
+    drafter, device = _shape(config, shape), run_device(config)
 
     def load_target(device: torch.device) -> Target:
         model = load_model(path, DTYPES[config.target.dtype], device)
@@ -211,8 +221,7 @@ def assemble(
     given, init = None, config.drafter.init
     if checkpoint is None and init is not None:  # checked before the target generates texts
         source = load_target(device)
-        dtype = _working(source.model)
-        given = read_drafter(init, source, dtype, field="drafter.init")
+        given = read_drafter(init, source, trained_in(source.model), field="drafter.init")
         if given is None:
             raise ConfigError(f"drafter.init = {init!r}: it has no layer to train")
         del source
@@ -228,12 +237,14 @@ def assemble(
     target.model.fuse()
     if checkpoint is not None:
         given = load_drafter(checkpoint.policy, target.model, tokenizer, strict_weights=True)
+    lessons = Lessons(
+        config=config, target=target.model, eos_ids=tokenizer.eos_ids, texts=corpus.training
+    )
     if given is not None:
-        layer, ids, head = given.layer, given.draft_ids, given.head
+        trainer = given.kind.trainer(lessons, given.layer, given.draft_ids, given.head)
     else:
-        layer, ids = _fresh_layer(config, drafter, target, corpus)
-        head = None
-    trainer = _trainer(config, layer, target, ids, head)
+        kind = KINDS[config.drafter.recipe]
+        trainer = kind.trainer(lessons, *kind.fresh(drafter, lessons), None)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
     return DrafterTraining(
@@ -250,28 +261,26 @@ def assemble(
     )
 
 
-def _trainer(
-    config: DrafterTrainConfig,
-    layer: DraftLayer,
-    target: Target,
-    ids: torch.Tensor | None,
-    head: torch.Tensor | None,
-) -> DrafterTrainer | RidgeTrainer:
-    if isinstance(layer, RidgeLayer):  # other ids follow from the texts
-        always = torch.tensor(target.tokenizer.eos_ids)
-        return RidgeTrainer(layer, target.model, draft_ids=always)
-    own = config.train
-    settings = TrainerSettings(
-        unroll_steps=_num_unrolled(config, layer),
-        optimizer=own,
-        total_steps=own.steps,
-        matrix_rate=own.matrix_rate or None,
-        autocast=own.autocast is True,
-    )
-    return DrafterTrainer(layer, target.model, settings, draft_ids=ids, head=head)
+def _check_settings(config: DrafterTrainConfig) -> None:
+    """Raise ConfigError for a recipe that is unknown, or has not what is set."""
+    own = config.drafter
+    if (kind := KINDS.get(own.recipe)) is None:
+        raise ConfigError(f"drafter.recipe = {own.recipe!r}: give one of {', '.join(KINDS)}")
+    by_gradient = ("unroll_steps",) if kind.sums is None else ()
+    for name, field in DrafterSection.model_fields.items():
+        known = name in ("recipe", "init", *kind.settings, *by_gradient)
+        if not known and getattr(own, name) != field.default:
+            raise ConfigError(
+                f"drafter.{name}: drafter.recipe = {own.recipe!r} has none; leave it out"
+            )
+    if not by_gradient and config.train.steps != DrafterTrainSection.model_fields["steps"].default:
+        raise ConfigError(
+            f"train.steps: drafter.recipe = {own.recipe!r} makes one pass; leave it out"
+        )
 
 
-def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
+def _shape(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
+    """Return the shape of the drafter; ConfigError if it does not fit the target's."""
     own, name = config.drafter, config.target.path
     if own.layers and own.layers[-1] >= shape.num_layers:
         raise ConfigError(
@@ -283,39 +292,6 @@ def _drafter(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
-    if own.recipe == "ridge":
-        return RidgeConfig(target=shape, slots=own.slots)
-    return EagleConfig(
-        recipe=own.recipe,
-        target=shape,
-        layers=own.layers,
-        window=own.window,
-        draft_vocab_size=own.draft_vocab_size,
-    )
-
-
-def _fresh_layer(
-    config: DrafterTrainConfig,
-    drafter: DraftConfig,
-    target: Target,
-    corpus: Corpus,
-) -> tuple[DraftLayer, torch.Tensor | None]:
-    """Return a layer to train, and the ids of its vocabulary."""
-    model = target.model
-    if isinstance(drafter, RidgeConfig):
-        return RidgeLayer(drafter).to(model.device, _working(model)), None
-    texts, size = corpus.training, drafter.draft_vocab_size
-    ids = commonest_tokens(texts, size, target.tokenizer.eos_ids) if size else None
-    sample = pack_texts(texts[:_SAMPLE], config.train.tokens_per_micro_batch)[0]
-    generator = torch.Generator().manual_seed(config.run.seed)
-    return fresh_drafter(drafter, model, sample, generator).to(_working(model)), ids
-
-
-def _working(target: Transformer) -> torch.dtype:
-    """Return the dtype that a drafter of this target is trained in."""
-    return torch.float64 if target.dtype == torch.float64 else torch.float32
-
-
-def _num_unrolled(config: DrafterTrainConfig, layer: DraftLayer) -> int:
-    """Return the number of trained depths; a given drafter has its own recipe."""
-    return config.drafter.unroll_steps or UNROLL_STEPS[layer.config.recipe]
+    given = {name: getattr(own, name) for name in KINDS[own.recipe].settings}
+    made: DraftConfig = KINDS[own.recipe].config(recipe=own.recipe, target=shape, **given)
+    return made

@@ -9,8 +9,7 @@ from longtail.assembly.precision import costs
 from longtail.config import files as configfile
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.sft import SftConfig
-from longtail.drafter.ridge.trainer import RidgeTrainer
-from longtail.drafter.training.eagle import DrafterTrainer
+from longtail.drafter.kind import LayerTrainer
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
@@ -22,7 +21,7 @@ from longtail.system.interrupt import Interrupted, Interruption
 class Training(abc.ABC):
     """Model, batches and held-out data of a training program."""
 
-    trainer: SftLearner | DrafterTrainer | RidgeTrainer
+    trainer: SftLearner | LayerTrainer
 
     @property
     def steps(self) -> int:

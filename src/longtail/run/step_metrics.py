@@ -90,7 +90,6 @@ class StepRecord:
             "training/policy_version": float(learned.version),
             **{f"timing_s/{name}": s for name, s in {**self.seconds, **learning}.items()},
             "cluster/reused_share": reused_share(spots),
-            "cluster/stolen_s": sum(rollout.stolen_s for rollout in rollouts),
             "cluster/slowest_speed": min(rollout.slowest for rollout in rollouts),
         }
 

@@ -14,15 +14,13 @@ from longtail.model.transformer import Transformer
 from longtail.tuner.tuner import Tuner
 from longtail.vllm.depths import VllmDrafter
 
-_METHODS = {"eagle1": "eagle", "eagle3": "eagle3"}
-"""vLLM's name of each recipe."""
-
 
 def eagle_drafter(
     loaded: LoadedDrafter, target: Transformer, dtype: torch.dtype, tuner: Tuner, path: Path
 ) -> VllmDrafter:
     """Write a drafter's first weights into a new directory for vLLM."""
     made = rounded(loaded.copied().as_eagle(), dtype)
+    assert made.kind.vllm is not None, "vLLM runs EAGLE"
     write_layout(path, made, target)
 
     def by_vllms_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -32,7 +30,7 @@ def eagle_drafter(
         return to_tensors(rounded(new.as_eagle(), dtype), target, dtype)
 
     return VllmDrafter(
-        method=_METHODS[made.eagle.config.recipe],
+        method=made.kind.vllm,
         tuner=tuner,
         directory=path,
         tensors=by_vllms_names,

@@ -23,6 +23,7 @@ from longtail.drafter.formats.checkpoint import (
     load_unbound,
     tokenizer_digest,
 )
+from longtail.drafter.kind import LEARNED
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError, UnsupportedModelError
@@ -171,7 +172,7 @@ def begin_from(block: Block, directory: Path) -> None:
     """Begin with a saved ridge drafter; ConfigError if it is of another model or kind."""
     loaded = load_unbound(directory)
     layer = loaded.layer
-    if not isinstance(layer, RidgeLayer):
+    if (depth := layer.config.max_depth) is None or loaded.kind.vllm != LEARNED:
         raise ConfigError(
             f"drafter {directory}: it is {layer.config.recipe}, and a learned drafter is ridge; "
             "give it as speculative_config"
@@ -186,9 +187,9 @@ def begin_from(block: Block, directory: Path) -> None:
                 f"drafter {directory}: it was trained on {loaded.trained_on.name}, whose {name} is "
                 f"{found}; this model's is {own}"
             )
-    if layer.config.slots < block.depth:
+    if depth < block.depth:
         raise ConfigError(
-            f"drafter {directory}: it drafts {layer.config.slots} tokens; set "
+            f"drafter {directory}: it drafts {depth} tokens; set "
             f"additional_config.longtail.depth to that, not {block.depth}"
         )
     ids = loaded.draft_ids

@@ -32,7 +32,6 @@ def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
             "cluster/idle_utilization": 0.5,
             "cluster/spot_stop_latency_s": 0.1 * index,
             "cluster/learning_ahead_s": 0.0,
-            "cluster/stolen_s": 0.25,
             "speculation/accept_length": 3.0 + index,
         }
         for index, rollout in enumerate(rollouts)
@@ -58,7 +57,6 @@ def test_ratios_are_taken_step_by_step():
     assert (found["model"], found["workers"], found["steps"]) == ("small", 2, 3)
     assert found["idle_utilization"] == {"spot": 0.5}
     assert found["spot_stop_latency_s"]["spot"] == [0.0, 0.1, 0.2]
-    assert found["stolen_s"]["off"] == [0.25] * 3
     assert found["unnamed_share"] == {"off": 0.5 / 8.0, "spot": 0.5 / 4.0}
     assert found["accept_length"]["spot"] == [3.0, 4.0, 5.0]
     assert found["idle_share"]["off"] == 0.5

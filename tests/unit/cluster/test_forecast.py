@@ -19,7 +19,7 @@ def request(name: str, group: str = "", max_tokens: int = 1000) -> Request:
 def test_seconds_of_a_token_are_learned_from_exact_observations(start_s, more_s, num_running):
     found = TokenTimes()
     for n in (1, 2, 4, 8):
-        found.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 0)
+        found.observe(float(n), 100 * n, 100 * (start_s + n * more_s), 1)
     assert found.seconds(float(num_running)) == pytest.approx(
         start_s + more_s * num_running, rel=1e-6
     )
@@ -28,19 +28,8 @@ def test_seconds_of_a_token_are_learned_from_exact_observations(start_s, more_s,
 def test_a_moment_without_tokens_counts_by_its_seconds_and_no_more():
     found = TokenTimes()
     for num_tokens, seconds in ((400, 10.0), (4, 1.0)):
-        found.observe(4.0, num_tokens, seconds, 0)
+        found.observe(4.0, num_tokens, seconds, 1)
     assert found.seconds(4.0) == pytest.approx(11.0 / 101, rel=0.01)
-
-
-def test_what_is_seen_beside_other_work_is_its_cost_and_no_speed():
-    found = TokenTimes()
-    assert found.slowdown == 0.0
-    found.observe(4.0, 400, 10.0, 0)
-    usual = found.seconds(4.0)
-    lost = found.observe(4.0, 400, 12.5, 2)
-    assert lost == pytest.approx(2.5)
-    assert found.slowdown == pytest.approx(2.5 / 25.0)
-    assert found.seconds(4.0) == usual
 
 
 def test_lengths_follow_siblings_then_the_epoch_before_then_all_texts():

@@ -1,7 +1,6 @@
 """Spot training in simulated time: texts to idle workers, drafters from them."""
 
 from collections import Counter
-from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -9,11 +8,8 @@ import pytest
 import torch
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.records import Forecast
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import DrafterVersions
-from longtail.cluster.work.idle import IdleCoordinator
-from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.buffer import DrafterBuffer
@@ -153,38 +149,6 @@ def test_a_worker_that_found_no_text_begins_when_there_are_new_ones():
     begun(pool).rollout(1, requests(60, 10))
     (first, _), (again, _) = pool.starts("train_drafter")
     assert first < again < first + 2.0
-
-
-def test_training_is_stopped_when_it_steals_more_than_it_brings():
-    """As measured: first nothing is known, and a trial may bring much."""
-    pool = ScriptedPool(3, spot_scripts=lambda worker, nth: SpotScript(gain=0.0))
-    group = begun(pool)
-    group.rollout(1, requests(100, 10, 50))
-    workers = group._pool
-    asked = requests(100, first=7)
-    work, completions = group.drafter, group.rollout(2, asked).completions
-    assert work is not None
-    work.begin_rollout(3, asked, learns=True)
-    work.add(completions)
-
-    cheap, dear = (Forecast(num_workers=3, rest_s=10.0, slowdown=each) for each in (0.0, 0.5))
-    assert work.rate(1, cheap) > 0.0 > work.rate(1, dear)
-    assert work.rate(1, replace(cheap, rest_s=0.0)) == 0.0
-    idle = IdleCoordinator(workers, [work])
-    idle.assign(dear)
-    assert workers.workers(State.SPOT) == []
-    idle.assign(cheap)
-    assert workers.workers(State.SPOT) == [0, 1, 2]
-    pool.clock.pass_to(pool.clock.now + 2.0)
-    idle.poll({0, 1, 2}, cheap)
-    workers.wait(1.0)
-    assert workers.workers(State.SPOT) == [0, 1, 2]
-    pool.clock.pass_to(pool.clock.now + 2.0)
-    idle.poll({0, 1, 2}, dear)
-    while ends := workers.wait(1.0):
-        assert all(idle.on_ended(each) for each in ends)
-    assert workers.workers(State.SPOT) == []
-    assert work.reports[0].reason is SpotEnd.STOPPED
 
 
 def test_sums_without_a_solution_keep_the_weights_and_are_reported_once():

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtail.assembly.drafters import Target, open_drafter
+from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.formats import eagle_files
 from longtail.drafter.formats.eagle_files import export_drafter, load_published
 from longtail.drafter.formats.layouts import layers_of, to_config
-from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
+from longtail.drafter.eagle.target_states import TargetReader, training_taps
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
 from longtail.drafter.training.spot import SpotTrainer
-from longtail.drafter.training.target_states import TargetReader, training_taps
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits

@@ -16,7 +16,7 @@ from longtail.drafter.eagle.fresh import (
     renewed_ids,
 )
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
-from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
+from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError
 from longtail.model.kernels import products
 from longtail.model.transformer import Transformer

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
+from longtail.drafter.eagle.loss import Teacher, score_rows
 from longtail.drafter.eagle.unroll import Pairs, unroll
+from longtail.drafter.kind import DepthReport
 from longtail.rl.packing import lay_out
 from longtail.types import PackedSequences
 from support.eagle_requests import make_layer

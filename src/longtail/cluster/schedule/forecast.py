@@ -1,4 +1,4 @@
-"""Forecasts of a rollout from what is measured in it: speeds, lengths, slowdown by other work.
+"""Forecasts of a rollout from what is measured in it: speeds and lengths.
 
 tokens left              from completions of its prompt, else from all that were longer
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, Progress
+from longtail.cluster.records import Progress
 from longtail.types import Request
 
 _FADE = 0.98
@@ -40,54 +40,19 @@ class TokenTimes:
     """Seconds in which each of n running requests grows by one token: a + b n, both at least 0.
 
     Fitted by least squares, weighted by the tokens of each request: the sum over what was observed
-    is the seconds that it took. What is observed during other work of this machine does not count;
-    compared with the same number of requests without that, it gives `slowdown`.
+    is the seconds that it took.
     """
 
     def __init__(self) -> None:
         self._sums = [0.0] * 5
         """Sums of w, w n, w n^2, w t and w n t."""
-        self._usual: dict[int, tuple[float, float]] = {}
-        """Sums of w and w t by the number of bits of n: drafts pay more where few run."""
-        self._beside = [0.0, 0.0]
-        """Seconds during other work, weighted by its workers, and what was lost of them."""
 
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was observed."""
-        return self._sums[0] > 0.0
-
-    @property
-    def slowdown(self) -> float:
-        """Seconds that a rollout loses for each second of a worker's other work; 0 if unknown."""
-        seconds, lost = self._beside
-        return max(lost / seconds, 0.0) if seconds > 0.0 else 0.0
-
-    def observe(
-        self, num_running: float, num_tokens: int, seconds: float, beside: int, writers: int = 1
-    ) -> float:
-        """Add `num_tokens` written by one of `writers` in some seconds, while `beside` others work.
-
-        Return the seconds that it lost to these.
-        """
-        if num_tokens <= 0 or num_running <= 0.0:
-            return 0.0
-        each_s, bits = seconds * num_running / num_tokens, int(num_running).bit_length()
+    def observe(self, num_running: float, num_tokens: int, seconds: float, writers: int) -> None:
+        """Add `num_tokens` that one of `writers` has generated in some seconds."""
         fade = _FADE ** (1 / writers)
-        if beside:
-            if bits not in self._usual:
-                return 0.0
-            weight, total = self._usual[bits]
-            lost_s = seconds * (1.0 - total / weight / each_s)
-            new = (seconds * beside, lost_s)
-            self._beside = [fade * a + b for a, b in zip(self._beside, new, strict=True)]
-            return lost_s
-        w, n = num_tokens / num_running, num_running
-        new_sums = (w, w * n, w * n * n, w * each_s, w * n * each_s)
-        self._sums = [fade * a + b for a, b in zip(self._sums, new_sums, strict=True)]
-        weight, total = self._usual.get(bits, (0.0, 0.0))
-        self._usual[bits] = fade * weight + w, fade * total + w * each_s
-        return 0.0
+        each_s, n, w = seconds * num_running / num_tokens, num_running, num_tokens / num_running
+        new = (w, w * n, w * n * n, w * each_s, w * n * each_s)
+        self._sums = [fade * a + b for a, b in zip(self._sums, new, strict=True)]
 
     def seconds(self, num_running: float) -> float:
         """Return the seconds of one token of each of `num_running` requests."""
@@ -123,7 +88,7 @@ class WorkerSpeeds:
         return self._relative.get(worker, 1.0)
 
     def observe(self, worker: int, num_running: float, num_tokens: int, seconds: float) -> None:
-        """Add `num_tokens` that a worker has written; no worker did other work meanwhile."""
+        """Add `num_tokens` that a worker has generated."""
         old = self._sums.get(worker, (0.0, 0.0, 0.0))
         new = (num_tokens / num_running, num_tokens, seconds)
         each, tokens, all_s = (_FADE * a + b for a, b in zip(old, new, strict=True))
@@ -226,40 +191,35 @@ class Forecaster:
     """Measures rollouts, and forecasts the rest of the present one. Lives as long as the run."""
 
     def __init__(self, max_running: int) -> None:
-        self._num_workers, self.max_running = 1, max_running
+        self.max_running = max_running
         self.times, self.lengths = TokenTimes(), Lengths()
         self.speeds = WorkerSpeeds()
-        self._seen: dict[int, tuple[float, Progress, int]] = {}
-        """Time and progress of each worker when it was last observed, and the number of workers
-        that did other work."""
+        self._seen: dict[int, tuple[float, Progress]] = {}
+        """Time and progress of each worker when it was last observed."""
         self.ends: dict[int, float] = {}
         """Time at which each worker is expected to have finished its requests."""
-        self.stolen_s = 0.0
-        """Seconds that the present rollout lost to other work; the mean of the workers."""
 
-    def begin(self, num_workers: int, requests: Iterable[Request]) -> None:
+    def begin(self, requests: Iterable[Request]) -> None:
         """Begin a rollout."""
-        self._num_workers = num_workers
         self.lengths.begin(requests)
         self._seen.clear()
-        self.ends, self.stolen_s = {}, 0.0
+        self.ends = {}
 
-    def observe(self, progress: Mapping[int, Progress], now: float, beside: int) -> None:
-        """Learn from the progress of the generating workers."""
+    def observe(self, progress: Mapping[int, Progress], now: float, *, is_alone: bool) -> None:
+        """Learn from the progress of the generating workers if no worker does other work."""
         for worker, each in progress.items():
-            at_s, before, then = self._seen.get(worker, (now, each, beside))
+            at_s, before = self._seen.get(worker, (now, each))
             written = each.num_generated - before.num_generated
-            if then != beside or written < 0 or worker not in self._seen:
-                self._seen[worker] = now, each, beside
-            elif now - at_s >= _LEAST_S and written:
-                running = (each.num_running + before.num_running) / 2
-                seconds, speed = now - at_s, self.speeds.of(worker)
-                if running and not beside and each.num_running <= before.num_running:
+            running = (each.num_running + before.num_running) / 2
+            if not is_alone or written < 0 or worker not in self._seen:
+                self._seen[worker] = now, each
+            elif now - at_s >= _LEAST_S and written and running:
+                seconds = now - at_s
+                if each.num_running <= before.num_running:
                     self.speeds.observe(worker, running, written, seconds)
-                usual_s = seconds * speed
-                lost_s = self.times.observe(running, written, usual_s, beside, len(progress))
-                self.stolen_s += lost_s / speed / len(progress)
-                self._seen[worker] = now, each, beside
+                usual_s = seconds * self.speeds.of(worker)
+                self.times.observe(running, written, usual_s, len(progress))
+                self._seen[worker] = now, each
         self.speeds.compare(self.times.seconds)
 
     def load(self, lefts: Mapping[int, Sequence[float]], now: float) -> None:
@@ -278,11 +238,6 @@ class Forecaster:
             before = left
         return seconds / self.speeds.of(worker)
 
-    def now(self, now: float, *, is_over: bool = False) -> Forecast:
-        """Return the forecast; `is_over`: the last completion is finished."""
-        rest_s = max(self.ends.values(), default=0.0) - now
-        return Forecast(
-            num_workers=self._num_workers,
-            rest_s=0.0 if is_over else max(rest_s, _LEAST_REST_S),
-            slowdown=0.0 if is_over else self.times.slowdown,
-        )
+    def rest_s(self, now: float) -> float:
+        """Return the seconds until the last completion is finished."""
+        return max(max(self.ends.values(), default=0.0) - now, _LEAST_REST_S)

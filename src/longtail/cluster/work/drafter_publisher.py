@@ -13,7 +13,7 @@ rollout.
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
-from longtail.cluster.records import Forecast, RolloutResult, TaskResult
+from longtail.cluster.records import RolloutResult, TaskResult
 from longtail.cluster.work.drafter_versions import DrafterState, DrafterVersions
 from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.workers.states import State
@@ -85,7 +85,7 @@ class DrafterPublisher(IdleWork):
 
     # ---- training as idle work
 
-    def rate(self, worker: int, forecast: Forecast) -> float:
+    def rate(self, worker: int, rest_s: float) -> float:
         """Return what rollouts gain for each second until the last completion is finished.
 
         0 if the worker has all of the buffer: it has trained on that, or could not. Replicas are
@@ -94,11 +94,11 @@ class DrafterPublisher(IdleWork):
         buffer, training = self.versions.buffer, set(self._pool.workers(State.SPOT))
         has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
         is_possible = self._has_trained and (has_new or worker in training)
-        if not is_possible or worker in self._failed or forecast.rest_s <= 0.0:
+        if not is_possible or worker in self._failed or rest_s <= 0.0:
             return 0.0
-        rollout_s = self._pool.now() - self._began_s + forecast.rest_s
-        gain_s = self.versions.gain.gain_s(forecast.rest_s, rollout_s)
-        return gain_s / len(training | {worker}) / forecast.rest_s - forecast.slowdown
+        rollout_s = self._pool.now() - self._began_s + rest_s
+        gain_s = self.versions.gain.gain_s(rest_s, rollout_s)
+        return gain_s / len(training | {worker}) / rest_s
 
     def start(self, worker: int) -> None:
         """Start training on an idle worker."""

@@ -3,14 +3,13 @@
     idle worker ---> the work that gains most for each second of it, or rest
 
 A rollout waits for no such work. `learning` learns from finished groups, and `drafter_publisher`
-trains the drafter. Each kind predicts its gain from the same `Forecast`, which follows from what is
-measured.
+trains the drafter.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, TaskResult
+from longtail.cluster.records import TaskResult
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion
@@ -25,10 +24,10 @@ class IdleWork:
     is_endless = True
     """Whether it goes on until it is ended."""
 
-    def rate(self, worker: int, forecast: Forecast) -> float:
+    def rate(self, worker: int, rest_s: float) -> float:
         """Return the seconds that steps gain for each second of a worker's work from now on.
 
-        `Forecast.slowdown` is subtracted. 0 if there is nothing to do.
+        The rollout ends in `rest_s`. 0 if there is nothing to do.
         """
         raise NotImplementedError
 
@@ -61,15 +60,15 @@ class IdleCoordinator:
         self._at: dict[int, IdleWork] = {}
         """Work of each worker that has one."""
 
-    def assign(self, forecast: Forecast) -> None:
+    def assign(self, rest_s: float) -> None:
         """Start the best work on each idle worker, if any gains."""
         for worker in self._pool.workers(State.IDLE):
-            if (work := self._best(worker, forecast)) is not None:
+            if (work := self._best(worker, rest_s)) is not None:
                 self._at[worker] = work
                 work.start(worker)
 
-    def _best(self, worker: int, forecast: Forecast) -> IdleWork | None:
-        rates = [(work.rate(worker, forecast), work) for work in self._works]
+    def _best(self, worker: int, rest_s: float) -> IdleWork | None:
+        rates = [(work.rate(worker, rest_s), work) for work in self._works]
         rate, work = max(rates, key=lambda each: each[0], default=(0.0, None))
         return work if rate > 0.0 else None
 
@@ -88,12 +87,12 @@ class IdleCoordinator:
             work.on_ended(ended)
         return work is not None
 
-    def poll(self, answering: Iterable[int], forecast: Forecast) -> None:
+    def poll(self, answering: Iterable[int], rest_s: float) -> None:
         """Exchange what is new; endless work is ended for better work, or rest."""
         for work in self._works:
             work.poll(tuple(answering))
         for worker, work in list(self._at.items()):
-            if work.is_endless and self._best(worker, forecast) is not work:
+            if work.is_endless and self._best(worker, rest_s) is not work:
                 self.end(worker)
 
     def end(self, worker: int) -> None:

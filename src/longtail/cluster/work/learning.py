@@ -10,7 +10,7 @@ lost worker had added is learned from again by another one: nothing is counted t
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
-from longtail.cluster.records import Forecast, TaskResult
+from longtail.cluster.records import TaskResult
 from longtail.cluster.work.idle import POLL_S, IdleWork
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
@@ -58,10 +58,10 @@ class LearningWork(IdleWork):
                     self.on_ended(ended)
         self._is_on = False
 
-    def rate(self, worker: int, forecast: Forecast) -> float:
+    def rate(self, worker: int, rest_s: float) -> float:
         """Return the worker's fraction of the learning after the rollout, which is saved."""
         is_possible = self._ready and self._is_on
-        return 1 / forecast.num_workers - forecast.slowdown if is_possible else 0.0
+        return 1 / self._pool.size if is_possible else 0.0
 
     def start(self, worker: int) -> None:
         """Start with the longest: the last micro-batches decide when all workers are done."""

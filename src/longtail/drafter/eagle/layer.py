@@ -27,8 +27,9 @@ from typing import Literal
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
+from longtail.drafter.kind import DraftConfig, DraftLayer
 from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.kernels.ops import Kernels, QueryKeyValue, select_kernels
 from longtail.model.kernels.training import select_training_kernels
@@ -41,11 +42,10 @@ Recipe = Literal["eagle1", "eagle3"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(DraftConfig):
     """Shape of an EAGLE drafter."""
 
     recipe: Recipe
-    target: ModelConfig
     own_shape: ModelConfig | None = None
     """Shape of the drafter's layer if its heads, inner size or rope differ from the target's; width
     and vocabulary are always the target's. Only published drafters have one."""
@@ -55,8 +55,6 @@ class EagleConfig:
     """eagle3: target layers whose input is tapped (low, middle, high); empty: `default_layers`."""
     window: int = 64
     """Number of pairs that a pair attends to, itself included; 0: all before it."""
-    draft_vocab_size: int = 0
-    """eagle3: number of tokens that can be drafted, the most frequent ones; 0: all."""
     feature_scale: float = 1.0
     """eagle3: factor of the features before `fc`. A residual stream grows with depth, and a fresh
     layer trains several times faster if its inputs have a size of about 1."""
@@ -110,8 +108,10 @@ class LayerOutput:
     """Input of the LM head."""
 
 
-class EagleLayer(nn.Module):
-    """The drafter's own parameters."""
+class EagleLayer(DraftLayer):
+    """The decoder layer with its input and its norms."""
+
+    config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -130,16 +130,6 @@ class EagleLayer(nn.Module):
             self.norm = Norm(hidden)
         self.rope = Rope(shape.head_dim, shape.rope)
         self.kernels = Kernels()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the parameters."""
-        return self.fc.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self.fc.weight.device
 
     def initialize(self, generator: torch.Generator) -> None:
         """Draw fresh weights: normal(0, inputs ** -0.5), half of that for residual outputs."""

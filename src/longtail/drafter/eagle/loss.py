@@ -9,7 +9,7 @@ the drafter's q come from the same frozen head, so the gradient of the soft cros
     depth s of an unrolled drafter has the weight decay ** s   (Li et al. 2025, arXiv 2503.01840)
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -144,28 +144,3 @@ def _at(x: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows"]) -> Float[Tenso
 def _dot(x: Float[Tensor, "rows vocab"], y: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
     """Return the scalar product of each row, in one pass."""
     return torch.bmm(x[:, None], y[:, :, None])[:, 0, 0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DepthReport:
-    """Agreement of drafter and target on given text, at depth 1, 2, ..."""
-
-    agreement: tuple[float, ...] = ()
-    """Share of tokens with the same most likely token."""
-    overlap: tuple[float, ...] = ()
-    """Mean of sum_v min(p, q)."""
-
-    @property
-    def accept_len(self) -> float:
-        """Expected tokens per verify step of a chain of these depths under an ideal coupling."""
-        total, reached = 1.0, 1.0
-        for overlap in self.overlap:
-            reached *= overlap
-            total += reached
-        return total
-
-    @staticmethod
-    def of(scores: Float[Tensor, "2 depths"], counts: Sequence[int]) -> "DepthReport":
-        """Return the means of sums over `counts` rows: agreement and overlap."""
-        agreement, overlap = (scores / torch.tensor(counts)).tolist()
-        return DepthReport(agreement=tuple(agreement), overlap=tuple(overlap))

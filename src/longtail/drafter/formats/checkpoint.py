@@ -24,15 +24,14 @@ from jaxtyping import Float, Int
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from longtail.drafter.architecture import CONFIGS, DraftConfig, DraftLayer, make_layer
+from longtail.drafter.architecture import KINDS
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.ridge.layer import RidgeConfig
-from longtail.drafter.ridge.sums import LagSums
-from longtail.drafter.ridge.trainer import as_eagle
+from longtail.drafter.kind import DraftConfig, DrafterKind, DraftLayer
 from longtail.drafter.weights import DRAFT_IDS, wanted_ids, with_prefix, without_prefix
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
+from longtail.speculation.drafter import Drafter
 from longtail.system import tensor_files
 from longtail.system.files import printable, read_object, replace_folder, writing
 from longtail.system.machine import MAX_INT32
@@ -93,20 +92,29 @@ class LoadedDrafter:
     """Sums that the weights follow from; empty without any."""
 
     @property
+    def kind(self) -> DrafterKind:
+        """Its kind."""
+        return KINDS[self.layer.config.recipe]
+
+    @property
     def eagle(self) -> EagleLayer:
-        """The layer; it is EAGLE's."""
-        assert isinstance(self.layer, EagleLayer), "see `as_eagle`"
-        return self.layer
+        """The layer in the nearest shape that other engines read: itself if it is EAGLE's."""
+        if (convert := self.kind.as_eagle) is None:
+            raise ConfigError(f"a {self.layer.config.recipe} drafter has no form for other engines")
+        layer: EagleLayer = convert(self.layer)
+        return layer
 
     def as_eagle(self) -> "LoadedDrafter":
-        """Return the drafter in the nearest shape that other engines read."""
-        if isinstance(self.layer, EagleLayer):
-            return self
-        return replace(self, layer=as_eagle(self.layer))
+        """Return the drafter in that shape."""
+        return replace(self, layer=self.eagle)
+
+    def drafter(self, target: Transformer) -> Drafter:
+        """Return what drafts for a target; it owns the layer."""
+        return self.kind.drafter(self.layer, target, draft_ids=self.draft_ids, head=self.head)
 
     def copied(self) -> "LoadedDrafter":
         """Return the drafter with a copy of its layer, since drafting packs the layer."""
-        layer = make_layer(self.layer.config).to(self.layer.device, self.layer.dtype)
+        layer = self.kind.layer(self.layer.config).to(self.layer.device, self.layer.dtype)
         layer.load_state_dict(self.layer.state_dict())
         return replace(self, layer=layer)
 
@@ -208,8 +216,8 @@ def _describe(path: Path) -> _Described:
     described = _read(path)
     try:
         target = described["target"]
-        kind = CONFIGS[described["recipe"]]
-        config = parse_as(kind, {**described, "target": target["shape"]})
+        kind = KINDS[described["recipe"]].config
+        config: DraftConfig = parse_as(kind, {**described, "target": target["shape"]})
         own = {"draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32}
         for name, is_good in (config.ranges() | own).items():
             if not is_good:
@@ -229,19 +237,20 @@ def _load(
     path: Path, config: DraftConfig, trained_on: TargetIdentity, training: TrainingRecord
 ) -> LoadedDrafter:
     """Read the tensors of a description, as stored."""
+    kind = KINDS[config.recipe]
     try:
         with torch.device("meta"):  # an untrusted shape: allocated when the tensors have it
-            layer = make_layer(config)
+            layer = kind.layer(config)
     except _MALFORMED as error:
         raise malformed(path / DESCRIPTION, error) from error
     wanted = {name: Kind(shape=tuple(p.shape)) for name, p in layer.named_parameters()}
     with tensor_files.open_tensors(path / TENSORS) as file:
-        wanted |= _beside(config, file.kinds)
+        wanted |= _beside(kind, config, file.kinds)
         tensors = file.read_all(wanted, _REMEDY)
     sums = without_prefix(_SUMS, tensors)
     try:
-        if sums:
-            LagSums(**sums).check()
+        if kind.sums is not None and sums:
+            kind.sums(**sums).check()
     except NonFiniteError as error:
         raise ConfigError(f"{path / TENSORS}: {_SUMS}: {error}: {_REMEDY}") from error
     own = {name: tensors[name].clone() for name, _ in layer.named_parameters()}
@@ -256,15 +265,15 @@ def _load(
     )
 
 
-def _beside(config: DraftConfig, found: Mapping[str, Kind]) -> dict[str, Kind]:
+def _beside(kind: DrafterKind, config: DraftConfig, found: Mapping[str, Kind]) -> dict[str, Kind]:
     """Return what must be there beside the layer, some of it only if it is found."""
     size, target = config.draft_vocab_size, config.target
     wanted = {DRAFT_IDS: wanted_ids(target.vocab_size, size)} if size else {}
-    if not isinstance(config, RidgeConfig):
-        head = Kind(shape=(size or target.vocab_size, target.hidden_size))
-        return wanted | ({_HEAD: head} if _HEAD in found else {})
-    has_sums = any(name.startswith(_SUMS) for name in found)
-    return wanted | (with_prefix(_SUMS, LagSums.kinds(config)) if has_sums else {})
+    if _HEAD in found:
+        wanted[_HEAD] = Kind(shape=(size or target.vocab_size, target.hidden_size))
+    if kind.sums is not None and any(name.startswith(_SUMS) for name in found):
+        wanted |= with_prefix(_SUMS, kind.sums.kinds(config))
+    return wanted
 
 
 def malformed(what: object, error: Exception) -> ConfigError:

@@ -13,40 +13,43 @@ EAGLE takes one per token, and its weights are the least squares of `sums`.
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longtail.drafter.kind import DraftConfig, DraftLayer
 from longtail.model.kernels.linear import Linear
-from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import Taps
 
 _MOST_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RidgeConfig:
+class RidgeConfig(DraftConfig):
     """Shape of a ridge drafter."""
 
     recipe: Literal["ridge"] = "ridge"
-    target: ModelConfig
     slots: int = 6
     """Tokens of a block."""
-    draft_vocab_size: int = 0
-    """Number of tokens that can be drafted; 0: all."""
 
     @property
     def taps(self) -> Taps:
         """Target states that the layer reads."""
         return Taps(final=True)
 
+    @property
+    def max_depth(self) -> int:
+        """Tokens of a block."""
+        return self.slots
+
     def ranges(self) -> dict[str, bool]:
         """Return whether each field that is not the target's is in its range."""
         return {"slots": 1 <= self.slots <= _MOST_SLOTS}
 
 
-class RidgeLayer(nn.Module):
-    """The linear maps; the target's embedding and head are arguments and never copied."""
+class RidgeLayer(DraftLayer):
+    """The linear maps."""
+
+    config: RidgeConfig
 
     def __init__(self, config: RidgeConfig) -> None:
         super().__init__()
@@ -56,16 +59,6 @@ class RidgeLayer(nn.Module):
         self.transitions = nn.ModuleList(Linear(hidden, hidden) for _ in range(slots - 1))
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return next(self.parameters()).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return next(self.parameters()).device
 
     def stream(
         self, slot: int, inputs: Float[Tensor, "pairs joined"]

@@ -9,12 +9,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
-from longtail.drafter.eagle.loss import DepthReport, Teacher, score_rows
+from longtail.drafter.eagle.loss import Teacher, score_rows
+from longtail.drafter.eagle.target_states import TargetReader
 from longtail.drafter.eagle.unroll import Pairs
+from longtail.drafter.kind import DepthReport, TrainerReport
 from longtail.drafter.ridge.layer import RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
-from longtail.drafter.training.eagle import TrainerReport
-from longtail.drafter.training.target_states import TargetReader
 from longtail.drafter.weights import load_parameters
 from longtail.errors import DataError
 from longtail.model.transformer import Transformer

@@ -22,10 +22,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
+from longtail.drafter.eagle.target_states import Interrupted
+from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
-from longtail.drafter.training.eagle import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.training.target_states import Interrupted
 from longtail.drafter.weights import DrafterWeights, are_finite, without_ids
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
@@ -101,7 +101,7 @@ class StateStore(Protocol):
     def find(self, tokens: Sequence[int], prompt_len: int) -> Tensor | None:
         """Return the states of a text at each token, under the target's present weights, or None.
 
-        They are those of `training.target_states.training_taps`. The last row is never read.
+        They are those of `eagle.target_states.training_taps`. The last row is never read.
         """
 
 

@@ -23,12 +23,12 @@ from longtail.drafter.eagle.loss import (
     DECAY,
     FEATURE_WEIGHT,
     TOKEN_WEIGHT,
-    DepthReport,
     Teacher,
     score_rows,
 )
+from longtail.drafter.eagle.target_states import Interrupted, TargetReader, never
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.training.target_states import Interrupted, TargetReader, never
+from longtail.drafter.kind import DepthReport, TrainerReport
 from longtail.drafter.weights import (
     DRAFT_IDS,
     check_parameters,
@@ -61,22 +61,6 @@ class TrainerSettings:
     autocast: bool = False
     """Whether matrix products, the target's included, are bfloat16 over float32 weights; a
     bfloat16 target is read in bfloat16 anyway."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerReport:
-    """Result of one step."""
-
-    num_tokens: int
-    num_trained: int
-    """Tokens whose prediction at depth 1 was in the loss."""
-    num_reused: int = 0
-    """Number of these whose target states were looked up, not computed."""
-    loss: float = 0.0
-    """This and the others are those of gradients; a ridge drafter has none."""
-    depths: DepthReport = field(default_factory=DepthReport)
-    grad_norm: float = 0.0
-    learning_rate: float = 0.0
 
 
 _Sums = tuple[Float[Tensor, ""], Float[Tensor, "2 depths"], int]

@@ -1,0 +1,46 @@
+"""The ridge block as a kind of drafter."""
+
+from typing import Any
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from longtail.drafter.kind import LEARNED, DrafterKind, Lessons, trained_in
+from longtail.drafter.ridge.drafter import RidgeDrafter
+from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
+from longtail.drafter.ridge.sums import LagSums
+from longtail.drafter.ridge.trainer import RidgeTrainer, as_eagle
+from longtail.model.transformer import Transformer
+
+
+def _drafter(
+    layer: RidgeLayer,
+    target: Transformer,
+    draft_ids: Int[Tensor, "draft"] | None = None,
+    **_: object,  # the head is the target's
+) -> RidgeDrafter:
+    return RidgeDrafter(layer, target, draft_ids=draft_ids)
+
+
+def _fresh(config: RidgeConfig, lessons: Lessons) -> tuple[RidgeLayer, None]:
+    return RidgeLayer(config).to(lessons.target.device, trained_in(lessons.target)), None
+
+
+def _trainer(lessons: Lessons, layer: RidgeLayer, *_: Any) -> RidgeTrainer:
+    always = torch.tensor(lessons.eos_ids)  # other ids follow from the texts
+    return RidgeTrainer(layer, lessons.target, draft_ids=always)
+
+
+RIDGE = DrafterKind(
+    config=RidgeConfig,
+    layer=RidgeLayer,
+    drafter=_drafter,
+    settings=("slots",),
+    num_unrolled=1,
+    fresh=_fresh,
+    trainer=_trainer,
+    sums=LagSums,
+    vllm=LEARNED,
+    as_eagle=as_eagle,
+)
