@@ -152,7 +152,7 @@ class FakeWorker:
         self._left: dict[str, int] = {}
         """Tokens that each unfinished request has left."""
         self._finished: list[Completion] = []
-        self._asked_back: list[str] = []
+        self._shares_queue = False
         self._released: list[str] = []
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
@@ -196,11 +196,11 @@ class FakeWorker:
         return list(self._left)[: self._script.max_running]
 
     def _release(self) -> None:
-        names = [name for name, length in self.lengths() if not length and name in self._asked_back]
+        names = list(self._left)[self._script.max_running :: 2] if self._shares_queue else []
         for name in names:
             del self._left[name]
         self._released += names
-        self._asked_back = []
+        self._shares_queue = False
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> Steps:
         yield self._script.accumulate_s * micro_batch.packed.num_tokens
@@ -343,11 +343,8 @@ class FakeWorker:
     def completed(self, first: int) -> list[Completion]:
         return self._finished[first:]
 
-    def lengths(self) -> list[tuple[str, int]]:
-        return [(name, len(self._written_of(self._shard[name]))) for name in self._left]
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        self._asked_back += request_ids
+    def share_queue(self) -> None:
+        self._shares_queue = True
 
     def drain_released(self) -> list[str]:
         found, self._released = self._released, []

@@ -47,7 +47,7 @@ class WorkerGroup:
         self._settings, self._on_progress, self._log = settings, on_progress, log
         self._pool = WorkerPool(processes, settings, log, self._on_replaced)
         self._team = LearnerTeam(self._pool, settings, log)
-        self._forecaster = Forecaster(settings.max_running)
+        self._forecaster = Forecaster()
         self._learning = LearningWork(self._pool, log, learns_ahead=settings.learns_ahead)
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""

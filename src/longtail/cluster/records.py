@@ -23,8 +23,6 @@ class GroupSettings:
     """Settings of the workers as a group."""
 
     cluster: ClusterSection
-    max_running: int
-    """Largest number of requests that a worker generates at once."""
     learns_ahead: bool
     """Whether a group can be learned from before the rollout ends."""
     is_sharded: bool
@@ -38,7 +36,6 @@ class GroupSettings:
         """Return the settings of a run."""
         return GroupSettings(
             cluster=config.cluster,
-            max_running=config.rollout.max_running,
             learns_ahead=streams(config.learner),
             is_sharded=config.is_sharded,
             buffer_bytes=config.spot.buffer_mb * 2**20,

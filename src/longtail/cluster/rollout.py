@@ -5,11 +5,11 @@
        `-- lost, or given back, as it had not begun, to an idle worker
 
 What a worker did not return is generated again: the same noise keys give the same completions. An
-idle worker gets the work that gains most for each second of it, or rests. Nothing waits for such
-work: it is ended with the last completion. `schedule` decides; this object asks and acts.
+idle worker learns from finished groups, trains the drafter, or rests. Nothing waits for such work:
+it is ended with the last completion.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -22,9 +22,6 @@ from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion, Request
-
-_FORECAST_S = 1.0
-"""Seconds between two forecasts, and two looks at queues."""
 
 
 @final
@@ -49,18 +46,21 @@ class Rollout:
     _num_known: dict[int, int] = field(default_factory=dict)
     """Number of completions of its shard that each worker has handed over before the end."""
     _done: list[TaskResult[ShardResult]] = field(default_factory=list)
-    _forecast_s: float = 0.0
-    """Time of the last forecast."""
+    _sharing: set[int] = field(default_factory=set)
+    """Workers that were asked to share their queues."""
+
+    def __post_init__(self) -> None:
+        self._by_name = {each.request_id: each for each in self.requests}
 
     def run(self) -> RolloutResult:
         """Generate all completions."""
-        began = self._forecast_s = self.pool.now()
+        began = self.pool.now()
         speeds = [self.forecaster.speeds.of(each) for each in self.pool.present] or [1.0]
-        self.forecaster.begin(self.requests)
+        self.forecaster.begin()
         self._waiting = shards(self.requests, self.forecaster.lengths, speeds)
         while self._waiting or self._held:
             self._start_shards()
-            self.idle.assign(self.forecaster.rest_s(self.pool.now()) if self._held else 0.0)
+            self.idle.assign()
             for ended in self.pool.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
@@ -91,6 +91,7 @@ class Rollout:
         for worker in idle:
             shard = self._waiting.pop(0)
             self._held[worker] = {each.request_id: each for each in shard}
+            self._sharing.discard(worker)
             self._num_known[worker] = 0
             self.pool.start(worker, Worker.generate, shard, self.learns)
 
@@ -124,7 +125,7 @@ class Rollout:
         new = [each for each in found if each.request_id not in self.completions]
         self.completions |= {each.request_id: each for each in new}
         for each in new:
-            self.forecaster.lengths.record(each.request_id, len(each.tokens))
+            self.forecaster.lengths.record(self._by_name[each.request_id], len(each.tokens))
         if new:
             self.idle.add(new)
 
@@ -144,10 +145,8 @@ class Rollout:
         for worker, found in self.pool.ask_each(Worker.completed, more).items():
             known[worker] += len(found)
             self._take(found)
-        if now - self._forecast_s >= _FORECAST_S:
-            self._forecast_s = now
-            self._forecast(running, now)
-        self.idle.poll(progress, self.forecaster.rest_s(now))
+        self._share_queues(running)
+        self.idle.poll(progress)
 
     def _total(self, running: Sequence[Progress]) -> Progress:
         """Add up the shards that are done and those that are running."""
@@ -163,19 +162,20 @@ class Rollout:
             text=next((part.text for part in running if part.text), ""),
         )
 
-    def _forecast(self, running: Iterable[int], now: float) -> None:
-        """Forecast the ends of all workers, and share the longest queue with an idle one."""
-        asked = dict.fromkeys(running, ())
+    def _share_queues(self, running: Mapping[int, Progress]) -> None:
+        """Let an idle worker generate half of the longest queue."""
+        asked = dict.fromkeys(self._sharing & running.keys(), ())
         for worker, names in self.pool.ask_each(Worker.drain_released, asked).items():
             if names:
                 self._waiting.append([self._held[worker].pop(name) for name in names])
-        lengths, left = self.pool.ask_each(Worker.lengths, asked), self.forecaster.lengths.left
-        lefts = {
-            worker: [left(self._held[worker][name], written) for name, written in found]
-            for worker, found in lengths.items()
+                self._sharing.remove(worker)
+        queues = {
+            worker: len(self._held[worker]) - each.num_finished - each.num_running
+            for worker, each in running.items()
+            if worker not in self._sharing
         }
-        self.forecaster.load(lefts, now)
-        source = max(lefts, key=lambda worker: len(lefts[worker]), default=0)
-        queue = lengths.get(source, [])[self.forecaster.max_running :: 2]
-        if queue and not self._waiting and self.pool.workers(State.IDLE, State.SPOT, State.AHEAD):
-            self.pool.tell(source, Worker.release, [name for name, _ in queue])
+        source = max(queues, key=lambda worker: queues[worker], default=-1)
+        is_possible = queues.get(source, 0) > 0 and not self._waiting
+        if is_possible and self.pool.workers(State.IDLE, State.SPOT, State.AHEAD):
+            self._sharing.add(source)
+            self.pool.tell(source, Worker.share_queue)

@@ -32,24 +32,11 @@ def test_a_moment_without_tokens_counts_by_its_seconds_and_no_more():
     assert found.seconds(4.0) == pytest.approx(11.0 / 101, rel=0.01)
 
 
-def test_lengths_follow_siblings_then_the_epoch_before_then_all_texts():
-    lengths = Lengths()
-    one, other = request("p@1#1", "p@1"), request("r@1#1", "r@1")
-    lengths.begin(
-        [one, other, *(request(f"q@1#{n}", "q@1") for n in range(3)), request("p@1#2", "p@1")]
-    )
-    assert lengths.left(one, 0) == 500.0
-    for n, each in enumerate((10, 200, 400)):
-        lengths.record(f"q@1#{n}", each)
-    assert lengths.left(one, 100) == 200.0
-    lengths.restore({"longest": {"p": 150}})
-    assert lengths.left(one, 100) == 50.0
-    assert lengths.left(other, 100) == 200.0
-    lengths.record("p@1#2", 120)
-    assert lengths.left(one, 100) == 20.0
-    assert lengths.left(other, 990) == 5.0
-    lengths.begin([one])
-    assert lengths.left(one, 100) == 50.0
+def test_the_longest_completion_of_a_prompt_is_known_in_the_next_epoch():
+    lengths, other = Lengths(), request("r@1#1", "r@1")
+    for n, each in enumerate((10, 400, 200)):
+        lengths.record(request(f"q@1#{n}", "q@1"), each)
     again = Lengths()
     again.restore(json.loads(json.dumps(lengths.state())))
-    assert (again.expected(request("p@2#0", "p@2")), again.expected(other)) == (150.0, None)
+    for each in (lengths, again):
+        assert (each.expected(request("q@2#0", "q@2")), each.expected(other)) == (400.0, None)

@@ -1,15 +1,12 @@
 """Forecasts of a rollout from what is measured in it: speeds and lengths.
 
-tokens left              from completions of its prompt, else from all that were longer
+length of a completion   the longest of its prompt in earlier epochs
 seconds per token        a + b n, where n requests run; fitted to the workers' progress
 speed of a worker        by its seconds per token relative to these: a host may be slow, or share
                          its processors
-seconds of a worker      its requests end one after another, and those left become faster
 """
 
-import bisect
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any, final
 
@@ -18,11 +15,6 @@ from longtail.types import Request
 
 _FADE = 0.98
 """Weight of an observation relative to the next one of the same worker."""
-_RECENT = 2048
-"""Number of completions whose lengths are remembered."""
-_LEAST_REST_S = 1.0
-"""Least rest of a rollout that is not at its end: a completion may be longer than expected, and a
-worker may not answer."""
 _LEAST_S = 0.1
 """Seconds of an observation; less is the jitter of messages."""
 _LEAST_OWN_S, _NOISE = 2.0, 0.25
@@ -121,56 +113,21 @@ class WorkerSpeeds:
 
 @final
 class Lengths:
-    """Lengths of completions in tokens: those of a prompt, now and in earlier epochs, and of all.
-
-    The longest completion of each prompt is saved in checkpoints.
-    """
+    """Length in tokens of the longest completion of each prompt so far, saved in checkpoints."""
 
     def __init__(self) -> None:
         self._longest: dict[str, int] = {}
-        """Length of the longest completion of each prompt, by prompt id."""
-        self._groups: dict[str, str] = {}
-        """Group of each request of this rollout."""
-        self._siblings: dict[str, list[int]] = {}
-        """Lengths of the finished completions of each group."""
-        self._recent: deque[int] = deque(maxlen=_RECENT)
-        self._sorted: list[int] = []
+        """By prompt id."""
 
-    def begin(self, requests: Iterable[Request]) -> None:
-        """Begin a rollout: siblings of the last one are of a stale policy."""
-        self._groups = {each.request_id: each.group_id for each in requests}
-        self._siblings.clear()
-
-    def record(self, request_id: str, length: int) -> None:
+    def record(self, request: Request, length: int) -> None:
         """Record a finished completion."""
-        if len(self._recent) == self._recent.maxlen:
-            self._sorted.remove(self._recent[0])
-        self._recent.append(length)
-        bisect.insort(self._sorted, length)
-        group_id = self._groups[request_id]
-        self._siblings.setdefault(group_id, []).append(length)
-        prompt_id = _prompt_id(group_id)
+        prompt_id = _prompt_id(request)
         self._longest[prompt_id] = max(length, self._longest.get(prompt_id, 0))
 
     def expected(self, request: Request) -> float | None:
         """Return the length of the prompt's longest completion so far; None without any."""
-        longest = self._longest.get(_prompt_id(request.group_id))
+        longest = self._longest.get(_prompt_id(request))
         return None if longest is None else float(longest)
-
-    def left(self, request: Request, written: int) -> float:
-        """Return the expected number of tokens left."""
-        most, known = request.sampling.max_tokens - written, self.expected(request)
-        siblings = [each for each in self._siblings.get(request.group_id, ()) if each > written]
-        longer = self._sorted[bisect.bisect_right(self._sorted, written) :]
-        if siblings:
-            expected = sum(siblings) / len(siblings) - written
-        elif known is not None and known > written:
-            expected = known - written
-        elif longer:
-            expected = sum(longer) / len(longer) - written
-        else:
-            expected = most / 2
-        return float(max(min(expected, most), 1))
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as JSON."""
@@ -181,29 +138,23 @@ class Lengths:
         self._longest = {str(name): int(length) for name, length in state["longest"].items()}
 
 
-def _prompt_id(group_id: str) -> str:
-    """Return the id of a group's prompt: that of the group, without the epoch."""
-    return group_id.rpartition("@")[0] or group_id
+def _prompt_id(request: Request) -> str:
+    """Return the id of a request's prompt: that of its group, without the epoch."""
+    return request.group_id.rpartition("@")[0] or request.group_id
 
 
 @final
 class Forecaster:
-    """Measures rollouts, and forecasts the rest of the present one. Lives as long as the run."""
+    """Measures the rollouts of a run: what a worker will take for a completion."""
 
-    def __init__(self, max_running: int) -> None:
-        self.max_running = max_running
-        self.times, self.lengths = TokenTimes(), Lengths()
-        self.speeds = WorkerSpeeds()
+    def __init__(self) -> None:
+        self.times, self.lengths, self.speeds = TokenTimes(), Lengths(), WorkerSpeeds()
         self._seen: dict[int, tuple[float, Progress]] = {}
         """Time and progress of each worker when it was last observed."""
-        self.ends: dict[int, float] = {}
-        """Time at which each worker is expected to have finished its requests."""
 
-    def begin(self, requests: Iterable[Request]) -> None:
+    def begin(self) -> None:
         """Begin a rollout."""
-        self.lengths.begin(requests)
         self._seen.clear()
-        self.ends = {}
 
     def observe(self, progress: Mapping[int, Progress], now: float, *, is_alone: bool) -> None:
         """Learn from the progress of the generating workers if no worker does other work."""
@@ -221,23 +172,3 @@ class Forecaster:
                 self.times.observe(running, written, usual_s, len(progress))
                 self._seen[worker] = now, each
         self.speeds.compare(self.times.seconds)
-
-    def load(self, lefts: Mapping[int, Sequence[float]], now: float) -> None:
-        """Take the tokens that each unfinished request of the generating workers has left."""
-        self.ends = {each: now + self._worker_s(each, own) for each, own in lefts.items()}
-
-    def _worker_s(self, worker: int, lefts: Sequence[float]) -> float:
-        """Return the seconds until a worker has finished its requests."""
-        seconds = before = 0.0
-        for index, left in enumerate(sorted(lefts)):
-            num = len(lefts) - index
-            turns = max(num / self.max_running, 1.0)  # the others wait
-            seconds += (
-                (left - before) * turns * self.times.seconds(float(min(num, self.max_running)))
-            )
-            before = left
-        return seconds / self.speeds.of(worker)
-
-    def rest_s(self, now: float) -> float:
-        """Return the seconds until the last completion is finished."""
-        return max(max(self.ends.values(), default=0.0) - now, _LEAST_REST_S)

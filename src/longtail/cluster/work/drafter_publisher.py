@@ -59,7 +59,7 @@ class DrafterPublisher(IdleWork):
         """Newest replica of each worker that trained."""
         self._failed: set[int] = set()
         """Workers whose training has failed."""
-        self._began_s = self._polled_s = self._pool.now()
+        self._polled_s = self._pool.now()
         self.reports: list[SpotReport] = []
         """Trainings that have ended in this rollout."""
         self._has_trained = learns and self.versions.sums is None
@@ -85,20 +85,16 @@ class DrafterPublisher(IdleWork):
 
     # ---- training as idle work
 
-    def rate(self, worker: int, rest_s: float) -> float:
-        """Return what rollouts gain for each second until the last completion is finished.
+    def has_work(self, worker: int) -> bool:
+        """Return whether a worker trains, or lacks what is new in the buffer.
 
-        0 if the worker has all of the buffer: it has trained on that, or could not. Replicas are
-        averaged, so those who train share the gain.
+        One that has all of the buffer has trained on that, or could not.
         """
-        buffer, training = self.versions.buffer, set(self._pool.workers(State.SPOT))
+        if not self._has_trained or worker in self._failed:
+            return False
+        buffer = self.versions.buffer
         has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
-        is_possible = self._has_trained and (has_new or worker in training)
-        if not is_possible or worker in self._failed or rest_s <= 0.0:
-            return 0.0
-        rollout_s = self._pool.now() - self._began_s + rest_s
-        gain_s = self.versions.gain.gain_s(rest_s, rollout_s)
-        return gain_s / len(training | {worker}) / rest_s
+        return bool(has_new) or worker in self._pool.workers(State.SPOT)
 
     def start(self, worker: int) -> None:
         """Start training on an idle worker."""

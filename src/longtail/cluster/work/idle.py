@@ -1,6 +1,6 @@
 """Work for workers that have nothing to generate, and what assigns it to them.
 
-    idle worker ---> the work that gains most for each second of it, or rest
+    idle worker ---> the first kind of work that has some for it, or rest
 
 A rollout waits for no such work. `learning` learns from finished groups, and `drafter_publisher`
 trains the drafter.
@@ -24,11 +24,8 @@ class IdleWork:
     is_endless = True
     """Whether it goes on until it is ended."""
 
-    def rate(self, worker: int, rest_s: float) -> float:
-        """Return the seconds that steps gain for each second of a worker's work from now on.
-
-        The rollout ends in `rest_s`. 0 if there is nothing to do.
-        """
+    def has_work(self, worker: int) -> bool:
+        """Return whether there is something to do for an idle worker, or one that does this."""
         raise NotImplementedError
 
     def start(self, worker: int) -> None:
@@ -53,24 +50,22 @@ class IdleWork:
 
 @final
 class IdleCoordinator:
-    """Gives idle workers the work that gains most."""
+    """Gives idle workers work, the first kinds before the others."""
 
     def __init__(self, pool: WorkerPool, works: Sequence[IdleWork]) -> None:
         self._pool, self._works = pool, tuple(works)
         self._at: dict[int, IdleWork] = {}
         """Work of each worker that has one."""
 
-    def assign(self, rest_s: float) -> None:
-        """Start the best work on each idle worker, if any gains."""
+    def assign(self) -> None:
+        """Start work on each idle worker for which there is some."""
         for worker in self._pool.workers(State.IDLE):
-            if (work := self._best(worker, rest_s)) is not None:
+            if (work := self._first(worker)) is not None:
                 self._at[worker] = work
                 work.start(worker)
 
-    def _best(self, worker: int, rest_s: float) -> IdleWork | None:
-        rates = [(work.rate(worker, rest_s), work) for work in self._works]
-        rate, work = max(rates, key=lambda each: each[0], default=(0.0, None))
-        return work if rate > 0.0 else None
+    def _first(self, worker: int) -> IdleWork | None:
+        return next((work for work in self._works if work.has_work(worker)), None)
 
     def add(self, completions: Sequence[Completion]) -> None:
         """Hand finished completions to all work."""
@@ -87,12 +82,12 @@ class IdleCoordinator:
             work.on_ended(ended)
         return work is not None
 
-    def poll(self, answering: Iterable[int], rest_s: float) -> None:
-        """Exchange what is new; endless work is ended for better work, or rest."""
+    def poll(self, answering: Iterable[int]) -> None:
+        """Exchange what is new; endless work is ended for work of an earlier kind, or rest."""
         for work in self._works:
             work.poll(tuple(answering))
         for worker, work in list(self._at.items()):
-            if work.is_endless and self._best(worker, rest_s) is not work:
+            if work.is_endless and self._first(worker) is not work:
                 self.end(worker)
 
     def end(self, worker: int) -> None:

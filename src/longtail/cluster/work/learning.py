@@ -58,10 +58,9 @@ class LearningWork(IdleWork):
                     self.on_ended(ended)
         self._is_on = False
 
-    def rate(self, worker: int, rest_s: float) -> float:
-        """Return the worker's fraction of the learning after the rollout, which is saved."""
-        is_possible = self._ready and self._is_on
-        return 1 / self._pool.size if is_possible else 0.0
+    def has_work(self, worker: int) -> bool:
+        """Return whether a micro-batch is ready."""
+        return bool(self._ready) and self._is_on
 
     def start(self, worker: int) -> None:
         """Start with the longest: the last micro-batches decide when all workers are done."""

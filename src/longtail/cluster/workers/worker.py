@@ -57,7 +57,7 @@ class Worker:
         self._offer: DrafterWeights | None = None
         """Newest drafter that was offered."""
         self._new_texts = deque[TextSnapshot]()
-        self._asked_back = deque[str]()
+        self._shares_queue = False
         self._released = deque[str]()
         self._candidate: Replica | None = None
         self._finished: list[Completion] = []
@@ -85,8 +85,8 @@ class Worker:
 
         `learns`: the result has the sums over these texts, if the drafter learns from sums.
         """
-        for messages in (self._asked_back, self._released):
-            messages.clear()  # about an earlier shard, which had ended when they came
+        self._shares_queue = False  # asked of an earlier shard, which had ended
+        self._released.clear()
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         names, self._finished = {each.request_id for each in requests}, []
@@ -98,7 +98,7 @@ class Worker:
             accepted.add(step)
             step.raise_failure(names)
             self._on_step(step)
-            self._release()
+            self._release(step.num_running)
             self._take_offer()
 
         try:
@@ -272,17 +272,9 @@ class Worker:
         """Copy the completions of the present shard from `first` on, in order of their ends."""
         return list(self._finished)[first:]
 
-    def lengths(self) -> list[tuple[str, int]]:
-        """Return (id, generated tokens) of each unfinished request, in order of submission.
-
-        Those without a token come last.
-        """
-        found = [(n, len(t) - size) for n, t, size in self._components.generator.unfinished()]
-        return sorted(found, key=lambda each: each[1] == 0)
-
-    def release(self, request_ids: Sequence[str]) -> None:
-        """Give up requests between two engine steps, as far as they have no token then."""
-        self._asked_back.extend(request_ids)
+    def share_queue(self) -> None:
+        """Give up every other request that waits for room, between two engine steps."""
+        self._shares_queue = True
 
     def drain_released(self) -> list[str]:
         """Return the requests released since the last call."""
@@ -326,9 +318,14 @@ class Worker:
         if self._stop.is_set():
             raise Stopped
 
-    def _release(self) -> None:
-        asked = set(_taken(self._asked_back))
-        for name in [name for name, length in self.lengths() if not length and name in asked]:
+    def _release(self, num_running: int) -> None:
+        if not self._shares_queue:
+            return
+        self._shares_queue = False
+        found = self._components.generator.unfinished()
+        begun = sum(len(tokens) > prompt_len for _, tokens, prompt_len in found)
+        queued = [name for name, tokens, prompt_len in found if len(tokens) == prompt_len]
+        for name in queued[max(num_running - begun, 0) :: 2]:
             self._components.generator.abort(name)
             self._released.append(name)
 
