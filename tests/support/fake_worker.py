@@ -156,7 +156,6 @@ class FakeWorker:
         self._released: list[str] = []
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
-        self._candidate: Replica | None = None
         self._num_written = self._beats = 0
         self._is_waiting = False
 
@@ -182,14 +181,12 @@ class FakeWorker:
                     self._finished.append(self._completion(self._shard[name]))
             self._beats += 1
             self._release()
-            self._take_offers()
             if self._is_stopped:
                 raise Stopped
         return ShardResult(
             completions=tuple(self._finished),
             report=replace(RolloutMeter().report(), num_generated=self._num_written),
             series=None,
-            drafter_version=self.served.version,
         )
 
     def _running(self) -> list[str]:
@@ -224,7 +221,7 @@ class FakeWorker:
             self._learned += 100
             if round(elapsed / BEAT_S) % round(spot_script.measures_s / BEAT_S) == 0:
                 self._quality *= 1 + spot_script.gain
-                self._best = self._candidate = self._measured()
+                self._best = self._measured()
         if spot_script.error is not None:
             raise spot_script.error
         return self._report(
@@ -355,10 +352,6 @@ class FakeWorker:
 
     def offer(self, offer: DrafterWeights) -> None:
         self._offers.append(offer)
-
-    def candidate(self) -> Replica | None:
-        found, self._candidate = self._candidate, None
-        return found
 
     def drafter_version(self) -> int:
         return self.served.version

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -63,6 +63,13 @@ class SpotSetup:
         self.spot.begin(self.published)
         self.layer, self.buffer = layer, make_buffer()
         self.measured: list[Replica] = []
+        measure = self.spot._measure
+
+        def measured(*args: Any) -> Replica:
+            self.measured.append(measure(*args))
+            return self.measured[-1]
+
+        self.spot._measure = measured  # type: ignore[method-assign]
         self.num_passes = 0
         # The features of a micro-batch go through `fc` once.
         layer.fc.register_forward_hook(lambda *_: self._count())
@@ -71,7 +78,7 @@ class SpotSetup:
         self.num_passes += 1
 
     def train(self, stopped: Callable[[], bool]):
-        return self.spot.train(self.buffer, stopped, self.measured.append)
+        return self.spot.train(self.buffer, stopped)
 
     def tensors(self) -> dict[str, Tensor]:
         """Weights and moments."""

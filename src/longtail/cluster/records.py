@@ -71,8 +71,6 @@ class ShardResult:
     """Begin, end, begin, end, ... of accepted drafts by request, in characters of its text."""
     sums: Sums | None = None
     """Sums over its completions, if the drafter learns from sums."""
-    drafter_version: int | None = None
-    """Version of the drafter at its end; None without one that can be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

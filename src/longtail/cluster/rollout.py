@@ -115,8 +115,6 @@ class Rollout:
             self._done.append(ended)
             self._take(shard.completions)
             held = {name: held[name] for name in held.keys() - self.completions.keys()}
-            if self.drafter is not None:
-                self.drafter.versions.record(shard.drafter_version)
         if held:
             self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
 

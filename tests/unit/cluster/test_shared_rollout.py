@@ -76,7 +76,6 @@ def test_without_a_drafter_nothing_is_trained_or_saved():
         "texts",
         "add_texts",
         "drafter_version",
-        "candidate",
     }
     assert (group.drafter, group.drain_decisions(), group.drafter_state()) == (None, [], None)
 

@@ -70,37 +70,12 @@ def test_restored_texts_are_sent_to_spot_workers(tmp_path):
     assert resumed.drafter.versions.published.version > state.numbers["version"]
 
 
-def test_better_drafters_reach_generating_workers_during_the_rollout():
+def test_a_replaced_worker_is_offered_the_published_drafter_before_it_generates():
     pool = ScriptedPool(2)
     group = begun(pool)
-    group.rollout(1, requests(200, 10))
-    offers = [worker for worker, name in pool.answered if name == "offer"]
-    assert set(offers) == {0}
-    assert len(offers) == pytest.approx(190 / 10 / 2.0, abs=1), "each measurement is a gain"
-    decisions = [(each.what, each.version) for each in group.drain_decisions()]
-    assert ("published", 1) in decisions
-    assert group.drafter.versions.published is pool.workers[0].served
-    assert group.drafter.versions.published.version > 1
-    names = [mark.name for mark in group.drain_timeline().marks]
-    assert names[0] == "drafter v1 offered"
-
-
-def test_an_offer_that_never_arrived_is_made_again_at_the_end():
-    # The only candidate there is: measured once.
-    spot_script = SpotScript(measures_s=3.0)
-    pool = ScriptedPool(2, late={(0, "offer"): 1}, spot_scripts=lambda worker, nth: spot_script)
-    decisions = step(begun(pool), 1, requests(61, 10))
-    assert [(what, version) for what, version, _ in decisions if what != "trained"] == [
-        ("offered", 1),
-        ("offered", 2),
-        ("published", 2),
-    ]
-
-
-def test_an_idle_worker_is_offered_the_published_drafter_before_it_generates():
-    pool = ScriptedPool(2)
-    group = begun(pool)
-    group.rollout(1, requests(200, 10))
+    step(group, 1)
+    pool.kill(1)
+    group.publish()
     assert pool.workers[1].served.version == 0
     version = group.drafter.versions.published.version
     pool.answered.clear()

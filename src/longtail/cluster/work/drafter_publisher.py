@@ -1,7 +1,7 @@
 """The drafter of the group: idle workers train it, or sums give it, and all workers adopt it.
 
-    GENERATING --sequences--> buffer --> SPOT --replica--> versions --offer--> GENERATING
-    (finished and unfinished)       (idle workers)      (if it is better)
+    GENERATING --sequences--> buffer --> SPOT --replica--> versions --offer--> all workers
+    (finished and unfinished)       (idle workers)  (after the rollout, if it is better)
 
     shards --sums over their completions--> solved by some workers after the step --> all workers
 
@@ -64,7 +64,7 @@ class DrafterPublisher(IdleWork):
         """Trainings that have ended in this rollout."""
         self._has_trained = learns and self.versions.sums is None
         if self._has_trained:
-            self.versions.begin_rollout()
+            self.versions.gain.begin_rollout()
             self.versions.buffer.begin(step)
 
     def end_rollout(self, result: RolloutResult) -> None:
@@ -123,7 +123,8 @@ class DrafterPublisher(IdleWork):
         report = ended.value()
         self.reports.append(report)
         if report.replica is not None:
-            self._take(ended.worker, report.replica)
+            self._replicas[ended.worker] = report.replica
+            self.versions.gain.record(ended.worker, report.replica)
         if report.reason is SpotEnd.NOT_FINITE:
             self._discard(ended.worker, report.num_tokens, "it is not finite")
 
@@ -133,7 +134,7 @@ class DrafterPublisher(IdleWork):
         self._failed.discard(worker)
 
     def poll(self, answering: Collection[int]) -> None:
-        """Send what is new to workers that train, and offer their drafters to those that generate.
+        """Send workers that train what is new, the unfinished sequences included.
 
         Does nothing until `_POLL_S` after the last poll.
         """
@@ -146,20 +147,11 @@ class DrafterPublisher(IdleWork):
             [worker for worker in workers(state) if worker in answering]
             for state in (State.GENERATING, State.SPOT)
         )
-        ask_each = self._pool.ask_each
-        for version in ask_each(Worker.drafter_version, dict.fromkeys(generating, ())).values():
-            self.versions.record(version)
-        for texts in ask_each(Worker.texts, dict.fromkeys(generating, (self._step,))).values():
+        asked = dict.fromkeys(generating, (self._step,))
+        for texts in self._pool.ask_each(Worker.texts, asked).values():
             self.versions.buffer.add(texts)
         for worker in training:
             self._send_new(worker)
-        for worker, replica in ask_each(Worker.candidate, dict.fromkeys(training, ())).items():
-            if replica is not None:
-                self._take(worker, replica)
-        if (offer := self.versions.offer(list(self._replicas.values()))) is not None:
-            for worker in generating:
-                self._pool.states.mark(worker, f"drafter v{offer.version} offered")
-            ask_each(Worker.offer, dict.fromkeys(generating, (offer,)))
 
     def _send_new(self, worker: int) -> None:
         """Send a worker what the buffer has and it has not."""
@@ -167,10 +159,6 @@ class DrafterPublisher(IdleWork):
         unsent = buffer.snapshots(self._sent.get(worker, 0))
         if unsent and self._pool.tell(worker, Worker.add_texts, unsent):
             self._sent[worker] = buffer.num_added
-
-    def _take(self, worker: int, replica: Replica) -> None:
-        self._replicas[worker] = replica
-        self.versions.gain.record(worker, replica)
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:
         self._log(f"worker {worker}: its drafter is discarded: {reason}")
@@ -184,7 +172,7 @@ class DrafterPublisher(IdleWork):
         if (offer := self._new_drafter()) is not None:
             self._pool.states.mark(0, f"drafter v{offer.version} offered")
             self._pool.run_on_all(Worker.adopt, offer)
-            self.versions.record(offer.version)
+            self.versions.publish(offer)
 
     def _new_drafter(self) -> DrafterWeights | None:
         """Return the drafter that was learned since the last call; None if it is no better."""
@@ -196,7 +184,7 @@ class DrafterPublisher(IdleWork):
             return None
         self._has_trained = False
         self._num_trained = sum(report.num_tokens for report in self.reports)
-        return self.versions.offer(list(self._replicas.values()), is_last=True)
+        return self.versions.offer(list(self._replicas.values()))
 
     def _solved(self) -> DrafterWeights | None:
         """Return the drafter that follows from the sums, solved by some workers together.

@@ -1,22 +1,16 @@
-"""The versions of the drafter: which one is offered, which one the workers serve, and why.
+"""The versions of the drafter: which one the workers serve, and why.
 
-    replicas of spot workers, measured --mean--> offer --> every worker adopts it between two steps
+    replicas of idle workers, measured --mean--> offer --> every worker adopts it after the rollout
 
 Weights are versioned, and only the drafter's own tensors travel. A drafter is offered if it
-measures better on held-out recent completions than all before it, by more than noise, and published
-once a worker has adopted it. Every decision is recorded with its numbers.
-
-Replicas are measured on different texts, each beside its base. So their gains are compared: the
-ratio of a drafter's accept length to that of the drafter published when the rollout began.
-
-    v2  1.00 --trained--> v3  1.04, offered, published --trained--> 1.04 * 1.02 = 1.06: offered
-        `----trained, by another worker---> 1.03: kept, since v3 is better
+measures better on held-out recent completions than the published one, by more than noise. Every
+decision is recorded with its numbers.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor
 
@@ -88,15 +82,6 @@ class Decision:
     reason: str = ""
 
 
-class _Offer(NamedTuple):
-    """Weights that may be adopted in this rollout."""
-
-    weights: DrafterWeights
-    gain: float
-    """Accept length relative to that of the drafter published when the rollout began."""
-    decision: Decision
-
-
 @final
 class DrafterVersions:
     """Owns the published drafter, what it learns from, and the decisions about it.
@@ -109,19 +94,16 @@ class DrafterVersions:
         self, published: DrafterWeights, buffer: DrafterBuffer, sums: Sums | None = None
     ) -> None:
         self.published, self.buffer, self.sums = published, buffer, sums
-        """The newest drafter that any worker serves, and what it learns from."""
+        """The drafter that the workers serve, and what it learns from."""
         self.gain = DrafterGain()
         """Gain of training, in seconds."""
         self.accept_len: float | None = None
         """Expected accept length of the published drafter when it was adopted; None: unknown."""
         self._last = published.version
         """Newest version given."""
+        self._offer = Decision(what="published", version=published.version)
+        """The newest offer."""
         self._decisions: list[Decision] = []
-        self._recorded: set[Decision] = set()
-        """Decisions about replicas in this rollout: each is recorded once."""
-        self._offers: dict[int, _Offer] = {}
-        """By version: the drafter published when the rollout began, and the offers since."""
-        self._forget_offers()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the published drafter."""
@@ -130,43 +112,28 @@ class DrafterVersions:
             known["drafter/expected_accept_length"] = self.accept_len
         return known
 
-    def begin_rollout(self) -> None:
-        """Forget or fade measurements of a stale policy."""
-        self.gain.begin_rollout()
-        self._forget_offers()
-
     # ---- offers
 
-    def offer(self, replicas: Sequence[Replica], *, is_last: bool = False) -> DrafterWeights | None:
-        """Return the mean of the replicas that measure better than all drafters; None without any.
+    def offer(self, replicas: Sequence[Replica]) -> DrafterWeights | None:
+        """Return the mean of the replicas that measure better; None without any.
 
-        `is_last`: the rollout has ended, so they are compared with the published drafter, whatever
-        was offered; and a reduced draft vocabulary may be renewed for the texts of the rollout,
-        with the mean or the published weights.
+        A reduced draft vocabulary may be renewed for the texts of the rollout, with the mean or the
+        published weights.
         """
-        known = self._offers[self.published.version]
-        best_gain = known.gain if is_last else max(each.gain for each in self._offers.values())
-        better = [replica for replica in replicas if self._is_better(replica, best_gain)]
-        tensors, gain, measured = dict(known.weights.tensors), known.gain, dict[str, Any]()
-        if better:
-            tensors, gain, measured = self._mean(better)
-        renewed = self._renewed_ids(tensors) if is_last else {}
+        better = [replica for replica in replicas if self._is_better(replica)]
+        tensors, measured = dict(self.published.tensors), dict[str, Any]()
+        if better:  # local SGD: Stich 2018 (arXiv 1805.09767)
+            counts, best = (
+                [each.num_tokens for each in better],
+                max(better, key=lambda each: each.gain),
+            )
+            tensors = weighted_mean([each.weights for each in better], counts)
+            measured = {"before": best.base_accept_len, "after": best.accept_len}
+            measured["num_tokens"] = sum(counts)
+        renewed = self._renewed_ids(tensors)
         if not (better or renewed):
             return None
-        reason = _RENEWED if renewed else ""
-        return self._new_offer(tensors | renewed, gain, **measured, reason=reason)
-
-    def _mean(self, replicas: Sequence[Replica]) -> tuple[dict[str, Tensor], float, dict[str, Any]]:
-        """Return the mean of the best replica and those of its base, by tokens (local SGD).
-
-        Stich 2018 (arXiv 1805.09767) bounds the cost of averaging while replicas stay close.
-        """
-        best = max(replicas, key=self._gain)
-        same = [each for each in replicas if each.base_version == best.base_version]
-        counts = [each.num_tokens for each in same]
-        measured = {"before": best.base_accept_len, "after": best.accept_len}
-        mean = weighted_mean([each.weights for each in same], counts)
-        return mean, self._gain(best), measured | {"num_tokens": sum(counts)}
+        return self._new_offer(tensors | renewed, reason=_RENEWED if renewed else "", **measured)
 
     def add_sums(self, new: Iterable[Sums]) -> int:
         """Add the sums over the texts of a step; return the number of these texts' tokens."""
@@ -181,19 +148,14 @@ class DrafterVersions:
 
     def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
         """Return new weights that follow from sums: the texts decide, so nothing is measured."""
-        self._forget_offers()
-        return self._new_offer(tensors, 1.0, num_tokens=num_tokens)
+        return self._new_offer(tensors, num_tokens=num_tokens)
 
-    def _new_offer(
-        self, tensors: Mapping[str, Tensor], gain: float, **measured: Any
-    ) -> DrafterWeights:
+    def _new_offer(self, tensors: Mapping[str, Tensor], **measured: Any) -> DrafterWeights:
         self._last += 1
-        decision = Decision(what="offered", version=self._last, **measured)
-        num_known = self.published.num_tokens + decision.num_tokens
-        weights = replace(self.published, version=self._last, tensors=tensors, num_tokens=num_known)
-        self._offers[self._last] = _Offer(weights, gain, decision)
-        self._decisions.append(decision)
-        return weights
+        self._offer = Decision(what="offered", version=self._last, **measured)
+        self._decisions.append(self._offer)
+        num_known = self.published.num_tokens + self._offer.num_tokens
+        return replace(self.published, version=self._last, tensors=tensors, num_tokens=num_known)
 
     def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
@@ -203,11 +165,9 @@ class DrafterVersions:
 
     # ---- decisions
 
-    def record(self, version: int | None) -> None:
-        """Record the version that a worker serves, None if unknown; the newest is published."""
-        if version is None or version not in self._offers or version <= self.published.version:
-            return
-        self.published, _, decision = self._offers[version]
+    def publish(self, offer: DrafterWeights) -> None:
+        """Record that the workers serve the newest offer."""
+        self.published, decision = offer, self._offer
         if math.isfinite(decision.after):
             self.accept_len = decision.after
         self._decisions.append(replace(decision, what="published", num_tokens=0, reason=""))
@@ -224,39 +184,26 @@ class DrafterVersions:
         found, self._decisions = self._decisions, []
         return found
 
-    def _is_better(self, replica: Replica, best_gain: float) -> bool:
-        """Return whether a replica measures better than all before; record the decision once."""
-        gain, reason = self._gain(replica), ""
+    def _is_better(self, replica: Replica) -> bool:
+        """Return whether a replica measures better than its base; record the decision."""
+        gain, reason = replica.gain, ""
         if not are_finite(replica.weights):
             reason = "it is not finite"
         elif not math.isfinite(gain):
             reason = "there was nothing to measure it on"
-        elif gain <= best_gain * (1 + MIN_GAIN):
+        elif gain <= MIN_GAIN:
             reason = "no better on held-out recent texts"
-        decision = Decision(
-            what="kept" if reason else "trained",
-            version=replica.base_version,
-            before=replica.base_accept_len,
-            after=replica.accept_len,
-            num_tokens=replica.num_tokens,
-            reason=reason,
+        self._decisions.append(
+            Decision(
+                what="kept" if reason else "trained",
+                version=replica.base_version,
+                before=replica.base_accept_len,
+                after=replica.accept_len,
+                num_tokens=replica.num_tokens,
+                reason=reason,
+            )
         )
-        if decision not in self._recorded:
-            self._recorded.add(decision)
-            self._decisions.append(decision)
         return not reason
-
-    def _gain(self, replica: Replica) -> float:
-        """Return the gain over the drafter at the rollout's begin; NaN if it was not measured."""
-        base = self._offers.get(replica.base_version)
-        known = math.nan if base is None else base.gain
-        return known * replica.accept_len / replica.base_accept_len
-
-    def _forget_offers(self) -> None:
-        version = self.published.version
-        first = Decision(what="published", version=version)
-        self._offers = {version: _Offer(self.published, 1.0, first)}
-        self._recorded.clear()
 
     # ---- state
 
@@ -303,5 +250,4 @@ class DrafterVersions:
         self.sums = sums
         self.published, self.accept_len = weights, numbers.get("accept_len")
         self._last = max(self._last, weights.version)
-        self._forget_offers()
         return weights

@@ -22,7 +22,7 @@ from torch import Tensor
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.components import WorkerComponents
 from longtail.drafter.training.buffer import TextSnapshot
-from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.replica import SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutMeter
 from longtail.engine.rollout_log import RolloutLog
@@ -59,7 +59,6 @@ class Worker:
         self._new_texts = deque[TextSnapshot]()
         self._shares_queue = False
         self._released = deque[str]()
-        self._candidate: Replica | None = None
         self._finished: list[Completion] = []
         """Completions of the shard that is being generated."""
         self._progress = Progress()
@@ -99,7 +98,6 @@ class Worker:
             step.raise_failure(names)
             self._on_step(step)
             self._release(step.num_running)
-            self._take_offer()
 
         try:
             with compute_threads(self._components.rollout_threads):
@@ -119,7 +117,6 @@ class Worker:
             series=log.series(),
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
             sums=None if texts is None else texts.take(),
-            drafter_version=self.drafter_version(),
         )
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
@@ -220,7 +217,6 @@ class Worker:
         assert drafting.trainer is not None, "by gradient"
         drafting.buffer.add(_taken(self._new_texts))
         drafting.trainer.begin(published)
-        self._candidate = None
         began = time.perf_counter()
 
         def should_stop() -> bool:
@@ -229,10 +225,7 @@ class Worker:
             drafting.buffer.add(_taken(self._new_texts))
             return self._stop.is_set() or time.perf_counter() - began > limit_s
 
-        def keep(replica: Replica) -> None:
-            self._candidate = replica
-
-        return drafting.trainer.train(drafting.buffer, should_stop, keep)
+        return drafting.trainer.train(drafting.buffer, should_stop)
 
     def adopt(self, weights: DrafterWeights) -> int:
         """Draft with other weights; return their version."""
@@ -285,15 +278,10 @@ class Worker:
         self._new_texts.extend(texts)
 
     def offer(self, offer: DrafterWeights) -> None:
-        """Offer drafter weights during a rollout; `adopt` is called between two engine steps."""
+        """Offer drafter weights, which are adopted before the next completions."""
         known = self._offer
         if known is None or offer.version > known.version:
             self._offer = offer
-
-    def candidate(self) -> Replica | None:
-        """Return the best drafter of the present training; None unless measured since."""
-        found, self._candidate = self._candidate, None
-        return found
 
     def drafter_version(self) -> int | None:
         """Return the version of the drafter in use; None without one that can be trained."""

@@ -79,12 +79,11 @@ class _Interval:
     def seconds(self) -> float:
         return time.perf_counter() - self.began_s
 
-    def record(self, replica: Replica) -> Replica:
-        """Record a measurement and return the best replica; the last one if unmeasured."""
+    def record(self, replica: Replica) -> None:
+        """Keep the best replica; the last one if unmeasured."""
         if self.best is None or _rank(replica) >= _rank(self.best):
             self.best = replica
         self.best = replace(self.best, seconds=replica.seconds)
-        return self.best
 
 
 def _rank(replica: Replica) -> float:
@@ -161,15 +160,13 @@ class SpotTrainer:
         self,
         buffer: DrafterBuffer,
         stopped: Callable[[], bool],
-        on_measured: Callable[[Replica], None],
     ) -> SpotReport:
         """Train on the buffer until stopped, or until no text is left.
 
         `stopped` is called before every micro-batch and often in it, and may add to the buffer. The
         next call continues behind the last finished micro-batch, under the target's weights of
-        then. Each measurement calls `on_measured` with the best replica of this interval. If a
-        value is not finite, the replica is reset to the published drafter, without moments; nothing
-        is raised.
+        then. If a value is not finite, the replica is reset to the published drafter, without
+        moments; nothing is raised.
         """
         if self._store is not None:
             buffer.prefer(self._store.has)
@@ -178,7 +175,7 @@ class SpotTrainer:
         interval = _Interval(base)
         try:
             with self._trainer.reader.reading_once():
-                reason = self._train(buffer, stopped, interval, on_measured)
+                reason = self._train(buffer, stopped, interval)
         except Interrupted:
             reason = SpotEnd.STOPPED
         except NonFiniteError as error:
@@ -202,14 +199,13 @@ class SpotTrainer:
         buffer: DrafterBuffer,
         stopped: Callable[[], bool],
         interval: _Interval,
-        on_measured: Callable[[Replica], None],
     ) -> SpotEnd:
         settings, max_len = self._settings, self._settings.tokens_per_micro_batch
         while not stopped():
             if self._since.num_unmeasured >= settings.measure_every:
                 replica = self._measure(buffer, stopped, interval)
                 self._since.num_unmeasured, self._since.measured = 0, replica.weights
-                on_measured(interval.record(replica))
+                interval.record(replica)
             texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
             texts, self._batch = self._looked_up(texts), ()
             if not texts:

@@ -142,7 +142,7 @@ class Session:
             except NonFiniteError as error:  # in all processes, whose sums are equal
                 self._log(f"the drafter keeps its weights: {error}")
                 return
-            versions.record(versions.offer_solved(tensors, num_new).version)
+            versions.publish(versions.offer_solved(tensors, num_new))
             self.policy.load_drafter(versions.published.tensors)
 
     def drafter(self) -> LoadedDrafter | None:
