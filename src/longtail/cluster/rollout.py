@@ -161,7 +161,7 @@ class Rollout:
         )
 
     def _share_queues(self, running: Mapping[int, Progress]) -> None:
-        """Let an idle worker generate half of the longest queue."""
+        """Give half of the longest queue to an idle worker."""
         asked = dict.fromkeys(self._sharing & running.keys(), ())
         for worker, names in self.pool.ask_each(Worker.drain_released, asked).items():
             if names:
