@@ -14,7 +14,7 @@ from typing import final
 
 from longtail.cluster.records import GroupSettings, Progress, RolloutResult
 from longtail.cluster.rollout import Rollout
-from longtail.cluster.schedule.forecast import Forecaster
+from longtail.cluster.schedule.placement import Lengths
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import Decision, DrafterState, DrafterVersions
 from longtail.cluster.work.idle import IdleCoordinator
@@ -47,7 +47,7 @@ class WorkerGroup:
         self._settings, self._on_progress, self._log = settings, on_progress, log
         self._pool = WorkerPool(processes, settings, log, self._on_replaced)
         self._team = LearnerTeam(self._pool, settings, log)
-        self._forecaster = Forecaster()
+        self._lengths = Lengths()
         self._learning = LearningWork(self._pool, log, learns_ahead=settings.learns_ahead)
         self.num_parameters = 0
         """Number of parameters of the policy; set by `begin`."""
@@ -85,7 +85,7 @@ class WorkerGroup:
         works = (self._learning, self.drafter)
         result = Rollout(
             pool=self._pool,
-            forecaster=self._forecaster,
+            lengths=self._lengths,
             idle=IdleCoordinator(self._pool, [work for work in works if work is not None]),
             drafter=self.drafter,
             on_progress=self._on_progress,
@@ -181,18 +181,17 @@ class WorkerGroup:
 
     def drafter_state(self) -> DrafterState | None:
         """Copy the published drafter, its buffer, and the lengths of prompts; None without one."""
-        lengths = self._forecaster.lengths.state()
+        lengths = self._lengths.state()
         return None if self.drafter is None else self.drafter.versions.state(lengths=lengths)
 
     def restore_drafter(self, state: DrafterState) -> None:
         """Serve a published drafter again. Raises CheckpointError if its tensors do not fit."""
         assert self.drafter is not None, "there is a drafter to restore"
         try:
-            self._forecaster.lengths.restore(state.numbers["lengths"])
+            self._lengths.restore(state.numbers["lengths"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"lengths of prompts are malformed ({error})") from error
         self.drafter.restore(state)
 
     def _on_replaced(self, worker: int) -> None:
         self._team.is_stale = True
-        self._forecaster.speeds.forget(worker)

@@ -102,8 +102,6 @@ class RolloutResult:
     """Seconds from the start of the first shard to the end of the last one."""
     spots: tuple[SpotReport, ...] = ()
     """Trainings of the drafter while others generated."""
-    slowest: float = 1.0
-    """Speed of the slowest worker, as a fraction of the fastest one's."""
 
     @property
     def report(self) -> RolloutReport:

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 from longtail.cluster.records import Progress, RolloutResult, ShardResult, TaskResult
-from longtail.cluster.schedule.forecast import Forecaster
-from longtail.cluster.schedule.placement import shards
+from longtail.cluster.schedule.placement import Lengths, shards
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.idle import POLL_S, IdleCoordinator
 from longtail.cluster.workers.states import State
@@ -30,7 +29,7 @@ class Rollout:
     """A rollout, from its requests to its result: call `run` once."""
 
     pool: WorkerPool
-    forecaster: Forecaster
+    lengths: Lengths
     idle: IdleCoordinator
     drafter: DrafterPublisher | None
     on_progress: Callable[[Progress], None]
@@ -55,9 +54,7 @@ class Rollout:
     def run(self) -> RolloutResult:
         """Generate all completions."""
         began = self.pool.now()
-        speeds = [self.forecaster.speeds.of(each) for each in self.pool.present] or [1.0]
-        self.forecaster.begin()
-        self._waiting = shards(self.requests, self.forecaster.lengths, speeds)
+        self._waiting = shards(self.requests, self.lengths, len(self.pool.present) or 1)
         while self._waiting or self._held:
             self._start_shards()
             self.idle.assign()
@@ -74,7 +71,6 @@ class Rollout:
             shards=tuple(self._done),
             seconds=done - began,
             spots=() if self.drafter is None else tuple(self.drafter.reports),
-            slowest=min(speeds),
         )
 
     # ---- shards
@@ -83,9 +79,9 @@ class Rollout:
         """Start waiting shards on idle workers; others that train end that for them."""
         num_waiting = len(self._waiting)
         missing = max(num_waiting - len(self.pool.workers(State.IDLE)), 0)
-        for worker in self._fastest(State.SPOT)[:missing]:
+        for worker in self.pool.workers(State.SPOT)[:missing]:
             self.idle.end(worker)
-        idle = self._fastest(State.IDLE)[:num_waiting]
+        idle = self.pool.workers(State.IDLE)[:num_waiting]
         if self.drafter is not None:
             self.drafter.offer_missed(idle)
         for worker in idle:
@@ -94,10 +90,6 @@ class Rollout:
             self._sharing.discard(worker)
             self._num_known[worker] = 0
             self.pool.start(worker, Worker.generate, shard, self.learns)
-
-    def _fastest(self, state: State) -> list[int]:
-        """Return the workers in a state, the fastest ones first."""
-        return sorted(self.pool.workers(state), key=self.forecaster.speeds.of, reverse=True)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
         """Record the end of a task; what a shard lacks is generated again.
@@ -123,7 +115,7 @@ class Rollout:
         new = [each for each in found if each.request_id not in self.completions]
         self.completions |= {each.request_id: each for each in new}
         for each in new:
-            self.forecaster.lengths.record(self._by_name[each.request_id], len(each.tokens))
+            self.lengths.record(self._by_name[each.request_id], len(each.tokens))
         if new:
             self.idle.add(new)
 
@@ -135,8 +127,6 @@ class Rollout:
         if not self._held:
             return
         running = {worker: each for worker, each in progress.items() if worker in self._held}
-        now, is_alone = self.pool.now(), not self.pool.workers(State.SPOT, State.AHEAD)
-        self.forecaster.observe(running, now, is_alone=is_alone)
         self.on_progress(self._total(list(running.values())))
         known = self._num_known
         more = {w: (known[w],) for w, each in running.items() if each.num_finished > known[w]}

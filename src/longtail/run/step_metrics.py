@@ -90,7 +90,6 @@ class StepRecord:
             "training/policy_version": float(learned.version),
             **{f"timing_s/{name}": s for name, s in {**self.seconds, **learning}.items()},
             "cluster/reused_share": reused_share(spots),
-            "cluster/slowest_speed": min(rollout.slowest for rollout in rollouts),
         }
 
 
