@@ -164,7 +164,7 @@ def drafter_names(names: str, model: str, *, learns: bool) -> list[str]:
     parts = _split(names)
     if not all(parts):
         raise ConfigError(
-            f"speculation.drafter = {names!r}: a name is missing beside +; as in DIR+{HISTORY}"
+            f"speculation.drafter = {names!r}: a name is missing next to +; write DIR+{HISTORY}"
         )
     if FRESH in parts and not learns:
         raise ConfigError(

@@ -58,17 +58,17 @@ class RolloutReport:
 
     @property
     def draft_share(self) -> float:
-        """Share of the time for drafting."""
+        """Fraction of the time for drafting."""
         return self._share(self.draft_s)
 
     @property
     def tuner_share(self) -> float:
-        """Share of the time for the tuner."""
+        """Fraction of the time for the tuner."""
         return self._share(self.tuner_s)
 
     @property
     def bookkeeping_share(self) -> float:
-        """Share of the time outside the sampler and all forward passes."""
+        """Fraction of the time outside the sampler and all forward passes."""
         inside = self.forward_s + self.sample_s + self.draft_forward_s
         return self._share(self.engine_s - inside)
 
@@ -77,7 +77,7 @@ class RolloutReport:
 
     @property
     def tail_idle_share(self) -> float:
-        """Share of the engine's slots that are idle while the longest completions finish."""
+        """Fraction of the engine's slots that are idle while the longest completions finish."""
         capacity = self.max_running * self.seconds
         return 1 - self.running_s / capacity if capacity else 0.0
 

@@ -1,4 +1,4 @@
-"""state.json: what a checkpoint holds beside tensors, and digests by which damage is noticed.
+"""state.json: what a checkpoint holds besides tensors, and digests by which damage is noticed.
 
 {"run_format": 7, "step": 10, "begun": "2026-07-26T10:05:00", "state": {"cursor": ...},
  "files": {"trainer.safetensors": "9f86d0...", ...}, "sha256": digest of the rest}

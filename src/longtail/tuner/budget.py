@@ -65,10 +65,10 @@ _ALL_DRAFTERS_INTERVAL = 64
 _UNCUT_INTERVAL = 32
 """Steps between proposals without threshold, which calibrate unlikely nodes."""
 _PROPOSE_SHARE = 0.6
-"""Share of a node's cost at which it is proposed; which nodes are verified is chosen when all are
+"""Fraction of a node's cost at which it is proposed; which are verified is chosen when all are
 known."""
 _SPARE_SHARE = 0.5
-"""Share of the verified nodes' least probability below which none is proposed. At 1 a better
+"""Fraction of the verified nodes' least probability below which none is proposed. At 1 a better
 drafter is found too late for law 9."""
 _MAX_THRESHOLD = 0.95
 """Highest threshold of a node."""

@@ -28,17 +28,17 @@ from jaxtyping import Float, Int
 from longtail.tuner.records import Batch, DraftTiming, Outcome
 
 _RATE, _CLIP = 0.06, 0.3
-"""Share of an error by which one observation corrects a prediction, and the clip of the error (a
+"""Fraction of an error by which one observation corrects a prediction, and the clip of the error (a
 logarithm)."""
 _EARLY = 16
 """Number of first observations that have larger rates and a larger clip."""
 _GLOBAL_SHARE = 0.8
-"""Share of a correction that scales the whole curve: most errors are of the whole machine, and a
+"""Fraction of a correction that scales the whole curve: most errors are of the whole machine, and a
 local correction bends the curve, whose slope gives marginal costs."""
 _BLOCK = 4
 """Rows that a matrix product computes together on many machines, at least."""
 _OTHER_SHARE = 0.3
-"""Share of a correction that also scales the curve of the other kind of step."""
+"""Fraction of a correction that also scales the curve of the other kind of step."""
 
 
 @final
@@ -89,7 +89,7 @@ class TimeCurve:
         self._scale *= 1 + moved * (_OTHER_SHARE if self._num_seen >= _EARLY else 1.0)
 
     def _piece(self, count: int) -> tuple[int, float]:
-        """Return the knot to the left of a count, and the share of the way to the next knot."""
+        """Return the knot to the left of a count, and the fraction of the way to the next knot."""
         counts = self._counts
         left = min(max(bisect_right(counts, count), 1), len(counts) - 1) - 1
         return left, (count - counts[left]) / (counts[left + 1] - counts[left])

@@ -28,7 +28,7 @@ from longtail.tuner.cost import CostModel
 from longtail.tuner.records import Batch, Outcome
 
 LOSS_SHARE = 0.01
-"""Share of all seconds that drafting may lose."""
+"""Fraction of all seconds that drafting may lose."""
 _INITIAL, _RESUME, _CLEAR, _MOST = 3, 2, 6, 8
 """Seconds on an account at first, from which drafting resumes, from which it clearly wins, and at
 most, in plain steps. A step that accepts nothing takes little from a full account."""

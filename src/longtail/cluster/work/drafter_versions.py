@@ -36,14 +36,14 @@ from longtail.system.tensor_files import Kind, kinds_of, require
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
 _FADE = 0.9
-"""Weight of a text in the sums relative to one of the next step, whose policy is newer."""
+"""Weight of a completion in the sums relative to one of the next step, whose policy is newer."""
 _RENEWED = "draft vocabulary renewed"
 _DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterState:
-    """The published drafter in the middle of a run, with its texts or their sums."""
+    """The published drafter in the middle of a run, with its completions or their sums."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
@@ -136,7 +136,7 @@ class DrafterVersions:
         return self._new_offer(tensors | renewed, reason=_RENEWED if renewed else "", **measured)
 
     def add_sums(self, new: Iterable[Sums]) -> int:
-        """Add the sums over the texts of a step; return the number of these texts' tokens."""
+        """Add the sums over the completions of a step; return the number of their tokens."""
         assert self.sums is not None, "the drafter learns from sums"
         known = self.sums.faded(_FADE)
         before = known.num_tokens
@@ -147,7 +147,7 @@ class DrafterVersions:
         return added
 
     def offer_solved(self, tensors: Mapping[str, Tensor], num_tokens: int) -> DrafterWeights:
-        """Return new weights that follow from sums: the texts decide, so nothing is measured."""
+        """Return new weights that follow from sums; nothing is measured."""
         return self._new_offer(tensors, num_tokens=num_tokens)
 
     def _new_offer(self, tensors: Mapping[str, Tensor], **measured: Any) -> DrafterWeights:
@@ -208,7 +208,7 @@ class DrafterVersions:
     # ---- state
 
     def state(self, **numbers: object) -> DrafterState:
-        """Copy the published drafter and what it learns from, beside `numbers` of the caller."""
+        """Copy the published drafter and what it learns from, with `numbers` of the caller."""
         weights = self.published
         return DrafterState(
             tensors=with_prefix(_DRAFTER, weights.tensors)

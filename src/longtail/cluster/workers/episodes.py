@@ -5,8 +5,8 @@
 
 A generator around another one, which writes each turn as a request of its own: its prompt is all
 that the episode has so far, and its noise is that of the episode's key at these positions. So an
-episode is a function of weights, row, sampling, key and environment, as a text is (law 1). While an
-environment answers, the episode has no row of a step; its KV waits for the next turn.
+episode is a function of weights, row, sampling, key and environment, as a completion is (law 1).
+While an environment answers, the episode has no row of a step; its KV waits for the next turn.
 """
 
 import time
@@ -37,7 +37,7 @@ _SEEDS = 1 << 31
 
 @final
 class EpisodeGenerator(Generator):
-    """Writes episodes on a generator of texts; requests have a row."""
+    """Generates episodes on a generator of turns; requests have a row."""
 
     def __init__(
         self,

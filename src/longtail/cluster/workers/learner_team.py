@@ -55,7 +55,7 @@ class LearnerTeam:
         raise ClusterError(f"a learner step failed {_ATTEMPTS} times; {AGAIN}")
 
     def state(self) -> LearnerState:
-        """Copy the state of the learner beside the weights; of shards, all rows."""
+        """Copy the state of the learner without the weights; of shards, all rows."""
         for _ in range(_ATTEMPTS):
             self.form()
             tensors: dict[str, Tensor] = {}

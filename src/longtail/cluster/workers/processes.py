@@ -1,6 +1,6 @@
 """The processes of the workers, and the calls of their tasks and messages.
 
-A worker runs one task at a time, and answers messages beside it. Every wait has a deadline. A lost
+A worker runs one task at a time, and answers messages meanwhile. Every wait has a deadline. A lost
 worker is reported as a failed task, and as LostWorkerError in place of an answer, busy or idle; an
 exception in a task is returned in its result.
 """

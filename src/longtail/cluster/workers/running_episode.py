@@ -9,7 +9,7 @@ from longtail.types import Completion, Episode, FinishReason, Request
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of an episode, beside `SamplingParams.max_tokens`, which bounds what it writes."""
+    """Limits of an episode; `SamplingParams.max_tokens` bounds what it generates."""
 
     max_turns: int
     max_observed: int

@@ -1,7 +1,7 @@
 """A worker: an engine, a learner and a drafter trainer on one processor, one of them at a time.
 
     task        generate, learn, publish, train_drafter, adopt, ...   one after another, one thread
-    message     stop, offer, release, texts, progress, ...            at any time, another thread
+    message     stop, offer, share_queue, progress, ...               at any time, another thread
 
 A worker knows neither the other workers nor its callers. The arguments of a message take effect
 between two engine steps or two micro-steps of training, and answers are copies, so no message waits
@@ -82,7 +82,7 @@ class Worker:
     def generate(self, requests: Sequence[Request], learns: bool = False) -> ShardResult:
         """Generate all completions but those released. Raises Stopped; then they are aborted.
 
-        `learns`: the result has the sums over these texts, if the drafter learns from sums.
+        `learns`: the result has the sums over these completions, if the drafter learns from sums.
         """
         self._shares_queue = False  # asked of an earlier shard, which had ended
         self._released.clear()
@@ -142,7 +142,7 @@ class Worker:
         """Hand the learner's weights to the engine; return their version.
 
         Raises NonFiniteError with the name of the tensor if an update broke the weights, so that
-        they neither generate texts nor reach a checkpoint.
+        they neither generate nor reach a checkpoint.
         """
         learner = self._components.learner
         self._components.generator.load_policy(learner.version, learner.published())
@@ -161,7 +161,7 @@ class Worker:
         return self._components.learner.digest()
 
     def learner_state(self) -> LearnerState:
-        """Copy the state of the learner beside the weights; sharded, this worker's rows."""
+        """Copy the state of the learner without the weights; sharded, this worker's rows."""
         return self._components.learner.state()
 
     def restore(self, state: PolicyState) -> None:
@@ -253,7 +253,7 @@ class Worker:
         return PolicyState(weights=learner.learned(), learner=learner.state())
 
     def texts(self, step: int) -> list[TextSnapshot]:
-        """Copy the unfinished texts of the present shard."""
+        """Copy the unfinished sequences of the present shard."""
         return [
             TextSnapshot(
                 request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
@@ -274,7 +274,7 @@ class Worker:
         return _taken(self._released)
 
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
-        """Add texts to train the drafter on."""
+        """Add sequences to train the drafter on."""
         self._new_texts.extend(texts)
 
     def offer(self, offer: DrafterWeights) -> None:

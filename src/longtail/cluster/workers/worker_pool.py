@@ -5,7 +5,7 @@
       gone, makes no step,  |             a new process: ready, a copy of the policy, publish
       does not stop         +--wait--> DEAD --> STARTING ---------------------------> IDLE
 
-A lost worker is replaced at once, beside the tasks of the others. A loss may be noticed as the end
+A lost worker is replaced at once, while the others go on. A loss may be noticed as the end
 of a task or in place of an answer; `wait` returns it in either case, and the caller starts the task
 again. A worker for whose process no host has room is ABSENT. As long as `min_workers` are ready,
 the others go on without those that are absent or start, which take part once they are ready.

@@ -87,7 +87,7 @@ def keep(digests: Digests, files: Mapping[str, Any]) -> Path:
 
 
 def _software(*, on_cpu: bool, on_vllm: bool) -> dict[str, str]:
-    """Return what has to be equal for equal texts; on a GPU the processors may differ."""
+    """Return what has to be equal for equal completions; on a GPU the processors may differ."""
     found = {
         "longtail": metadata.version("longtail"),
         "PyTorch": torch.__version__,

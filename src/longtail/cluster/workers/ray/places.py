@@ -30,8 +30,8 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)
 """Preface of HTTP/2, which a gRPC server answers with its settings: a frame of type 4."""
 _SETTINGS = b"\x04"
 _KINDS = {
-    "texts": ("generate", "learn", "accumulate", "texts", "add_texts", "completed", "lengths"),
-    "drafter": ("adopt", "offer", "solve_drafter", "train_drafter", "candidate", "drafter"),
+    "texts": ("generate", "learn", "accumulate", "texts", "add_texts", "completed"),
+    "drafter": ("adopt", "offer", "solve_drafter", "train_drafter", "drafter"),
     "policy": ("restore", "restore_saved", "continue_run", "policy_state", "learner_state"),
     "model": ("make",),
 }
