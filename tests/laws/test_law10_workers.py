@@ -37,7 +37,7 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
 
 
 MESSAGES = (
-    "clear_stop", "progress", "texts", "add_texts", "offer", "drafter_version", "candidate",
+    "clear_stop", "progress", "texts", "add_texts", "offer", "drafter_version",
     "stop",
 )  # fmt: skip
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=9)
