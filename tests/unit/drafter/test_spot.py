@@ -28,9 +28,7 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     best = report.replica
     assert best is not None
     assert best.gain > 0.1
-    gains = [replica.gain for replica in room.measured]
-    assert gains == sorted(gains)  # each measurement reports the best so far
-    assert best is room.measured[-1]
+    assert best.gain == max(replica.gain for replica in room.measured)
     seconds = [replica.seconds for replica in room.measured]
     assert seconds == sorted(seconds)
     assert 0.0 < seconds[-1] <= report.seconds
@@ -50,7 +48,7 @@ def test_without_held_out_text_a_replica_is_unmeasured() -> None:
     room.buffer = DrafterBuffer(10**6, seed=4)
     room.buffer.add(t for t in make_buffer().snapshots() if t.tokens not in held)
     report = room.train(lambda: len(room.measured) == 2)
-    assert report.replica is room.measured[-1]
+    assert report.replica is not None
     assert math.isnan(report.replica.gain)
     assert not report.replica.gain > -1.0
 
