@@ -41,7 +41,6 @@ _SIGNATURES: dict[str, list[Any]] = {
     "add_norm_backward": [_PTR] * 6 + [_INT] * 2 + [_FLOAT],
     "stream_norm": [_PTR] * 5 + [_INT] * 2 + [_FLOAT],
     "stream_norm_backward": [_PTR] * 7 + [_INT] * 2 + [_FLOAT],
-    "accumulate": [_PTR] * 2 + [_INT] * 2 + [_THREADS],
     "add_fixed": [_PTR] * 2 + [_INT, _PTR, _THREADS],
     "from_fixed": [_PTR] * 2 + [_INT, ctypes.c_double, _THREADS],
     "rotate_backward": [_PTR, _INT] + [_PTR] * 4 + [_INT] + [_PTR] * 2 + [_INT] * 3 + [_FLOAT],

@@ -13,7 +13,6 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longtail.model.kernels import native
 from longtail.system import machine
 from longtail.system.device import multiplies_bfloat16
 
@@ -32,19 +31,6 @@ def pointer(tensor: Tensor | None) -> int | None:
 def apply(operation: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Return `operation.apply(...)`, whose type torch does not declare."""
     return operation.apply(*arguments)  # type: ignore[no-untyped-call]
-
-
-def sum_into(total: Tensor, part: Tensor, *, add: bool) -> None:
-    """Add a part to a total of another dtype, or write it there."""
-    functions = native.functions(part.dtype) if total.device.type == "cpu" else None
-    if functions is not None and total.dtype == torch.float32:
-        functions["accumulate"](
-            pointer(total), pointer(part), total.numel(), add, torch.get_num_threads()
-        )
-    elif add:
-        total.add_(part)
-    else:
-        total.copy_(part)
 
 
 @final

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import ROWS, apply, multiply, padded_rows, sum_into
+from longtail.model.kernels.products import ROWS, apply, multiply, padded_rows
 
 _HELD_BYTES = 16
 """Bytes of logits that are kept per logit of the caller's limit: four of float32, as PyTorch's
@@ -208,7 +208,11 @@ class _TokenScores(torch.autograd.Function):
             if gradient is not None:
                 for column in range(0, len(computed), _COLUMNS):
                     columns = slice(column, column + _COLUMNS)
-                    sum_into(gradient[columns], slopes[:, columns].t() @ hidden, add=first > 0)
+                    found = slopes[:, columns].t() @ hidden
+                    if first:
+                        gradient[columns] += found
+                    else:
+                        gradient[columns] = found
         return (
             None if grad_hidden is None else grad_hidden[: len(tokens)],
             gradient,

@@ -147,19 +147,6 @@ void NAME(stream_norm_backward)(const float *restrict stream, const float *restr
   }
 }
 
-/* sum += part, or sum = part. */
-void NAME(accumulate)(float *restrict sum, const T *restrict part, int64_t size, int64_t add,
-                      int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t start = 0; start < size; start += 4096) {
-    const int64_t end = size - start < 4096 ? size : start + 4096;
-    if (add)
-      for (int64_t i = start; i < end; i++) sum[i] += LOAD(part[i]);
-    else
-      for (int64_t i = start; i < end; i++) sum[i] = LOAD(part[i]);
-  }
-}
-
 /* sum += part * 2^40, rounded to even; `largest` becomes the largest magnitude of a part, infinite
  * if one is not finite. Parts of 2^22 and more are not added. */
 void NAME(add_fixed)(int64_t *restrict sum, const T *restrict part, int64_t size, float *largest,
