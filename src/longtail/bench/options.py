@@ -34,8 +34,8 @@ class E2eBenchOptions:
         """Refuse arms that cannot be compared."""
         given = ",".join(self.arms)
         if self.arms[0] != "off" or len(self.arms) < 2:
-            raise ConfigError(f"--arms = {given!r}: off comes first, and others are compared to it")
+            raise ConfigError(f"--arms = {given!r}: off comes first; name another to compare")
         if len(set(self.arms)) < len(self.arms):
-            raise ConfigError(f"--arms = {given!r}: each arm is given once")
+            raise ConfigError(f"--arms = {given!r}: name each arm once")
         if self.plot is not None and not Path(self.plot).absolute().parent.is_dir():
             raise ConfigError(f"--plot = {self.plot!r}: its directory does not exist; make it")

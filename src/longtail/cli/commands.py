@@ -81,7 +81,7 @@ class ConfiguredCommand:
 COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
     {
         "train": ConfiguredCommand(
-            "Train a policy with reinforcement learning. A run that was stopped is resumed.",
+            "Train a policy with reinforcement learning, or resume a stopped run.",
             RunConfig,
             "loop.train",
         ),
@@ -91,8 +91,7 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
             "programs.sft.run",
         ),
         "drafter train": ConfiguredCommand(
-            "Train an EAGLE drafter on completions of its target, generated first or read from "
-            "files.",
+            "Train a drafter on completions of its target, generated first or read from files.",
             DrafterTrainConfig,
             "programs.drafter_train.run",
         ),
@@ -127,7 +126,7 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
             "serve.run",
         ),
         "bench e2e": Command(
-            "Compare a training run with and without drafting and work of idle workers.",
+            "Compare a training run without drafting, with it, and with work for idle workers.",
             E2eBenchOptions,
             "bench.e2e.run",
         ),
@@ -142,7 +141,7 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
             "view.command.run",
         ),
         "doctor": Command(
-            "Check packages, hardware and kernels, and print a remedy for what is missing.",
+            "Check packages, hardware and kernels; print remedies.",
             options.DoctorOptions,
             "cli.doctor.run",
         ),

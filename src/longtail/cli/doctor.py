@@ -89,15 +89,15 @@ def examine() -> Iterator[Finding]:
 
 
 def _model_facts(name: str) -> Iterator[Finding]:
-    """Yield how texts of a model end."""
+    """Yield the tokens that end a completion of a model."""
     from longtail.model.hf.tokenizer import load_tokenizer
     from longtail.run.models import model_directory
 
     tokenizer = load_tokenizer(model_directory(name, field="MODEL"))
     ends = [f"{tokenizer.token_bytes(each).decode()} = {each}" for each in tokenizer.eos_ids]
     remedy = "" if ends else "set eos_token in tokenizer_config.json"
-    value = ", ".join(ends) or "no token: texts go on until max_tokens"
-    yield Finding("ends of texts", value, "ok" if ends else "optional", remedy)
+    value = ", ".join(ends) or "no token: completions end at max_tokens"
+    yield Finding("end tokens", value, "ok" if ends else "optional", remedy)
     turn = repr(tokenizer.ends.turn) if tokenizer.has_chat_template else "no chat template"
     yield Finding("behind an answer", turn)
 
@@ -159,7 +159,7 @@ def _package(name: str, version: str | None, needed: str, remedy: str) -> Findin
 
 
 def _torch_facts() -> Iterator[Finding]:
-    """Yield native kernels, GPUs, what `auto` is and in which dtypes texts are exact."""
+    """Yield native kernels, GPUs, what `auto` is, and the dtypes with exact completions."""
     import torch
 
     from longtail.assembly import precision
@@ -192,7 +192,7 @@ def _torch_facts() -> Iterator[Finding]:
         training = "in hardware" if trains else "emulated, 12 times as long as float32"
         yield Finding(f"bfloat16 on {device}", f"rollouts {rollouts}; training {training}")
     exact = [name for name, dtype in DTYPES.items() if native.layout(dtype) is not None]
-    value = " and ".join(exact) or "no dtype: texts may differ at near-ties"
+    value = " and ".join(exact) or "no dtype: completions may differ at near-ties"
     yield Finding("batch-invariant", value)
 
 

@@ -30,10 +30,10 @@ verbs:
   merge      write the whole model of a run that trained adapters
   generate   generate completions with a model or the newest checkpoint of a run
   serve      serve a model or the newest checkpoint of a run with the OpenAI HTTP API
-  bench      measure a training run with drafting and without
-  report     write the page that view shows as one file, with the run's data in it
+  bench      compare a training run with drafting and without
+  report     write the page of a run as one file
   view       show runs on a live web page: rewards, workers, drafts and rollouts to read
-  doctor     check packages, hardware and kernels, and print a remedy for what is missing
+  doctor     check packages, hardware and kernels; print remedies
 
 Run `longtail VERB --help` for options, `longtail --version` for the version.
 Start with `longtail sft quickstart`, then `longtail train quickstart`."""

@@ -124,7 +124,7 @@ class DoctorOptions:
     model: Annotated[
         str | None,
         Option(
-            "model whose ends of texts and limits of speed are shown, named as model.path",
+            "model whose end tokens and speed limits to show, named as model.path",
             positional=True,
         ),
     ] = None

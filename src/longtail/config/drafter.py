@@ -27,7 +27,7 @@ from longtail.system.machine import MAX_INT32
 
 
 class TargetSection(Section):
-    """The model that the drafter serves; its weights stay as they are."""
+    """The model that the drafter drafts for; its weights do not change."""
 
     path: Name = "smollm2"
     """Model, named as in `model.path` of train."""
@@ -42,7 +42,7 @@ class DrafterSection(Section):
     recipe: Name = "eagle3"
     """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
     last hidden state and learns to predict the next one, too; `ridge` predicts the states of a
-    block of tokens by least squares, from one pass over the texts and without a step size."""
+    block of tokens by least squares, from one pass over the data and without a step size."""
     slots: Annotated[int, Field(ge=1, le=16)] = 6
     """ridge: number of tokens of a block."""
     layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
@@ -57,29 +57,29 @@ class DrafterSection(Section):
     """Drafter to start from, named as in `speculation.drafter` of train; its recipe, layers, window
     and vocabulary are kept, so leave those out. Unset starts from fresh weights."""
     draft_vocab_size: Amount = 0
-    """Number of tokens the drafter can propose, the most frequent ones of the texts; 0 is the whole
-    vocabulary. `ridge` proposes what the texts write."""
+    """Number of tokens the drafter can propose, the most frequent ones of the data; 0 is the whole
+    vocabulary. `ridge` proposes what occurs in the completions."""
 
 
 class TextSection(PromptSection):
-    """The texts that the drafter learns."""
+    """Sequences that the drafter learns from."""
 
     source: Name = RUNNING_SUMS
     """`running_sums`, a .jsonl or .parquet file, `hf:NAME_OR_DIR[:SPLIT]` or
     `reasoning_gym:TASK`."""
     completions: Literal["generated", "given"] = "generated"
-    """`generated`: the source holds prompts, and the target completes them first (the best texts
-    for a drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
+    """`generated`: the source holds prompts, and the target completes them first (best for a
+    drafter). `given`: rows hold prompt and completion, chat messages, or a text."""
     size: Generated = 1024
     """Largest number of rows to use."""
     heldout_size: HeldOut = 32
-    """Number of these rows, off the end, that are measured and not learned."""
+    """Number of these rows, the last ones, that are held out to measure the drafter."""
     completion_column: Name | None = None
     """given: column with the completion; unset tries the usual names."""
     text_column: Name = "text"
     """given: column with a whole text, read where a row has one."""
     max_len: Annotated[int, Field(ge=4, le=MAX_INT32)] = 4096
-    """given: longest text in tokens; longer texts are cut off."""
+    """given: longest sequence in tokens; longer ones are cut."""
     max_prompt_len: Count = 512
     """generated: longest prompt in tokens; longer prompts are left out and counted."""
     max_tokens: Count = 2048
@@ -97,11 +97,11 @@ class DrafterTrainSection(OptimizerSection):
 
     steps: Count = 400
     """Number of optimizer updates, those before a resume included; `ridge` makes one pass over the
-    texts."""
+    data."""
     batch_tokens: Count = 1024
     """Tokens of one update, packed, prompts included."""
     tokens_per_micro_batch: Count = 4096
-    """Tokens of one forward and backward pass; a longer text gets a pass of its own."""
+    """Tokens of one forward and backward pass; a longer sequence gets a pass of its own."""
     learning_rate: Positive = 1e-2
     """Peak learning rate of AdamW; of the norms alone unless `matrix_rate` is 0."""
     matrix_rate: NotNegative = 0.03

@@ -278,7 +278,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 def describe(name: str, detail: ErrorDetails) -> str:
     """Return the message for a wrong value: its name, itself and what it must be."""
     if detail["type"] == "missing":
-        return f"{name}: it is missing"
+        return f"{name}: it is missing; give it"
     if detail["type"] == "extra_forbidden":
         return f"{name}: it is unknown"
     is_word = name.startswith("--") and isinstance(detail["input"], str)

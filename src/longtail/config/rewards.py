@@ -1,4 +1,4 @@
-"""Configuration of rewards, and of environments, which give them."""
+"""Configuration of rewards and environments."""
 
 from typing import Literal
 
@@ -13,11 +13,11 @@ class RewardSection(Section):
 
     name: Name = "last_number"
     """`exact`, `last_number` (the completion's last number equals the answer), `math_verify`,
-    `reasoning_gym`, `environment` (the sum of what it gave), or `module:function` as in TRL. Unset,
+    `reasoning_gym`, `environment` (the sum of its rewards), or `module:function` as in TRL. Unset,
     problems of reasoning-gym have `reasoning_gym`, and episodes `environment`."""
     per: Literal["completion", "group"] = "completion"
-    """Completions that `module:function` gets in one call: one, so that a failure excludes no
-    other; or all of a prompt, to compare them."""
+    """Completions in one call of `module:function`: one, so that a failure excludes no other; or
+    the whole group of a prompt, to compare them."""
     timeout_s: Seconds = 10.0
     """Most seconds per call; a slower grader is killed, within 0.2 s, and its rollouts excluded."""
     workers: Processes = 1
@@ -25,7 +25,7 @@ class RewardSection(Section):
 
 
 class EnvironmentSection(Section):
-    """Episodes: an environment answers what the model writes, and the model goes on."""
+    """Environment of episodes: it answers the model's turns."""
 
     name: Name | None = None
     """`module:Class` (with `reset` and `step`, or with `reset`, tools and `get_reward` as in TRL),
@@ -35,9 +35,8 @@ class EnvironmentSection(Section):
     max_turns: Count = 8
     """Most turns of an episode; `rollout.max_tokens` bounds the tokens that it writes."""
     max_observed: Count = 1024
-    """Most tokens of an episode's observations; one that is longer ends it. The engine's length has
-    room for as many, of which the environment's first messages and descriptions of tools take a
-    part."""
+    """Most tokens of an episode's observations; a longer one ends the episode. The environment's
+    first messages and descriptions of tools share this room of the engine's length."""
     timeout_s: Seconds = 30.0
     """Most seconds of an answer; a slower environment is killed, and the episode excluded."""
     episode_timeout_s: Seconds = 600.0

@@ -118,7 +118,7 @@ class SpeculationSection(Section):
     """Speculative decoding of rollouts: changes speed, never a token."""
 
     drafter: Name = "auto"
-    """`none`, `history` (suffixes of other texts of the prompt), `phrases` (suffixes of all
+    """`none`, `history` (copies from the prompt's completions), `phrases` (copies from all
     completions), `module:Class` (yours, without weights), `fresh` (a ridge drafter that learns in
     the run), or a directory: of a drafter, of a run that trained one, or published (vLLM's layout).
     `+` joins several. `auto` is the drafter of the run, else `fresh`, with `history+phrases`."""
@@ -141,9 +141,9 @@ class SpotSection(Section):
     """Training of the drafter during the run."""
 
     train: Literal["spot", "never"] = "spot"
-    """When an EAGLE drafter is trained. `spot`: by workers that have finished their share of a
-    rollout, until the last one has; by a single worker after each rollout, for a tenth of its time.
-    A ridge drafter learns from all that is written. `never`: no drafter learns."""
+    """When an EAGLE drafter is trained. `spot`: by workers without requests, until the
+    rollout ends; by a single worker after each rollout, for a tenth of its time. A ridge drafter
+    learns from every completion. `never`: no drafter learns."""
     learning_rate: Positive = 1e-3
     """Learning rate of AdamW, for vectors and norms; for all weights if `matrix_rate` is 0."""
     matrix_rate: NotNegative | None = None
@@ -151,7 +151,7 @@ class SpotSection(Section):
     batch_tokens: Annotated[int, Field(ge=16, le=MAX_INT32)] = 768
     """Tokens of one update; small, so that idle time has several and they can be measured."""
     buffer_mb: Count = 64
-    """Most memory for training texts, in MiB."""
+    """Most memory for training sequences, in MiB."""
     features_mb: Amount = 64
     """Most memory for features captured during the rollout, in MiB; 0 recomputes them."""
 
@@ -182,7 +182,7 @@ class LoraSection(Section):
     targets: Annotated[tuple[Name, ...], Field(min_length=1)] = ("all-linear",)
     """Modules with an adapter, by the ends of their names; `all-linear` is all but the head."""
     dropout: Share = 0.0
-    """Share of an adapter's inputs that is left out of passes with a gradient."""
+    """Fraction of an adapter's inputs that is dropped in passes with a gradient."""
 
 
 class LearnerSection(OptimizerSection):
@@ -211,7 +211,7 @@ class LearnerSection(OptimizerSection):
     """Cap of the truncated importance weights min(learner/rollout, cap), which correct the gap
     between rollout and learner; unset logs the gap without correcting it."""
     streaming: bool | None = None
-    """Whether idle workers learn from finished groups while other texts are being written; the
+    """Whether idle workers learn from finished groups while others still generate; the
     update is the same. Unset is on where one worker can learn from a group by itself."""
     dynamic_sampling: bool | None = None
     """Whether to leave out groups with equal rewards, and to sample further prompts for them; unset
@@ -252,10 +252,10 @@ class RunSection(CommonRunSection):
     steps: Count = 100
     """Number of rollout-and-update steps, those before a resume included."""
     save_rollouts: bool = True
-    """Whether every graded completion is appended to rollouts.jsonl, and what of it was drafted to
+    """Whether every graded completion is appended to rollouts.jsonl, and its drafted tokens to
     drafts.jsonl."""
     speculation_mb: Amount = 256
-    """Most size of speculation.jsonl in MiB, which records what every engine step drafted, and of
+    """Largest size in MiB of speculation.jsonl, which has what every engine step drafted, and of
     drafts.jsonl; beyond it the oldest rollouts are left out. 0 is unlimited."""
 
 

@@ -19,7 +19,7 @@ class VllmSettings(Section):
     depth: Annotated[int, Field(ge=1, le=16)] = 4
     """Most tokens that the learned drafter drafts ahead."""
     history: bool = True
-    """Whether it copies from the request's text and from those of the same prompt, too."""
+    """Whether it also copies from the request's own tokens and those of the same prompt."""
     begin: Name | None = None
     """Directory of a ridge drafter to begin with."""
 

@@ -38,7 +38,9 @@ class ViewOptions:
 def run(options: ViewOptions) -> int:
     """Show runs on a web page until a signal arrives."""
     if len(options.runs) > MOST_RUNS:
-        raise ConfigError(f"{len(options.runs)} runs: one page shows at most {MOST_RUNS}")
+        raise ConfigError(
+            f"{len(options.runs)} runs: one page shows at most {MOST_RUNS}; name fewer"
+        )
     token = read_secret(options.token_file, TOKEN_VARIABLE, "--token-file", "a token")
     remedy = f"a token is needed: set ${TOKEN_VARIABLE}, give --token-file"
     check_address(options.host, token, remedy)

@@ -121,8 +121,8 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(spot, cold
     [
         ("--arms off,warm", "--arms[1] = warm: it must be 'off', 'frozen'"),
         ("--arms spot,off", "--arms = 'spot,off': off comes first"),
-        ("--arms off", "--arms = 'off': off comes first, and others"),
-        ("--arms off,spot,spot", "each arm is given once"),
+        ("--arms off", "--arms = 'off': off comes first; name another"),
+        ("--arms off,spot,spot", "name each arm once"),
         ("--steps 0", "--steps = 0: it must be greater"),
     ],
 )

@@ -29,7 +29,7 @@ def test_a_healthy_machine_gets_its_findings_and_exit_code_0(capsys):
 def test_it_shows_how_texts_of_a_model_end(tmp_path, capsys):
     assert doctor.run(DoctorOptions(model=str(save_tiny(tmp_path)))) == 0
     out = capsys.readouterr().out
-    assert re.search(r"ends of texts +<eos> = 1\n.*behind an answer +'<eos>'\n", out)
+    assert re.search(r"end tokens +<eos> = 1\n.*behind an answer +'<eos>'\n", out)
     assert "rows of a step are free" in out
 
 
@@ -73,7 +73,7 @@ def test_it_says_in_which_dtypes_a_text_does_not_depend_on_its_batch(monkeypatch
     monkeypatch.setattr(native, "layout", {torch.float32: "inputs"}.get)
     assert examined()["batch-invariant"].value == "float32"
     monkeypatch.setattr(native, "layout", lambda dtype: None)
-    assert examined()["batch-invariant"].value == "no dtype: texts may differ at near-ties"
+    assert examined()["batch-invariant"].value == "no dtype: completions may differ at near-ties"
 
 
 def test_an_absent_extra_comes_with_the_command_and_is_no_failure(capsys, monkeypatch):
