@@ -84,7 +84,7 @@ class RolloutSection(Section):
 
     engine: Literal["auto", "own", "vllm"] = "auto"
     """`own`: longtail's engine, on CPUs, for the families of its decoder. `vllm`: vLLM in each
-    worker's process, for any architecture. `auto` is `own` where that can be."""
+    worker's process, for any architecture. `auto`: `own` where it can run, else `vllm`."""
     vllm: Table | None = None
     """Arguments of vLLM's engine: {gpu_memory_utilization = 0.5, enable_sleep_mode = true}."""
     prompts_per_step: Count = 16
@@ -229,7 +229,7 @@ class LearnerSection(OptimizerSection):
     """Type of the master weights; float64 is the reference."""
     sums: Literal["auto", "exact", "float"] = "auto"
     """Sums of gradients: `exact` (8 bytes a weight) has the same bits for any number and order of
-    workers, `float` takes half of that; `auto` is `exact` where the device has room for that."""
+    workers, `float` takes half of that; `auto` is `exact` where the device has room."""
     sharding: Literal["none", "full"] = "none"
     """`full`: each worker holds one shard of master weights, gradients, moments and reference
     (FSDP2), and all weights in main memory. A lost worker ends the run, which can be resumed."""

@@ -118,7 +118,7 @@ class TensorFile:
         return tensor
 
     def read_all(self, wanted: Wanted | None = None, remedy: str = _AGAIN) -> dict[str, Tensor]:
-        """Return the tensors, which must be exactly the wanted ones; None: whatever is there."""
+        """Return the tensors; require exactly the wanted ones (None: accept any)."""
         if wanted is not None:
             require(self.path, self.kinds, wanted, remedy)
         kinds = self.kinds if wanted is None else wanted
