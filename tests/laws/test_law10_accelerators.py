@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Workshop, build, read_lines, save_untaught, write_lines
-from longtail.drafter.training.gain import DrafterGain
-from longtail.drafter.training.replica import Replica, SpotReport
+from longtail.drafter.training.replica import DrafterGain, Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
 
 WORDS = (

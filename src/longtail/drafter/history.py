@@ -11,12 +11,11 @@ The last tokens of a request are looked up in a pool of texts; the longest known
     known contexts     a b c: d twice      b c and c: d twice, e once
     draft              d
 
-A child can be wrong in two ways: another known continuation comes, or an unknown one. Counts and
-noise predict the first; the second depends on the length of the context (measured; for a single
-continuation the noise predicts almost nothing). A margin is the smaller of the two leads.
+A child is wrong if another known continuation comes, or an unknown one. Counts and noise predict
+the first, the length of the context the second. A margin is the smaller of the two leads.
 
-Pools survive updates of the policy, to which the confidence curve adapts. Each drafter has a curve
-of its own, since the same margin means more in texts of the same prompt than in those of others.
+Pools survive updates of the policy. Each drafter has a confidence curve of its own, since the same
+margin means more in texts of the same prompt than in those of others.
 """
 
 import abc

@@ -1,8 +1,7 @@
 """A drafter's tensors: versions, averages, loading into a layer; the head it drafts with.
 
-The target's embedding and head are never among them: every receiver has the target. With a reduced
-draft vocabulary its token ids are one more tensor, so that a vocabulary renewed for new texts
-travels like trained weights.
+The target's embedding and head are never among them: every receiver has the target. The token ids
+of a reduced draft vocabulary are one more tensor, so that a renewed one travels like weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,7 @@ class DrafterWeights:
 
     def has_parameters_of(self, other: "DrafterWeights") -> bool:
         """Return whether only the draft vocabulary may differ."""
-        theirs = other.tensors
-        mine = without_ids(self.tensors)
+        mine, theirs = without_ids(self.tensors), other.tensors
         return all(name in theirs and torch.equal(mine[name], theirs[name]) for name in mine)
 
 

@@ -213,7 +213,7 @@ def test_a_draft_is_the_draws_of_its_states(ids):
     expected = []
     for slot in range(1, SLOTS + 1):
         before = model.embedding(torch.tensor([expected[-1] if expected else tokens[11]]))
-        logits = layer.move(layer.stream(slot, inputs), slot, before) @ head.T
+        logits = layer(slot, inputs, before) @ head.T
         noise = gumbel_noise(torch.tensor([KEY]), torch.tensor([11 + slot]), 128, entries)
         expected.append(int(entries[(logits / 0.7 + noise).argmax()]))
     assert tree.tokens == tuple(expected)

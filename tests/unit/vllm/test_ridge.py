@@ -126,7 +126,7 @@ def test_drafts_are_those_of_a_ridge_layer_with_its_vocabulary() -> None:
     inputs = torch.cat((states, EMBEDDING[roots]), 1)
     before = roots
     for slot in range(DEPTH):
-        state = layer.move(layer.stream(slot + 1, inputs), slot + 1, EMBEDDING[before])
+        state = layer(slot + 1, inputs, EMBEDDING[before])
         before = ids[(state @ HEAD.weight[ids].T + HEAD.bias[ids]).argmax(-1)]
         assert torch.equal(found[:, slot], before)
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from longtail.drafter.eagle.fresh import renewed_ids
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.gain import DrafterGain
-from longtail.drafter.training.replica import Replica
+from longtail.drafter.training.replica import DrafterGain, Replica
 from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,

@@ -34,8 +34,7 @@ from longtail.speculation.tree import DraftTree
 class EagleDrafter(GrowingDrafter):
     """Drafts with an EAGLE layer for one target; the layer is packed and belongs to the drafter.
 
-    `draft_ids` lists the target's tokens of a reduced draft vocabulary. `head` replaces the
-    target's head, for published drafters that have one.
+    `head` replaces the target's, for published drafters that have one.
     """
 
     def __init__(
@@ -74,11 +73,7 @@ class EagleDrafter(GrowingDrafter):
         self.__dict__.pop("_kernel", None)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the layer by one with these trained weights; CheckpointError if misshapen.
-
-        Allowed between any two calls. Requests in progress get the drafts of a drafter that had
-        these weights from the start. The confidence curve is kept; it adapts within a few steps.
-        """
+        """Replace the layer; the confidence curve is kept, and adapts within a few steps."""
         dtype = next((each.dtype for each in weights.values() if each.is_floating_point()), None)
         layer = EagleLayer(self._config).to(self._target.device, dtype or self._layer.dtype)
         load_parameters(layer, weights)
@@ -157,9 +152,8 @@ _Stored = tuple[Float[Tensor, "pairs hidden"], Float[Tensor, "pairs heads head_d
 class _EagleWalker(Walker):
     """One draft round for requests whose windows reach up to their roots.
 
-    A round stores keys and values of all pairs that lack them (prefill) and scores the last pair of
-    each request, its root. A level of nodes does both in one pass. Keys and values of nodes follow
-    the window's slots in the order of expansion; the next round overwrites them.
+    Keys and values of nodes follow the window's slots in the order of expansion; the next round
+    overwrites them.
     """
 
     def __init__(

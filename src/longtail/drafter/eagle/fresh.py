@@ -68,11 +68,11 @@ def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequenc
 
 
 MIN_RISE = 0.005
-"""Rise of the share of covered tokens from which a vocabulary is renewed."""
+"""Rise of the fraction of covered tokens from which a vocabulary is renewed."""
 
 
 def coverage(ids: Int[Tensor, "draft"], counts: Int[Tensor, "vocab"]) -> float:
-    """Return the share of counted tokens that are in a vocabulary; 1 without any token."""
+    """Return the fraction of counted tokens that are in a vocabulary; 1 without any token."""
     total = int(counts.sum())
     inside = ids[ids < len(counts)]
     return int(counts[inside].sum()) / total if total else 1.0
@@ -83,8 +83,7 @@ def renewed_ids(
 ) -> Int[Tensor, "draft"] | None:
     """Return the commonest tokens, ascending, if they cover clearly more than `ids`; else None.
 
-    A drafter can only propose tokens of its vocabulary, so tokens outside it are never accepted.
-    The head is the target's own rows, so other ids need no training: their rows are gathered anew.
+    The head is the target's own rows, so other ids need no training.
 
     `counts[token]` is the number of occurrences in recent texts; tokens beyond its end have none.
     Among tokens that are equally common, those of `ids` are kept.

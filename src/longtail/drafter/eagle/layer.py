@@ -17,8 +17,7 @@ arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840):
              the residual is the feature; the head reads the normed output, the next depth the
              output before the norm
 
-The layer owns the parameters and the arithmetic that training and drafting share. The target's
-embedding and head are arguments: they are never copied, saved or trained.
+The target's embedding and head are arguments: they are never copied, saved or trained.
 """
 
 import math
@@ -56,8 +55,7 @@ class EagleConfig(DraftConfig):
     window: int = 64
     """Number of pairs that a pair attends to, itself included; 0: all before it."""
     feature_scale: float = 1.0
-    """eagle3: factor of the features before `fc`. A residual stream grows with depth, and a fresh
-    layer trains several times faster if its inputs have a size of about 1."""
+    """eagle3: factor of the features before `fc`; see `fresh.fresh_drafter`."""
 
     def __post_init__(self) -> None:
         if self.recipe == "eagle3" and not self.layers:

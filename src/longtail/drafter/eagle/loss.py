@@ -96,7 +96,8 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 best = q.argmax(-1)
                 # log sum exp, from the entry that cannot underflow
                 total = _at(logits, best) - _at(q, best).log()
-                found[0, depth, part] = total - _dot(restricted, logits)
+                products = torch.bmm(restricted[:, None], logits[:, :, None])  # in one pass
+                found[0, depth, part] = total - products[:, 0, 0]
                 found[1, depth, part] = (best == most_likely).to(working)
                 found[2, depth, part] = torch.minimum(p, q, out=logits).sum(-1)
                 if gradient is not None:
@@ -139,8 +140,3 @@ def _product(
 
 def _at(x: Float[Tensor, "rows vocab"], ids: Int[Tensor, "rows"]) -> Float[Tensor, "rows"]:
     return x.gather(1, ids[:, None])[:, 0]
-
-
-def _dot(x: Float[Tensor, "rows vocab"], y: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows"]:
-    """Return the scalar product of each row, in one pass."""
-    return torch.bmm(x[:, None], y[:, :, None])[:, 0, 0]

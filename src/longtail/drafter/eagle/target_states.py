@@ -1,10 +1,7 @@
-"""The target's states for packed texts: looked up where an engine kept them, else computed.
-
-    packed --sequence by sequence--> found --rows----------------------------> states --> features
-                                       `--None--> one packed pass over those ---^  `--> final
+"""The target's states of packed sequences: looked up where an engine kept them, else computed.
 
 A state follows from the weights and the tokens before it, so both ways give the same states; a
-window's are looked up with the text before it, and computed without.
+window's are looked up with the tokens before it, and computed without.
 """
 
 from collections.abc import Callable, Iterator, Mapping

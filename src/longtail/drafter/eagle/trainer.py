@@ -87,7 +87,7 @@ class DrafterTrainer:
     """
 
     sums: ClassVar[Mapping[str, Tensor]] = {}
-    """The weights follow from gradients."""
+    """Empty: the weights follow from gradients."""
 
     def __init__(
         self,
@@ -120,9 +120,8 @@ class DrafterTrainer:
     ) -> TrainerReport:
         """Make one update on a batch of micro-batches; Interrupted if `stopped` returns True.
 
-        `stopped` is called before every micro-batch, between its parts and the target's layers, and
-        before the update. Micro-batches that are finished stay so: the next call is given the same
-        batch and continues behind them.
+        `stopped` is called often, also between the target's layers. Finished micro-batches stay so:
+        the next call is given the same batch and continues behind them.
         """
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:

@@ -10,8 +10,8 @@ moves them to its front. So memory and time do not grow with the text.
     keys, values    k    k    .    .    n  n  n            done = 2: two pairs to prefill, then
                                                            the nodes of a draft
 
-A pair's key and value depend on its own feature and token alone (the drafter has one layer), so the
-prefill after steps without drafts is one exact pass over at most `window` pairs.
+A pair's key and value depend on its own feature and token alone, so the prefill after steps without
+drafts is one exact pass over at most `window` pairs.
 """
 
 from collections import OrderedDict

@@ -7,9 +7,8 @@
                                published drafter that has its own, the `sums/` of one that follows
                                from sums
 
-The target's embedding and head are not written. Shape and tokenizer must always match the target;
-weights need not, because during RL a drafter stays useful after a policy update. The caller chooses
-whether they must match.
+The target's embedding and head are not written. Shape and tokenizer must match the target; weights
+only where the caller wants it, because a drafter stays useful after a policy update.
 """
 
 import hashlib
@@ -72,7 +71,7 @@ class TrainingRecord:
     tokens: int
     unroll_steps: int
     agreement: tuple[float, ...] = ()
-    """Share of equal most likely tokens; empty without held-out text."""
+    """Fraction of equal most likely tokens; empty without held-out completions."""
     overlap: tuple[float, ...] = ()
     accept_len: float | None = None
 

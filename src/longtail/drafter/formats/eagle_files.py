@@ -5,8 +5,7 @@
     lm_head      kept only if it differs from the target's rows
     layer ids    counted as in vLLM or as in SGLang
 
-Tensors and fields that `EagleLayer` does not support (biases, norms of queries and keys, more
-layers) raise ConfigError with their name; ignoring them would silently give bad drafts.
+Tensors and fields that `EagleLayer` does not support raise ConfigError with their name.
 """
 
 import math
@@ -32,6 +31,7 @@ from longtail.drafter.formats.checkpoint import (
 )
 from longtail.drafter.formats.layouts import (
     LAYER_IDS,
+    OWN_FIELDS,
     SECTION,
     layers_of,
     parts,
@@ -54,8 +54,6 @@ LayerIds = Literal["auto", "input", "output"]
 _PREFIX = "layers.0"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _ASIDE = (_HEAD, _EMBEDDING, "d2t", "t2d")
-_OWN = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope")
-"""Fields of a drafter's shape that may differ from the target's."""
 _REMEDY = "longtail has no place for it; train one: longtail drafter train"
 _OTHER = "give the drafter of this target with its own config.json, or train one: drafter train"
 _SAMPLE_TEXT = "Let me think about this step by step. First, we need to find what is asked. " * 8
@@ -123,10 +121,9 @@ def load_published(
 ) -> LoadedDrafter:
     """Read a published drafter for `target`, whose name is `name`, onto its device.
 
-    `layer_ids` is the convention of the tapped layers' ids; see `layers_of`.
-
-    A power of two is moved from `fc` to `feature_scale`, without loss, so that training can
-    continue. Raises ConfigError with the name of the tensor or field that does not fit.
+    `layer_ids` is the convention of the tapped layers' ids; see `layers_of`. A power of two is
+    moved from `fc` to `feature_scale`, without loss, so that training can continue. Raises
+    ConfigError with the name of the tensor or field that does not fit.
     """
     fields = read_fields(path)
     tensors = {plain_name(each): tensor for each, tensor in read_tensors(path).items()}
@@ -191,7 +188,7 @@ def _own_shape(fields: Fields, target: ModelConfig) -> ModelConfig | None:
         mine, theirs = asdict(target)[name], asdict(read)[name]
         if mine != theirs:
             raise _misfit(fields, f"{name} = {theirs}, the target has {mine}")
-    own = replace(target, **{name: getattr(read, name) for name in _OWN})
+    own = replace(target, **{name: getattr(read, name) for name in OWN_FIELDS})
     return None if own == target else own
 
 

@@ -25,6 +25,8 @@ from longtail.system import tensor_files
 SECTION = "longtail"
 """Section of config.json that only `longtail drafter import` reads."""
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+OWN_FIELDS = ("intermediate_size", "num_heads", "num_kv_heads", "head_dim", "norm_eps", "rope")
+"""Fields of a drafter's shape that may differ from the target's."""
 _ARCHITECTURES = {"eagle1": "LlamaForCausalLM", "eagle3": "LlamaForCausalLMEagle3"}
 
 
@@ -92,15 +94,10 @@ def to_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
     as_llama = ModelConfig(
         family="llama",
         vocab_size=target.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
+        hidden_size=target.hidden_size,
         num_layers=1,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
         max_positions=target.max_positions,
-        norm_eps=shape.norm_eps,
-        rope=shape.rope,
+        **{name: getattr(shape, name) for name in OWN_FIELDS},
     )
     content = emit(as_llama, dtype, ())
     del content["eos_token_id"], content["bos_token_id"]

@@ -26,10 +26,7 @@ from longtail.speculation.tree import DraftTree
 
 @final
 class RidgeDrafter(GrowingDrafter):
-    """Drafts with a ridge layer for one target; the layer is packed and belongs to the drafter.
-
-    `draft_ids` lists the target's tokens of a reduced draft vocabulary.
-    """
+    """Drafts with a ridge layer for one target; the layer is packed and belongs to the drafter."""
 
     def __init__(
         self,
@@ -66,10 +63,7 @@ class RidgeDrafter(GrowingDrafter):
         return TextSums(self._target, self._layer.config.slots)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Replace the layer's weights and, if given, the draft vocabulary; between any two calls.
-
-        Raises CheckpointError, with nothing changed, if they are misshapen.
-        """
+        """Replace the layer's weights and, if given, the draft vocabulary."""
         load_parameters(self._layer, weights)
         pack_layers(self._layer)
         ids = weights.get(DRAFT_IDS)
@@ -160,12 +154,10 @@ class _RidgeWalker(Walker):
 
     def root(self) -> Float[Tensor, "requests vocab"]:
         """Score the successors of the roots."""
-        return self._head(self._layer.stream(1, self._inputs))
+        return self._head(self._layer(1, self._inputs, None))
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of nodes: their slot's stream, moved by their token."""
-        slot = frontier.depth + 1
-        stream = self._layer.stream(slot, self._inputs)
-        stream = stream.repeat_interleave(frontier.per_request, 0)
-        moved = self._layer.move(stream, slot, self._target.embedding(frontier.tokens))
-        return self._head(moved)
+        inputs = self._inputs.repeat_interleave(frontier.per_request, 0)
+        before = self._target.embedding(frontier.tokens)
+        return self._head(self._layer(frontier.depth + 1, inputs, before))

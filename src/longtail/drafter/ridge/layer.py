@@ -60,18 +60,16 @@ class RidgeLayer(DraftLayer):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def stream(
-        self, slot: int, inputs: Float[Tensor, "pairs joined"]
-    ) -> Float[Tensor, "pairs hidden"]:
-        """Return the streams of `slot` (from 1) for pairs of state and embedding, joined."""
-        stream: Tensor = self.streams[slot - 1](inputs)
-        return stream
-
-    def move(
+    def forward(
         self,
-        stream: Float[Tensor, "nodes hidden"],
         slot: int,
-        before: Float[Tensor, "nodes hidden"],
-    ) -> Float[Tensor, "nodes hidden"]:
-        """Return the states at `slot`, given the embeddings of the tokens before it."""
+        inputs: Float[Tensor, "rows joined"],
+        before: Float[Tensor, "rows hidden"] | None,
+    ) -> Float[Tensor, "rows hidden"]:
+        """Return the states at `slot` (from 1).
+
+        `inputs` are pairs of state and embedding, joined; `before` are the embeddings of the tokens
+        drafted before, which only the first slot has not.
+        """
+        stream: Tensor = self.streams[slot - 1](inputs)
         return stream if slot == 1 else stream + self.transitions[slot - 2](before)

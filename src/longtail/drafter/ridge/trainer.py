@@ -98,15 +98,9 @@ class RidgeTrainer:
             states = self._reader.read(here, pairs)
             inputs = torch.cat((states.features, states.embeddings), 1)
             rows = pairs.trained.nonzero()[:, 0]
+            before, roots = states.embeddings[rows], [rows - k for k in range(num_depths)]
             scored = torch.stack(
-                [
-                    layer.move(
-                        layer.stream(k + 1, inputs[(rows - k).clamp(min=0)]),
-                        k + 1,
-                        states.embeddings[rows],
-                    )
-                    for k in range(num_depths)
-                ]
+                [layer(k + 1, inputs[each.clamp(min=0)], before) for k, each in enumerate(roots)]
             )
             teacher = Teacher(
                 hidden=states.after[rows],

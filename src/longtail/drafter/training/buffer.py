@@ -5,9 +5,8 @@
     batch     the texts to train on next
     heldout   texts that are never trained, for measurements
 
-During a rollout the finished texts are the short ones, and training on them alone would make the
-drafter predict ends too early. So the long texts of the previous step are mixed in, and unfinished
-texts are included. The buffer holds token ids only; features come from an engine or the target.
+During a rollout the finished texts are the short ones; a drafter trained on them alone would
+predict ends too early. The buffer holds token ids only; features come from an engine or the target.
 """
 
 import statistics
@@ -92,10 +91,9 @@ class _Kept:
 class DrafterBuffer:
     """Texts of the present policy step, and the long texts of the previous one.
 
-    When a step begins, a text of the previous step stays if its generated length is at least the
-    step's median, and older texts are dropped. This is applied separately to training and held-out
-    texts; if the previous step has none, the older ones stay. Later, only longer versions of kept
-    texts are accepted for an earlier step.
+    When a step begins, a text of the previous step stays if its completion is at least of median
+    length, and older texts are dropped; training and held-out texts separately. If the previous
+    step has none, older ones stay. Later, an earlier step accepts only longer versions of its own.
 
     `num_bytes` never exceeds `max_bytes`: the oldest step's shortest texts are dropped first. One
     group in eight is held out, the same in every buffer. Draws are determined by `seed`, the texts

@@ -81,9 +81,8 @@ class _Interval:
 
     def record(self, replica: Replica) -> None:
         """Keep the best replica; the last one if unmeasured."""
-        if self.best is None or _rank(replica) >= _rank(self.best):
-            self.best = replica
-        self.best = replace(self.best, seconds=replica.seconds)
+        best = replica if self.best is None else max(replica, self.best, key=_rank)
+        self.best = replace(best, seconds=replica.seconds)
 
 
 def _rank(replica: Replica) -> float:
@@ -108,9 +107,8 @@ class StateStore(Protocol):
 class SpotTrainer:
     """Trains one replica at a time, from the drafter that was published last.
 
-    The optimizer's moments persist across intervals and publications: they estimate the local
-    curvature and noise of the loss, and the average of replicas with one base stays in that region.
-    Starting from zero each time would spend a short interval on warming up.
+    The optimizer's moments persist across intervals and publications: starting from zero each time
+    would spend a short interval on warming up.
     """
 
     def __init__(
@@ -138,9 +136,8 @@ class SpotTrainer:
     def begin(self, published: DrafterWeights) -> None:
         """Start a replica from a published drafter; a replica of that version continues.
 
-        Raises CheckpointError if the weights misfit. Of the updates since an older version those
-        are kept that were not measured yet; the others are part of the published one, or were not a
-        gain. All are kept if only the draft vocabulary differs.
+        Raises CheckpointError if the weights misfit. Unmeasured updates since an older version are
+        kept; all are if only the draft vocabulary differs.
         """
         base = self._base
         if base is not None and published.version == base.version:
@@ -164,9 +161,8 @@ class SpotTrainer:
         """Train on the buffer until stopped, or until no text is left.
 
         `stopped` is called before every micro-batch and often in it, and may add to the buffer. The
-        next call continues behind the last finished micro-batch, under the target's weights of
-        then. If a value is not finite, the replica is reset to the published drafter, without
-        moments; nothing is raised.
+        next call continues behind the last finished micro-batch. If a value is not finite, the
+        replica is reset to the published drafter, without moments.
         """
         if self._store is not None:
             buffer.prefer(self._store.has)
