@@ -31,8 +31,7 @@ from longtail.run.drafter_store import INITIAL
 from longtail.system.device import DTYPES, to_stderr
 from longtail.system.machine import is_path
 from longtail.tuner.depth import DepthTuner
-from longtail.vllm.depths import VllmDrafter
-from longtail.vllm.eagle import eagle_drafter
+from longtail.vllm.eagle import VllmDrafter, eagle_drafter
 from longtail.vllm.generator import VllmGenerator
 from longtail.vllm.guards import KEY
 

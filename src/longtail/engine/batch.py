@@ -9,7 +9,7 @@ draws     x | x  x  x  x |       x       the last pending token of a request, an
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Int
@@ -18,6 +18,7 @@ from torch import Tensor
 from longtail.engine.request import ActiveRequest
 from longtail.engine.text import Decode, ends_in_stop, final_text
 from longtail.errors import NonFiniteError
+from longtail.generator import Emitted, Failed
 from longtail.speculation.tree import EMPTY, Accepted, DraftTree, accept, depths
 from longtail.types import Completion, FinishReason
 
@@ -90,7 +91,38 @@ def accept_drafts(
     return accepted, kept
 
 
-def append_tokens(
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Tokens, completions and errors of the requests of a step."""
+
+    emitted: list[Emitted] = field(default_factory=list)
+    finished: list[Completion] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+    def append(
+        self,
+        active: ActiveRequest,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        decode: Decode,
+    ) -> bool:
+        """Append a request's tokens up to one that ends it; return whether it has ended."""
+        name, start, before = active.request_id, len(active.tokens), len(active.logprobs)
+        try:
+            done = _append_tokens(active, tokens, logprobs, decode)
+        except Exception as error:  # noqa: BLE001 - it ends this request alone
+            self.failed.append(Failed(request_id=name, error=error))
+            return True
+        added = zip(active.tokens[start:], active.logprobs[before:], strict=True)
+        self.emitted.extend(
+            Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
+        )
+        if done is not None:
+            self.finished.append(done)
+        return done is not None
+
+
+def _append_tokens(
     active: ActiveRequest, tokens: Sequence[int], logprobs: Sequence[float], decode: Decode
 ) -> Completion | None:
     """Append tokens up to one that ends the request; return its completion if one does.

@@ -16,12 +16,7 @@ from dataclasses import dataclass
 from jaxtyping import Float
 from torch import Tensor
 
-from longtail.engine.batch import (
-    Scheduled,
-    accept_drafts,
-    append_tokens,
-    flatten,
-)
+from longtail.engine.batch import Results, Scheduled, accept_drafts, flatten
 from longtail.engine.kv_cache import KVUsage, make_kv
 from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
@@ -30,12 +25,12 @@ from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import Speculation, SpeculationReport, Speculator
 from longtail.engine.text import Decode
 from longtail.errors import RequestError
-from longtail.generator import Emitted, Failed, StepReport
+from longtail.generator import StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.tree import Accepted
-from longtail.types import Completion, Request
+from longtail.types import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +40,7 @@ class _Computed:
     num_tokens: int
     accepted: Mapping[str, Accepted]
     features: Float[Tensor, "tokens features"] | None
-    emitted: tuple[Emitted, ...]
-    finished: tuple[Completion, ...]
-    failed: tuple[Failed, ...]
+    results: Results
     forward_s: float
     sample_s: float
 
@@ -173,9 +166,9 @@ class RolloutEngine(ActiveRequests):
         return StepReport(
             num_tokens=done.num_tokens,
             num_running=len(scheduled),
-            emitted=done.emitted,
-            finished=done.finished,
-            failed=done.failed,
+            emitted=tuple(done.results.emitted),
+            finished=tuple(done.results.finished),
+            failed=tuple(done.results.failed),
             step_s=time.perf_counter() - started,
             forward_s=done.forward_s,
             sample_s=done.sample_s,
@@ -200,14 +193,16 @@ class RolloutEngine(ActiveRequests):
         out = self._runner.run(batch, sampled, taps)
         accepted, logprobs = accept_drafts(sampled, out.tokens, out.logprobs)
         self._commit(scheduled, accepted)
-        emitted, finished, failed = self._append(sampled, accepted, logprobs)
+        results = Results()
+        for each in sampled:
+            active, name = each.active, each.active.request_id
+            if results.append(active, accepted[name].tokens, logprobs[name], self._decode):
+                self._remove(active)
         return _Computed(
             num_tokens=len(batch.tokens),
             accepted=accepted,
             features=out.features,
-            emitted=tuple(emitted),
-            finished=tuple(finished),
-            failed=tuple(failed),
+            results=results,
             forward_s=out.forward_s,
             sample_s=out.sample_s,
         )
@@ -226,37 +221,6 @@ class RolloutEngine(ActiveRequests):
                 paths[name] = active.num_computed, path
                 active.num_computed += len(path)
         self._kv.keep(paths)
-
-    def _append(
-        self,
-        sampled: Sequence[Scheduled],
-        accepted: Mapping[str, Accepted],
-        logprobs: Mapping[str, Sequence[float]],
-    ) -> tuple[list[Emitted], list[Completion], list[Failed]]:
-        """Append each request's tokens up to one that ends it; remove requests that are done.
-
-        Returns what leaves the engine.
-        """
-        emitted: list[Emitted] = []
-        finished: list[Completion] = []
-        failed: list[Failed] = []
-        for each in sampled:
-            active, name = each.active, each.active.request_id
-            start, before = len(active.tokens), len(active.logprobs)
-            try:
-                done = append_tokens(active, accepted[name].tokens, logprobs[name], self._decode)
-            except Exception as error:  # noqa: BLE001 - it ends this request alone
-                self._remove(active)
-                failed.append(Failed(request_id=name, error=error))
-                continue
-            added = zip(active.tokens[start:], active.logprobs[before:], strict=True)
-            emitted.extend(
-                Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
-            )
-            if done is not None:
-                self._remove(active)
-                finished.append(done)
-        return emitted, finished, failed
 
     def _remove(self, active: ActiveRequest) -> None:
         """Remove an unfinished request everywhere."""

@@ -6,8 +6,8 @@ environment variable LONGTAIL_VLLM=learned or =coupled.
 
     guards      settings, strictly parsed; what cannot be coupled; checks of signatures
     plugin      entry point, hooks in the front end and in the workers, status
-    v1, v2      the functions that are replaced in each of vLLM's model runners; v1_cpu on a CPU
+    v1, v2      the functions that are replaced in each of vLLM's model runners; cpu_fixes on a CPU
     learned     the learned drafter: `ridge` block and `history`, in each runner
-    depths      how deep vLLM drafts, by measurement in its scheduler
+    depths      how deep vLLM drafts, by measurement in its scheduler; gains: what that saved
     generator   the engine of `longtail train`, and `reload`, its new weights
 """

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from longtail.config.vllm_plugin import VllmSettings
-from longtail.vllm.guards import Patch, check, class_of, module_of, reloading
+from longtail.vllm.guards import Patch, check, module_of, reloading
 
 _RECOVERED, _PRECISION = "sample_recovered_tokens_kernel", "USE_FP64_GUMBEL"
 logger = logging.getLogger("vllm.plugins.longtail")
@@ -35,8 +35,8 @@ def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements on a CPU; none elsewhere."""
     if not is_cpu():
         return []
-    runner = class_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-    found = [*defects(), Patch.of(runner, "load_model", "self", _loading, "load_dummy_weights")]
+    runner = module_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
+    found = [*defects(), Patch.of(runner, "load_model", "self", _load_model, "load_dummy_weights")]
     if (rows := settings.block_rows) is not None:
         logger.warning(
             "longtail: linear layers compute blocks of %d rows, so that texts do not depend on the "
@@ -45,24 +45,24 @@ def patches(settings: VllmSettings) -> list[Patch]:
         )
         layers = module_of("vllm.model_executor.layers.utils")
         name = "dispatch_cpu_unquantized_gemm"
-        found.append(Patch.of(layers, name, "layer remove_weight", partial(_blocks, rows=rows)))
+        new = partial(_dispatch, rows=rows)
+        found.append(Patch.of(layers, name, "layer remove_weight", new))
     return found
 
 
 def defects() -> list[Patch]:
     """Return replacements of functions; `repack_heads` mends one defect by itself."""
     rejection = module_of("vllm.v1.sample.rejection_sampler")
-    experts = class_of(
+    experts = module_of(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method",
         "UnquantizedFusedMoEMethod",
     )
-    expanded = expand_batch_to_tokens
-    check(rejection, expanded.__name__, "x cu_num_tokens num_tokens replace_from replace_to")
+    expanded = "x cu_num_tokens num_tokens replace_from replace_to"
     constrained = "logits cu_num_draft_tokens sampling_metadata"
     found = [
-        Patch(owner=rejection, name=expanded.__name__, replacement=expanded),
-        Patch.of(rejection, "apply_sampling_constraints", constrained, _constraining),
-        Patch.of(experts, "_setup_kernel", "self layer w13 w2", _packing),
+        Patch.of(rejection, "expand_batch_to_tokens", expanded, _expand_batch_to_tokens),
+        Patch.of(rejection, "apply_sampling_constraints", constrained, _constrain),
+        Patch.of(experts, "_setup_kernel", "self layer w13 w2", _setup_kernel),
     ]
     if find_spec("vllm.triton_utils.dispatcher") is not None:  # since vLLM 0.31
         dispatcher = module_of("vllm.triton_utils.dispatcher")
@@ -72,35 +72,28 @@ def defects() -> list[Patch]:
     kernels = module_of("vllm.utils.cpu_triton_utils")
     recovered = getattr(kernels, _RECOVERED)
     if _PRECISION not in signature(recovered.func).parameters:  # vLLM 0.23, 0.24
-        without = type(recovered)(_without_precision(recovered.func))
+        without = type(recovered)(partial(_without_precision, recovered.func))
         found.append(Patch(owner=kernels, name=_RECOVERED, replacement=without))
     return found
 
 
-def _without_precision(stock: Callable[..., None]) -> Callable[..., None]:
-    def sample_recovered_tokens(*args: Any, **options: Any) -> None:
-        """Recover tokens; the noise that is given has its precision already."""
-        options.pop(_PRECISION, None)
-        stock(*args, **options)
-
-    return sample_recovered_tokens
+def _without_precision(stock: Callable[..., None], *args: Any, **options: Any) -> None:
+    """Recover tokens; the noise that is given has its precision already."""
+    options.pop(_PRECISION, None)
+    stock(*args, **options)
 
 
-def _constraining(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def apply_sampling_constraints(logits: Tensor, *rest: Any) -> Tensor:
-        return stock(logits, *rest) if len(logits) else logits
-
-    return apply_sampling_constraints
+def _constrain(stock: Callable[..., Tensor], logits: Tensor, *rest: Any) -> Tensor:
+    return stock(logits, *rest) if len(logits) else logits
 
 
-def _packing(stock: Callable[..., None]) -> Callable[..., None]:
-    def setup_kernel(self: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
-        is_update = self.moe_kernel is not None
-        stock(self, layer, w13, w2)
-        if is_update:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    return setup_kernel
+def _setup_kernel(
+    stock: Callable[..., None], self: Any, layer: Any, w13: Tensor, w2: Tensor
+) -> None:
+    is_update = self.moe_kernel is not None
+    stock(self, layer, w13, w2)
+    if is_update:
+        self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def _attributes(value: Any) -> Mapping[str, Any]:
@@ -109,12 +102,13 @@ def _attributes(value: Any) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def expand_batch_to_tokens(
-    x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-) -> Tensor:
+def _expand_batch_to_tokens(
+    _stock: Any, x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0,
+    replace_to: int = 0,
+) -> Tensor:  # fmt: skip
     """Repeat each value for its tokens, which end at `cu_num_tokens`; one value may be replaced.
 
-    Example: expand_batch_to_tokens(tensor([0.7, 0.0]), tensor([2, 3]), 3, 0, 1) is [0.7, 0.7, 1.0]
+    Example: [0.7, 0.0] of tokens that end at [2, 3] with 0 replaced by 1 is [0.7, 0.7, 1.0]
     """
     counts = cu_num_tokens.long().diff(prepend=cu_num_tokens.new_zeros(1).long())
     return torch.where(x == replace_from, replace_to, x).repeat_interleave(counts).to(x.dtype)
@@ -127,61 +121,52 @@ def is_cpu() -> bool:
 
 def repack_heads(model: torch.nn.Module) -> None:
     """Pack heads anew after a reload: vLLM leaves that of a tied head as it was."""
-    head = class_of("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
+    head = module_of("vllm.model_executor.layers.vocab_parallel_embedding", "ParallelLMHead")
     for module in model.modules():
         if isinstance(module, head):
             module.quant_method.process_weights_after_loading(module)
 
 
-def _loading(stock: Callable[..., None]) -> Callable[..., None]:
+def _load_model(stock: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+    """Load the model, which takes new weights in any parts from then on."""
     begin, finish = reloading()
+    stock(self, *args, **options)
+    model, load, opened = self.model, self.model.load_weights, list[Any]()
 
-    def load_model(self: Any, *args: Any, **options: Any) -> None:
-        """Load the model, which takes new weights in any parts from then on."""
-        stock(self, *args, **options)
-        model, load, opened = self.model, self.model.load_weights, list[Any]()
+    def load_weights(weights: Any) -> Any:
+        """Load some weights; the next forward pass ends what the first of them began."""
+        if not opened:
+            is_packed = not all(each.numel() for each in model.parameters())
+            if is_packed:  # the trainer has not begun by itself
+                begin(model)
+            opened.append(model.register_forward_pre_hook(partial(pack, is_packed)))
+        return load(weights)
 
-        def load_weights(weights: Any) -> Any:
-            """Load some weights; the next forward pass ends what the first of them began."""
-            if not opened:
-                is_packed = not all(each.numel() for each in model.parameters())
-                if is_packed:  # the trainer has not begun by itself
-                    begin(model)
-                opened.append(model.register_forward_pre_hook(partial(pack, is_packed)))
-            return load(weights)
+    def pack(is_ours: bool, *_: Any) -> None:
+        opened.pop().remove()
+        if is_ours:
+            finish(model, self.model_config)
+        repack_heads(model)
 
-        def pack(is_ours: bool, *_: Any) -> None:
-            opened.pop().remove()
-            if is_ours:
-                finish(model, self.model_config)
-            repack_heads(model)
-
-        model.load_weights = load_weights
-
-    return load_model
+    model.load_weights = load_weights
 
 
-def _blocks(stock: Callable[..., None], rows: int) -> Callable[..., None]:
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        """Choose a layer's product, at each load of its weights; it gets blocks of rows.
+def _dispatch(stock: Callable[..., None], layer: Any, remove_weight: bool, *, rows: int) -> None:
+    """Choose a layer's product, at each load of its weights; it gets blocks of rows.
 
-        Products of mixtures of experts are not among them.
-        """
-        before = vars(layer).get("cpu_linear")
-        stock(layer, remove_weight)
-        if (chosen := vars(layer).get("cpu_linear")) is not before:
-            layer.cpu_linear = in_blocks(chosen, rows)
-
-    return dispatch
+    Products of mixtures of experts are not among them.
+    """
+    before = vars(layer).get("cpu_linear")
+    stock(layer, remove_weight)
+    if (chosen := vars(layer).get("cpu_linear")) is not before:
+        layer.cpu_linear = partial(multiply, chosen, rows)
 
 
-def in_blocks(product: Callable[..., Tensor], rows: int) -> Callable[..., Tensor]:
-    """Return a product that is computed in blocks of `rows` rows, the last filled up with zeros."""
-
-    def blocks(x: Tensor, weight: Any, bias: Any) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        padded = torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % rows))
-        results = [product(block, weight, bias) for block in torch.split(padded, rows)]
-        return torch.cat(results)[: len(flat)].view(*x.shape[:-1], -1)
-
-    return blocks
+def multiply(
+    product: Callable[..., Tensor], rows: int, x: Tensor, weight: Any, bias: Any
+) -> Tensor:
+    """Compute a product in blocks of `rows` rows, the last of which is filled up with zeros."""
+    flat = x.reshape(-1, x.shape[-1])
+    padded = torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % rows))
+    results = [product(block, weight, bias) for block in torch.split(padded, rows)]
+    return torch.cat(results)[: len(flat)].view(*x.shape[:-1], -1)

@@ -8,57 +8,33 @@ take the choice of the first: their clocks differ.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, final
-
-from torch import Tensor
 
 from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import OffTuner, Tuner
 from longtail.vllm.gains import Gains
-from longtail.vllm.guards import chains, check
+from longtail.vllm.guards import around, check
 
-MAX_DEPTH = 8
-"""Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
 _HELD_STEPS = 6
 """Steps in which a depth is kept."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VllmDrafter:
-    """A drafter that vLLM runs."""
-
-    method: str
-    """vLLM's name: eagle, eagle3 or ngram."""
-    tuner: Tuner
-    """Chooses the depth; it knows vLLM's steps alone, so one without a cost model."""
-    directory: Path | None = None
-    """Files in the layout of `longtail drafter export`; None for ngram."""
-    tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
-    """Returns published weights by vLLM's names."""
-
-    def config(self) -> dict[str, Any]:
-        """Return vLLM's `speculative_config`."""
-        found = chains(self.method, MAX_DEPTH)
-        return found if self.directory is None else found | {"model": str(self.directory)}
 
 
 @final
 class Depths:
     """Chooses the depth before each step of a scheduler, and learns from it afterwards.
 
-    Without a tuner each step drafts as many tokens as vLLM's configuration says.
+    Without a tuner each step drafts as many tokens as vLLM's configuration says, if any.
     """
 
     def __init__(
         self, scheduler: Any, tuner: Tuner | None, agree: Callable[[Plan], Plan] | None = None
     ) -> None:
-        self._schedule = check(scheduler, "schedule", "", then="throttle_prefills")
-        known = "scheduler_output model_runner_output"
-        self._update = check(scheduler, "update_from_output", known)
-        self._reset, self._pause = scheduler.reset_prefix_cache, scheduler.set_pause_state
+        check(scheduler, "schedule", "", then="throttle_prefills")
+        check(scheduler, "update_from_output", "scheduler_output model_runner_output")
+        mine = self.schedule, self.update_from_output, self.reset_prefix_cache, self.set_pause_state
+        for new in mine:
+            setattr(scheduler, new.__name__, around(getattr(scheduler, new.__name__), new))
         self._has_paused = False
         self._scheduler, self._agree, self._tuner = scheduler, agree, tuner or OffTuner()
         self._gains = Gains()
@@ -73,13 +49,13 @@ class Depths:
         self._ended = 0.0
         self.plan_s = 0.0
         """Seconds of the last choice."""
+        self.taken: Any = None
+        """vLLM's schedule of the step that ended last."""
         self._tuner.begin(None, 1)
         self._table = [] if tuner is None else [0] * (scheduler.max_num_running_reqs + 1)
         if self._table:
             scheduler.dynamic_sd_lookup = self._table
-        scheduler.schedule, scheduler.update_from_output = self.schedule, self.update_from_output
-        scheduler.reset_prefix_cache, scheduler.longtail_depths = self.reset_prefix_cache, self
-        scheduler.set_pause_state = self.set_pause_state
+        scheduler.longtail_depths = self
 
     def use(self, tuner: Tuner) -> None:
         """Choose by another tuner, where the depth can be chosen."""
@@ -92,43 +68,46 @@ class Depths:
         self._left = 0
         self._tuner.reset_estimates()
 
-    def schedule(self, *args: Any, **options: Any) -> Any:
+    def schedule(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Schedule a step; the table says how many tokens it drafts (vLLM calls it)."""
         began, scheduler = time.perf_counter(), self._scheduler
         if self._table:
             self._choose(min(len(scheduler.running), scheduler.max_num_running_reqs))
             self._table[:] = [self.depth] * len(self._table)
         self.plan_s = time.perf_counter() - began
-        output = self._schedule(*args, **options)
+        output = stock(*args, **options)
         if self._table:
             output.num_spec_tokens_to_schedule = self.depth  # vLLM 0.23 has no such field
         output.longtail_has_paused, self._has_paused = self._has_paused, False
         self._began[id(output)] = began
         return output
 
-    def set_pause_state(self, *args: Any, **options: Any) -> Any:
+    def set_pause_state(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Pause or resume, between which weights may change under requests (vLLM calls it)."""
         self._has_paused = True
-        return self._pause(*args, **options)
+        return stock(*args, **options)
 
-    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+    def update_from_output(
+        self, stock: Callable[..., Any], scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
         """Learn from a step that verified and drafted at one depth (vLLM calls it)."""
         now = time.perf_counter()
         # A step that was scheduled ahead begins when the one before has ended.
         began = max(self._began.pop(id(scheduler_output), now), self._ended)
         self._ended = now
-        if scheduler_output.num_scheduled_tokens:
+        self.taken = scheduler_output
+        if self._scheduler.num_spec_tokens and scheduler_output.num_scheduled_tokens:
             self._learn(scheduler_output, model_runner_output, now - began)
-        found = self._update(scheduler_output, model_runner_output)
+        found = stock(scheduler_output, model_runner_output)
         for each in found.values():
-            if each.scheduler_stats is not None:
+            if each.scheduler_stats is not None and self._scheduler.num_spec_tokens:
                 each.scheduler_stats.longtail = dict(self._gains.gauges)
         return found
 
-    def reset_prefix_cache(self, *args: Any, **options: Any) -> Any:
+    def reset_prefix_cache(self, stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Log what drafts gained with these weights (vLLM calls it when they have changed)."""
         self._gains.log()
-        return self._reset(*args, **options)
+        return stock(*args, **options)
 
     def _choose(self, running: int) -> None:
         """Choose the depth of the next step."""

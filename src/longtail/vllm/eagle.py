@@ -1,8 +1,9 @@
-"""An EAGLE drafter as vLLM runs it: its files, and published weights by vLLM's names."""
+"""Drafters that vLLM runs for a training run; EAGLE's files and weights by vLLM's names."""
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +13,29 @@ from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.model.transformer import Transformer
 from longtail.tuner.tuner import Tuner
-from longtail.vllm.depths import VllmDrafter
+from longtail.vllm.guards import chains
+
+MAX_DEPTH = 8
+"""Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmDrafter:
+    """A drafter that vLLM runs."""
+
+    method: str
+    """vLLM's name: eagle, eagle3 or ngram."""
+    tuner: Tuner
+    """Chooses the depth; it knows vLLM's steps alone, so one without a cost model."""
+    directory: Path | None = None
+    """Files in the layout of `longtail drafter export`; None for ngram."""
+    tensors: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    """Returns published weights by vLLM's names."""
+
+    def config(self) -> dict[str, Any]:
+        """Return vLLM's `speculative_config`."""
+        found = chains(self.method, MAX_DEPTH)
+        return found if self.directory is None else found | {"model": str(self.directory)}
 
 
 def eagle_drafter(

@@ -18,6 +18,9 @@ _REMEDY = (
 )
 _GAUGES = ("steps_drafted", "steps_plain", "step_seconds", "seconds_saved", "draft_depth")
 """Sums since the start that vLLM itself has not, and the depth of the last step."""
+_LIKE = {"labelnames": ["model_name", "engine"], "multiprocess_mode": "mostrecent"}
+_SHOWN: dict[str, Any] = {}
+"""Gauges of this process in vLLM's metrics endpoint."""
 
 
 @final
@@ -85,18 +88,13 @@ def carry_gauges() -> None:
     Stats.longtail = None
 
 
-def around_record(stock: Callable[..., None]) -> Callable[..., None]:
-    """Return what sets the gauges, too, for PrometheusStatLogger.record."""
-    carry_gauges()
-    gauges = dict[str, Any]()
-    like = {"labelnames": ["model_name", "engine"], "multiprocess_mode": "mostrecent"}
-
-    def record(self: Any, scheduler_stats: Any, *args: Any, **options: Any) -> None:
-        stock(self, scheduler_stats, *args, **options)
-        labels = self.vllm_config.model_config.served_model_name, options.get("engine_idx", 0)
-        for name, value in (getattr(scheduler_stats, "longtail", None) or {}).items():
-            if name not in gauges:
-                gauges[name] = self._gauge_cls(f"longtail:{name}", "See docs/vllm.md", **like)
-            gauges[name].labels(*labels).set(value)
-
-    return record
+def record(
+    stock: Callable[..., None], self: Any, scheduler_stats: Any, *args: Any, **options: Any
+) -> None:
+    """Set the gauges, too, in PrometheusStatLogger.record."""
+    stock(self, scheduler_stats, *args, **options)
+    labels = self.vllm_config.model_config.served_model_name, options.get("engine_idx", 0)
+    for name, value in (getattr(scheduler_stats, "longtail", None) or {}).items():
+        if name not in _SHOWN:
+            _SHOWN[name] = self._gauge_cls(f"longtail:{name}", "See docs/vllm.md", **_LIKE)
+        _SHOWN[name].labels(*labels).set(value)

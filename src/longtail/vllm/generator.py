@@ -14,7 +14,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
@@ -22,15 +21,16 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.weights import are_finite
-from longtail.engine.batch import append_tokens
+from longtail.engine.batch import Results
 from longtail.engine.request import ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
 from longtail.errors import NonFiniteError, RequestError
-from longtail.generator import Emitted, Failed, StepReport, Switch, Verified
-from longtail.types import Completion, Request, SamplingParams
+from longtail.generator import StepReport, Switch, Verified
+from longtail.types import Request, SamplingParams
 from longtail.vllm import plugin
-from longtail.vllm.depths import Depths, VllmDrafter
-from longtail.vllm.guards import KEY, check, reloading
+from longtail.vllm.depths import Depths
+from longtail.vllm.eagle import VllmDrafter
+from longtail.vllm.guards import reloading
 from longtail.vllm.learned_worker import save_if_learned
 from longtail.vllm.reload import load_drafter, load_policy
 from longtail.vllm.start import start
@@ -76,23 +76,12 @@ class VllmGenerator(ActiveRequests):
         plugin.require(self._engine)
         reloading()  # refuses a vLLM that cannot take new weights, before the first text
         self._vocab_size = int(self._engine.model_config.get_vocab_size())
-        self._depths: Depths | None = getattr(self._scheduler, "longtail_depths", None)
-        if drafter is not None and self._depths is not None:
+        self._depths: Depths = self._scheduler.longtail_depths
+        if drafter is not None:
             self._depths.use(drafter.tuner)
         self._by_vllms_names = None if drafter is None else drafter.tensors
-        self._scheduled: Any = None
-        """vLLM's schedule of the step that has ended; None if none has."""
         self._names: dict[str, str] = {}
         """Our id of each request by vLLM's, which is longer."""
-        self._learns = options.get("additional_config", {}).get(KEY, {}).get("drafter")
-        scheduler = self._scheduler
-        stock = check(scheduler, "update_from_output", "scheduler_output model_runner_output")
-
-        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
-            self._scheduled = scheduler_output
-            return stock(scheduler_output, model_runner_output)
-
-        scheduler.update_from_output = update_from_output
 
     def check(self, request: Request) -> None:
         """Raise RequestError if vLLM can never serve the request; thread-safe."""
@@ -119,19 +108,20 @@ class VllmGenerator(ActiveRequests):
 
     def step(self) -> StepReport:
         """Take one step of vLLM's scheduler."""
-        began, drafted, self._scheduled = time.perf_counter(), bool(self._depth), None
+        depths, began = self._depths, time.perf_counter()
+        drafted, depths.taken = bool(depths.depth), None
         outputs = self._engine.step()
         counts, drafts = dict[str, int](), dict[str, int]()
-        if self._scheduled is not None:
-            counts = self._scheduled.num_scheduled_tokens
-            lists = self._scheduled.scheduled_spec_decode_tokens
+        if depths.taken is not None:
+            counts = depths.taken.num_scheduled_tokens
+            lists = depths.taken.scheduled_spec_decode_tokens
             drafts = {self._names.get(name, name): len(each) for name, each in lists.items()}
-        result = _Results()
+        results, verified = Results(), list[Verified]()
         for output in outputs:
             if output.request_id in self._active:  # else it has ended here already
-                self._append(output, drafts.get(output.request_id, 0), result)
+                verified += self._append(output, drafts.get(output.request_id, 0), results)
         switch = None
-        if drafted != bool(self._depth):
+        if drafted != bool(depths.depth):
             reason = f"{len(counts)} running, measured in vLLM's steps"
             switch = Switch(drafts=not drafted, reason=reason)
         return StepReport(
@@ -142,52 +132,34 @@ class VllmGenerator(ActiveRequests):
             sample_s=math.nan,
             draft_s=math.nan,
             draft_forward_s=math.nan,
-            emitted=tuple(result.emitted),
-            finished=tuple(result.finished),
-            failed=tuple(result.failed),
-            verified=tuple(result.verified),
-            tuner_s=0.0 if self._depths is None else self._depths.plan_s,
-            speculates=self._depths is not None,
+            emitted=tuple(results.emitted),
+            finished=tuple(results.finished),
+            failed=tuple(results.failed),
+            verified=tuple(verified),
+            tuner_s=depths.plan_s,
+            speculates=self._scheduler.num_spec_tokens > 0,
             switch=switch,
         )
 
-    def _append(self, output: Any, num_drafted: int, result: "_Results") -> None:
-        """Append a request's new tokens up to one that ends it."""
+    def _append(self, output: Any, num_drafted: int, results: Results) -> list[Verified]:
+        """Append a request's new tokens up to one that ends it; return its draft, if it had one."""
         name, new = output.request_id, output.outputs[0]
         active = self._active[name]
-        before = active.num_generated
         logprobs = [
             row[token].logprob for token, row in zip(new.token_ids, new.logprobs, strict=True)
         ]
-        if num_drafted:
-            result.verified.append(
-                Verified(
-                    request_id=name,
-                    position=before,
-                    num_drafted=num_drafted,
-                    depth=num_drafted,
-                    num_accepted=min(max(len(logprobs) - 1, 0), num_drafted),
-                )
-            )
-        try:
-            done = append_tokens(active, new.token_ids, logprobs, self._decode)
-        except Exception as error:  # noqa: BLE001 - it ends this request alone
-            result.failed.append(Failed(request_id=name, error=error))
-            self._end(output)
-            return
-        added = zip(active.generated[before:], logprobs, strict=False)  # a stop string cuts
-        result.emitted.extend(
-            Emitted(request_id=name, token=token, logprob=logprob) for token, logprob in added
+        draft = Verified(
+            request_id=name,
+            position=active.num_generated,
+            num_drafted=num_drafted,
+            depth=num_drafted,
+            num_accepted=min(max(len(logprobs) - 1, 0), num_drafted),
         )
-        if done is not None:
-            result.finished.append(done)
-            self._end(output)
-
-    def _end(self, output: Any) -> None:
-        """Forget a request; vLLM ends it, too, unless it found the end itself."""
-        self._forget(output.request_id)
-        if not output.finished:
-            self._engine.abort_request([output.request_id])
+        if results.append(active, new.token_ids, logprobs, self._decode):
+            self._forget(name)
+            if not output.finished:  # vLLM did not find the end itself
+                self._engine.abort_request([name])
+        return [draft] if num_drafted else []
 
     def _forget(self, request_id: str) -> None:
         del self._active[request_id]
@@ -205,7 +177,6 @@ class VllmGenerator(ActiveRequests):
     def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         """Draft with other weights."""
         assert self._by_vllms_names is not None, "there is no drafter with weights"
-        assert self._depths is not None, "as there is a drafter"
         self._wake()
         self._engine.collective_rpc(load_drafter, args=(dict(self._by_vllms_names(tensors)),))
         self._depths.begin()
@@ -237,27 +208,11 @@ class VllmGenerator(ActiveRequests):
 
     def save_drafter(self, path: Path) -> None:
         """Write the drafter that vLLM has learned, if there is one by now."""
-        if self._learns:
-            self._engine.collective_rpc(save_if_learned, args=(str(path),))
-
-    @property
-    def _depth(self) -> int:
-        """Depth of the drafts to come; 0 without a drafter."""
-        return 0 if self._depths is None else self._depths.depth
+        self._engine.collective_rpc(save_if_learned, args=(str(path),))
 
     @property
     def _scheduler(self) -> Any:
         return self._engine.engine_core.engine_core.scheduler
-
-
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """Results of a step."""
-
-    emitted: list[Emitted] = field(default_factory=list)
-    finished: list[Completion] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
-    verified: list[Verified] = field(default_factory=list)
 
 
 def _params(own: SamplingParams, noise_key: int) -> Any:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import update_wrapper
+from functools import wraps
 from importlib import import_module
 from typing import Any
 
@@ -155,12 +155,14 @@ class Patch:
     replacement: Callable[..., Any]
 
     @staticmethod
-    def of(
-        owner: Any, name: str, known: str, make: Callable[..., Callable[..., Any]], then: str = ""
-    ) -> "Patch":
-        """Return what `make` makes of the function, if its parameters are those of `check`."""
-        stock = check(owner, name, known, then)
-        return Patch(owner=owner, name=name, replacement=update_wrapper(make(stock), stock))
+    def of(owner: Any, name: str, known: str, new: Callable[..., Any], then: str = "") -> "Patch":
+        """Return a patch to `new`, whose first argument is the function that it replaces.
+
+        Raises ConfigError as `check`.
+        """
+        return Patch(
+            owner=owner, name=name, replacement=around(check(owner, name, known, then), new)
+        )
 
     def __str__(self) -> str:
         module = getattr(self.owner, "__module__", "")
@@ -188,6 +190,16 @@ def check(owner: Any, name: str, first: str, then: str = "") -> Callable[..., An
     raise ConfigError(f"{name} in {place} {what}; known is {', '.join(known)}; {_REMEDY}")
 
 
+def around(stock: Callable[..., Any], new: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `new` in the place of `stock`, which is its first argument."""
+
+    @wraps(stock)
+    def replacement(*args: Any, **options: Any) -> Any:
+        return new(stock, *args, **options)
+
+    return replacement
+
+
 def reloading() -> tuple[Callable[..., None], Callable[..., None]]:
     """Return vLLM's functions before and after weights are loaded into a packed model.
 
@@ -200,22 +212,17 @@ def reloading() -> tuple[Callable[..., None], Callable[..., None]]:
     )
 
 
-def module_of(path: str) -> Any:
-    """Return a module of vLLM; ConfigError if this vLLM has none of that name."""
+def module_of(path: str, name: str = "") -> Any:
+    """Return a module of vLLM, or something in it; ConfigError if this vLLM has it not."""
     try:
-        return import_module(path)
+        module = import_module(path)
     except ModuleNotFoundError as error:
         if error.name is None or not path.startswith(error.name):
             raise
         raise ConfigError(f"this vLLM has no module {path}; {_REMEDY}") from error
-
-
-def class_of(path: str, name: str) -> Any:
-    """Return a class in a module of vLLM; ConfigError if this vLLM has none of that name."""
-    found = getattr(module_of(path), name, None)
-    if found is None:
+    if name and not hasattr(module, name):
         raise ConfigError(f"this vLLM has no {name} in {path}; {_REMEDY}")
-    return found
+    return getattr(module, name) if name else module
 
 
 def replace(patches: Iterable[Patch]) -> None:

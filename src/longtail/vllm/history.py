@@ -71,15 +71,15 @@ class Texts:
         self._most = [0] * len(self._free)
         """Most tokens that each text can have, as far as the host knows."""
 
-    def keep(self, running: Container[str]) -> None:
-        """Free the places of all requests that are not in `running`; their texts stay."""
+    def keep(self, running: Container[str], names: Sequence[str]) -> list[int]:
+        """Free the places of all requests that are not in `running`; their texts stay.
+
+        Returns which of `names` have no place, and so are to `begin`.
+        """
         for name in [each for each in self._places if each not in running]:
             self._free.append(self._places.pop(name))
             del self._numbers[name]
-
-    def is_known(self, name: str) -> bool:
-        """Return whether a request has a place."""
-        return name in self._places
+        return [index for index, name in enumerate(names) if name not in self._places]
 
     def begin(self, name: str, tokens: Int[Tensor, "tokens"], prompt_len: int) -> None:
         """Give a request the place of the text that ended first."""

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, check, class_of, learning, module_of
+from longtail.vllm.guards import Patch, check, learning, module_of
 from longtail.vllm.learned import Learned, Step
-from longtail.vllm.learned_worker import open_learned
 from longtail.vllm.v2 import target_draw
 
 _GPU = "vllm.v1.worker.gpu"
@@ -21,7 +20,7 @@ _GPU = "vllm.v1.worker.gpu"
 def patches() -> list[Patch]:
     """Return the replacements; ConfigError if a function is not a known one."""
     runner = module_of(f"{_GPU}.model_runner")
-    base = class_of(f"{_GPU}.spec_decode.speculator", "BaseSpeculator")
+    base = module_of(f"{_GPU}.spec_decode.speculator", "BaseSpeculator")
     check(
         base,
         "propose",
@@ -30,16 +29,17 @@ def patches() -> list[Patch]:
         then="dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs is_profile "
         "num_speculative_tokens",
     )
-    make = check(runner, "init_speculator", "vllm_config device req_states")
     draw = target_draw()
-    made = type("LearnedSpeculator", (LearnedSpeculator, base), {})
+    made: Any = type("LearnedSpeculator", (LearnedSpeculator, base), {})
 
-    def init_speculator(vllm_config: Any, device: torch.device, req_states: Any) -> Any:
+    def init_speculator(stock: Callable[..., Any], vllm_config: Any, *given: Any) -> Any:
         """Make the learned drafter for an engine that asks for it (vLLM calls it)."""
-        given = vllm_config, device, req_states
-        return made(*given, draw) if learning(vllm_config) else make(*given)
+        if not learning(vllm_config):
+            return stock(vllm_config, *given)
+        return made(vllm_config, *given, draw)
 
-    return [Patch(owner=runner, name="init_speculator", replacement=init_speculator)]
+    known = "vllm_config device req_states"
+    return [Patch.of(runner, "init_speculator", known, init_speculator)]
 
 
 class LearnedSpeculator:
@@ -51,26 +51,20 @@ class LearnedSpeculator:
     def __init__(
         self, vllm_config: Any, device: torch.device, req_states: Any, draw: Callable[..., Tensor]
     ) -> None:
-        self._config, self._requests = vllm_config, req_states
-        self._draw = draw
+        self._requests, self._draw = req_states, draw
         self.num_speculative_steps: int = vllm_config.speculative_config.num_speculative_tokens
         shape = vllm_config.scheduler_config.max_num_seqs, self.num_speculative_steps
         self._drafts = torch.zeros(shape, device=device, dtype=torch.int64)
         self.learned: Learned | None = None
 
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Do nothing: it has no model to capture."""
+    def capture(self, *_: Any) -> None:
+        """Do nothing (vLLM calls it): it has no model to capture."""
 
-    def capture(self) -> None:
-        """Do nothing."""
+    init_cudagraph_manager = capture
 
-    def open(self, model: Any) -> None:
-        """Read the parts of a target that is loaded."""
-        self.learned = open_learned(model, self._config, self._drawn)
-
-    def _drawn(self, logits: Tensor, ids: Tensor, *where: Tensor | None) -> Tensor:
+    def draw(self, logits: Tensor, ids: Tensor, *where: Tensor | None) -> Tensor:
         """Draw as the target will: noise is keyed by a token's place among all, and by `at`."""
-        assert self.learned is not None, "see open"
+        assert self.learned is not None, "vLLM loads the model first"
         shape = len(logits), self.learned.block.parts.vocab_size
         full = torch.full(shape, -torch.inf, device=logits.device)
         full[:, ids] = logits.float()
@@ -90,12 +84,9 @@ class LearnedSpeculator:
         next_prefill_tokens: Tensor,
         temperature: Tensor,
         seeds: Tensor,
-        dp_sync_state: Any = None,
         dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
         num_speculative_tokens: int | None = None,
+        **_options: Any,
     ) -> Tensor:
         """Learn from a step and return drafts; where there are none, the newest token stands in."""
         drafts = self._drafts[: input_batch.num_reqs]
@@ -105,12 +96,11 @@ class LearnedSpeculator:
         depth = self.num_speculative_steps if depth is None else depth
         texts, requests, running = self.learned.texts, self._requests, input_batch.num_reqs
         names, places = input_batch.req_ids[:running], input_batch.idx_mapping_np[:running]
-        texts.keep(requests.req_id_to_index)
         prompt_lens = requests.prompt_len.np[places].tolist()
-        for name, place, prompt_len in zip(names, places, prompt_lens, strict=True):
-            if not texts.is_known(name):
-                length = int(requests.prefill_len.np[place])
-                texts.begin(name, requests.all_token_ids.gpu[place, :length], prompt_len)
+        for index in texts.keep(requests.req_id_to_index, names):
+            length = int(requests.prefill_len.np[places[index]])
+            text = requests.all_token_ids.gpu[places[index], :length]
+            texts.begin(names[index], text, prompt_lens[index])
         # With the tokens of this step, refused ones among them, and the newest.
         lengths = (input_batch.seq_lens_cpu_upper_bound[:running] + 1).tolist()
         step = Step(

@@ -10,7 +10,7 @@ Its memory is taken after that of the weights, outside of vLLM's pool: sleep lea
 
 import logging
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
-from longtail.vllm.guards import Patch, class_of, learning
+from longtail.vllm.guards import Patch, around, learning, module_of
 from longtail.vllm.history import Texts
 from longtail.vllm.learned import Draw, Learned
 from longtail.vllm.ridge import Block, Parts
@@ -42,11 +42,11 @@ METHOD = "longtail_save_drafter"
 
 def patches() -> list[Patch]:
     """Return the replacements in a worker of either model runner."""
-    holder = class_of("vllm.v1.worker.gpu_worker", "Worker")
-    by_worker = partial(_renewing, find=lambda self: learned_of(self.model_runner))
+    holder = module_of("vllm.v1.worker.gpu_worker", "Worker")
+    by_worker = partial(_renew, learned_of)
     return [
-        Patch.of(holder, "load_model", "self", _loading, "load_dummy_weights"),
-        Patch.of(holder, "execute_model", "self scheduler_output", _looking),
+        Patch.of(holder, "load_model", "self", _load_model, "load_dummy_weights"),
+        Patch.of(holder, "execute_model", "self scheduler_output", _execute_model),
         Patch.of(holder, "finish_weight_update", "self", by_worker),
         Patch.of(holder, "add_lora", "self lora_request", by_worker),
         Patch(owner=holder, name=METHOD, replacement=save_drafter),
@@ -70,62 +70,53 @@ def open_learned(model: Any, config: Any, draw: Draw) -> Learned:
     learned = Learned(block, texts, draw, copies=settings.history)
     learned.look(model)
     # Weights that are loaded while requests run, as by prime-rl, are followed at once.
-    model.load_weights = _renewing(model.load_weights, lambda *_: learned)
+    model.load_weights = around(model.load_weights, partial(_renew, lambda *_: learned))
     return learned
 
 
-def _drafter_of(runner: Any) -> Any:
-    """Return what drafts in either model runner; None in other ranks, and where nothing does."""
-    return getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+def learned_of(worker: Any) -> Learned | None:
+    """Return the learned drafter of a worker; None in other ranks and engines."""
+    return getattr(worker, "longtail_learned", None)
 
 
-def learned_of(runner: Any) -> Learned | None:
-    """Return the learned drafter of either model runner; None in other ranks and engines."""
-    return getattr(_drafter_of(runner), "learned", None)
+def _load_model(stock: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
+    """Load the target; a learned drafter reads its parts."""
+    stock(self, *args, **options)
+    runner = self.model_runner
+    drafter: Any = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    if hasattr(drafter, "learned"):
+        model = runner.get_model()  # runner.model may be a graph of it
+        drafter.learned = open_learned(model, self.vllm_config, drafter.draw)
+        self.longtail_learned = drafter.learned
 
 
-def _loading(stock: Callable[..., None]) -> Callable[..., None]:
-    def load_model(self: Any, *args: Any, **options: Any) -> None:
-        """Load the target; a learned drafter reads its parts."""
-        stock(self, *args, **options)
-        if (opened := getattr(_drafter_of(self.model_runner), "open", None)) is not None:
-            opened(self.model_runner.get_model())  # a graph of it is no model
+def _execute_model(stock: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
+    """Run a step; a learned drafter looks at weights before one of new requests alone.
 
-    return load_model
-
-
-def _looking(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def execute_model(self: Any, scheduler_output: Any) -> Any:
-        """Run a step; a learned drafter looks at weights before one of new requests alone.
-
-        Or after a pause: trainers also copy and merge weights in place, with or without requests.
-        """
-        learned = learned_of(self.model_runner)
-        num_requests = len(scheduler_output.num_scheduled_tokens)
-        may_differ = num_requests == len(scheduler_output.scheduled_new_reqs)
-        may_differ |= getattr(scheduler_output, "longtail_has_paused", False)
-        if learned is not None and num_requests and (may_differ or learned.has_changed):
-            learned.look(self.model_runner.get_model())
-        return stock(self, scheduler_output)
-
-    return execute_model
+    Or after a pause: trainers also copy and merge weights in place, with or without requests.
+    """
+    learned = learned_of(self)
+    num_requests = len(scheduler_output.num_scheduled_tokens)
+    may_differ = num_requests == len(scheduler_output.scheduled_new_reqs)
+    may_differ |= getattr(scheduler_output, "longtail_has_paused", False)
+    if learned is not None and num_requests and (may_differ or learned.has_changed):
+        learned.look(self.model_runner.get_model())
+    return stock(self, scheduler_output)
 
 
-def _renewing(stock: Callable[..., Any], find: Callable[..., Learned | None]) -> Callable[..., Any]:
-    @wraps(stock)
-    def act(*args: Any, **options: Any) -> Any:
-        """Take new weights of the target, by position or name; a learned drafter follows."""
-        result = stock(*args, **options)
-        if (learned := find(*args[:1])) is not None:
-            learned.has_changed = True
-        return result
-
-    return act
+def _renew(
+    find: Callable[..., Learned | None], stock: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    """Take new weights of the target, by position or name; a learned drafter follows."""
+    result = stock(*args, **options)
+    if (learned := find(*args[:1])) is not None:
+        learned.has_changed = True
+    return result
 
 
 def save_if_learned(worker: Any, directory: str) -> None:
     """Write the learned drafter once it has learned something, of a model that longtail knows."""
-    learned = learned_of(worker.model_runner)
+    learned = learned_of(worker)
     if learned is not None and learned.block.is_ready:
         try:
             save_drafter(worker, directory)
@@ -138,7 +129,7 @@ def save_drafter(worker: Any, directory: str) -> str | None:
 
     Raises ConfigError if there is nothing to save, or the model is of no family of longtail's.
     """
-    learned = learned_of(worker.model_runner)
+    learned = learned_of(worker)
     if learned is None or getattr(worker, "rank", 0) % worker.parallel_config.tensor_parallel_size:
         return None
     block = learned.block
@@ -178,11 +169,8 @@ def begin_from(block: Block, directory: Path) -> None:
             "give it as speculative_config"
         )
     target, parts = layer.config.target, block.parts
-    for name, found, own in (
-        ("hidden_size", target.hidden_size, parts.hidden_size),
-        ("vocab_size", target.vocab_size, parts.vocab_size),
-    ):
-        if found != own:
+    for name in ("hidden_size", "vocab_size"):
+        if (found := getattr(target, name)) != (own := getattr(parts, name)):
             raise ConfigError(
                 f"drafter {directory}: it was trained on {loaded.trained_on.name}, whose {name} is "
                 f"{found}; this model's is {own}"

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -62,14 +61,13 @@ def register() -> None:
 
     Nothing of vLLM is imported for it: a front end whose engine asks hooks the worker later.
     """
-    settings = requested(None, os.environ)
-    asked = settings is not None
+    asked = requested(None, os.environ) is not None
     if _FRONT_END in sys.modules:
-        _hook(_FRONT_END, "EngineArgs", "create_engine_config", _around_create_engine_config, asked)
+        _hook(_FRONT_END, "EngineArgs", "create_engine_config", _create_engine_config, asked)
     if asked or _WORKER in sys.modules:
-        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked)
+        _hook(_WORKER, "WorkerBase", "__init__", _init_worker, asked)
     if asked or _CORE in sys.modules:  # the core imports the scheduler after the plugins
-        _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked)
+        _hook(_SCHEDULER, "Scheduler", "__init__", _init_scheduler, asked)
 
 
 def install(config: Any) -> None:
@@ -91,24 +89,18 @@ def install(config: Any) -> None:
         guards.admit(config)
         if settings.drafter is not None:
             guards.check_room(config)
-        if _PROCESS.settings is None:
-            _replace(shared, "v2" if getattr(config, "use_v2_model_runner", False) else "v1")
-        if settings.drafter is not None and not _PROCESS.learns:
-            from longtail.vllm import learned_v1, learned_v2, learned_worker  # they need torch
+        from longtail.vllm import learned_v1, learned_v2, learned_worker, v1, v2  # they need torch
 
+        if _PROCESS.settings is None:
+            runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
+            _PROCESS.replace((v2 if runner == "v2" else v1).patches(shared))
+            _PROCESS.runner, _PROCESS.settings = runner, shared
+            logger.info("longtail: %s drafts in vLLM's %s model runner", shared.drafts, runner)
+        if settings.drafter is not None and not _PROCESS.learns:
             learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
             _PROCESS.replace([*learned.patches(), *learned_worker.patches()])
             _PROCESS.learns = True
     _PROCESS.workers += 1
-
-
-def _replace(settings: VllmSettings, runner: str) -> None:
-    """Replace the functions of the model runner that vLLM will run."""
-    from longtail.vllm import v1, v2  # they need torch
-
-    _PROCESS.replace((v2 if runner == "v2" else v1).patches(settings))
-    _PROCESS.runner, _PROCESS.settings = runner, settings
-    logger.info("longtail: %s drafts in vLLM's %s model runner", settings.drafts, runner)
 
 
 def require(engine: Any) -> list[dict[str, Any]]:
@@ -134,13 +126,13 @@ def _status(worker: Any) -> dict[str, Any] | None:
     if _PROCESS.learns:
         from longtail.vllm.learned_worker import learned_of  # needs torch
 
-        if (learned := learned_of(worker.model_runner)) is not None:
+        if (learned := learned_of(worker)) is not None:
             found["learned"] = learned.status()
     return found
 
 
-def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked: bool) -> None:
-    """Wrap a method of vLLM once.
+def _hook(module: str, name: str, method: str, new: Callable[..., Any], asked: bool) -> None:
+    """Put `new`, which takes the method of vLLM first, in its place, once.
 
     Where it is missing, ConfigError is raised if the plugin is asked for; otherwise it is logged,
     since the engine may not ask.
@@ -156,95 +148,83 @@ def _hook(module: str, name: str, method: str, around: Callable[..., Any], asked
             raise ConfigError(f"{problem}; use vLLM {guards.KNOWN}, or unset {VARIABLE}")
         logger.warning(problem)
     elif not hasattr(stock, "longtail_stock"):
-        hooked = around(stock)
+        hooked: Any = guards.around(stock, new)
         hooked.longtail_stock = stock
         setattr(owner, method, hooked)
 
 
-def _around_create_engine_config(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _create_engine_config(stock: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """Check the vllm_config of the front end and write the settings into it, for the workers."""
-
-    @wraps(stock)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked, learned = requested(self.additional_config, os.environ), learning(self)
-        if asked is not None:
-            guards.check_version()
-        given = "the argument speculative_config"
-        if asked is not None and self.speculative_config is None:
-            given = f"the variable {guards.SPECULATION_VARIABLE}"
-            self.speculative_config = guards.speculation(os.environ)
-        if learned is not None:
-            if self.speculative_config is not None:
-                raise ConfigError(
-                    f"longtail in vLLM: the drafter is {learned.drafter}: remove {given} "
-                    f"({self.speculative_config}) where the engine is made; or, to couple those "
-                    f"drafts, leave out drafter, or set {VARIABLE}=coupled"
-                )
-            # It stands in the place of vLLM's n-gram search, the drafter without a model and a
-            # cache: of that on the device, with steps ahead, or, in V1, of the other.
-            self.speculative_config = guards.chains("ngram_gpu", learned.depth)
-        config = None
-        if learned is None or guards.may_run_v2():
-            config = stock(self, *args, **kwargs)
-        if learned is not None and (config is None or not config.use_v2_model_runner):
-            self.async_scheduling = False
-            self.speculative_config = guards.chains("ngram", learned.depth)
-            config = stock(self, *args, **kwargs)
-        assert config is not None, "it is made above"
-        settings = requested(config.additional_config, os.environ)
-        if settings is None:
-            return config
-        guards.check_version(in_v2=bool(config.use_v2_model_runner))
-        guards.admit(config)
-        _hook(_WORKER, "WorkerBase", "__init__", _around_worker, asked=True)
-        if (drafts := config.speculative_config) is not None:
-            from longtail.vllm.gains import around_record
-
-            _hook(_SCHEDULER, "Scheduler", "__init__", _around_scheduler, asked=True)
-            _hook(_METRICS, "PrometheusStatLogger", "record", around_record, asked=False)
-            if config.use_v2_model_runner and guards.chooses_depth(config):
-                # V2 captures graphs for these depths. In V1 a table here costs its full graphs.
-                most = drafts.num_speculative_tokens
-                drafts.num_speculative_tokens_per_batch_size = [(1, 1, most), (2, 2, 0)]
-        if settings.drafter is not None:
-            guards.admit_learned(config)
-            if settings.begin is not None:  # before the model is loaded
-                from longtail.drafter.formats.checkpoint import target_name  # needs torch
-
-                target_name(Path(settings.begin))
-        if isinstance(config.additional_config, dict):
-            # A copy: the dictionary is the caller's, who may start another engine with it.
-            config.additional_config = {**config.additional_config, KEY: settings.model_dump()}
+    asked, learned = requested(self.additional_config, os.environ), learning(self)
+    if asked is not None:
+        guards.check_version()
+    given = "the argument speculative_config"
+    if asked is not None and self.speculative_config is None:
+        given = f"the variable {guards.SPECULATION_VARIABLE}"
+        self.speculative_config = guards.speculation(os.environ)
+    if learned is not None:
+        if self.speculative_config is not None:
+            raise ConfigError(
+                f"longtail in vLLM: the drafter is {learned.drafter}: remove {given} "
+                f"({self.speculative_config}) where the engine is made; or, to couple those "
+                f"drafts, leave out drafter, or set {VARIABLE}=coupled"
+            )
+        # It stands in the place of vLLM's n-gram search, the drafter without a model and a
+        # cache: of that on the device, with steps ahead, or, in V1, of the other.
+        self.speculative_config = guards.chains("ngram_gpu", learned.depth)
+    tries = learned is None or guards.may_run_v2()
+    config = stock(self, *args, **kwargs) if tries else None
+    if learned is not None and (config is None or not config.use_v2_model_runner):
+        self.async_scheduling = False
+        self.speculative_config = guards.chains("ngram", learned.depth)
+        config = stock(self, *args, **kwargs)
+    assert config is not None, "it is made above"
+    settings = requested(config.additional_config, os.environ)
+    if settings is None:
         return config
+    guards.check_version(in_v2=bool(config.use_v2_model_runner))
+    guards.admit(config)
+    _hook(_WORKER, "WorkerBase", "__init__", _init_worker, asked=True)
+    _hook(_SCHEDULER, "Scheduler", "__init__", _init_scheduler, asked=True)
+    if (drafts := config.speculative_config) is not None:
+        from longtail.vllm import gains
 
-    return create_engine_config
+        gains.carry_gauges()
+        _hook(_METRICS, "PrometheusStatLogger", "record", gains.record, asked=False)
+        if config.use_v2_model_runner and guards.chooses_depth(config):
+            # V2 captures graphs for these depths. In V1 a table here costs its full graphs.
+            most = drafts.num_speculative_tokens
+            drafts.num_speculative_tokens_per_batch_size = [(1, 1, most), (2, 2, 0)]
+    if settings.drafter is not None:
+        guards.admit_learned(config)
+        if settings.begin is not None:  # before the model is loaded
+            from longtail.drafter.formats.checkpoint import target_name  # needs torch
+
+            target_name(Path(settings.begin))
+    if isinstance(config.additional_config, dict):
+        # A copy: the dictionary is the caller's, who may start another engine with it.
+        config.additional_config = {**config.additional_config, KEY: settings.model_dump()}
+    return config
 
 
-def _around_worker(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        type(self).longtail_status = _status
-        stock(self, *args, **kwargs)
-        install(self.vllm_config)
-
-    return init
+def _init_worker(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    type(self).longtail_status = _status
+    stock(self, *args, **kwargs)
+    install(self.vllm_config)
 
 
-def _around_scheduler(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(stock)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Construct the scheduler; it chooses the depth of drafts, and counts what they gain."""
-        stock(self, *args, **kwargs)
-        config, drafts = self.vllm_config, self.vllm_config.speculative_config
-        if requested(config.additional_config, os.environ) and drafts is not None:
-            from longtail.tuner.depth import DepthTuner
-            from longtail.vllm.depths import Depths, agreement
-            from longtail.vllm.gains import carry_gauges
+def _init_scheduler(stock: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Construct the scheduler; it chooses the depth of drafts, and counts what they gain."""
+    stock(self, *args, **kwargs)
+    config, drafts = self.vllm_config, self.vllm_config.speculative_config
+    if requested(config.additional_config, os.environ):
+        from longtail.tuner.depth import DepthTuner
+        from longtail.vllm.depths import Depths, agreement
+        from longtail.vllm.gains import carry_gauges
 
-            carry_gauges()
-            if not (chooses := guards.chooses_depth(config)):
-                logger.info("longtail: all steps draft alike, as %s has to here", drafts.method)
-            agree = agreement(config.parallel_config) if chooses else None
-            Depths(self, DepthTuner() if chooses else None, agree)
-
-    return init
+        carry_gauges()
+        chooses = drafts is not None and guards.chooses_depth(config)
+        if drafts is not None and not chooses:
+            logger.info("longtail: all steps draft alike, as %s has to here", drafts.method)
+        agree = agreement(config.parallel_config) if chooses else None
+        Depths(self, DepthTuner() if chooses else None, agree)

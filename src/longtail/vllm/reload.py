@@ -19,6 +19,7 @@ from longtail.vllm import cpu_fixes
 from longtail.vllm.guards import RELOAD, check, reloading
 
 
+@torch.no_grad()
 def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     """Load weights of the drafter, of the old ones' shapes; modules of the target keep theirs."""
     from vllm.config import set_current_vllm_config
@@ -27,11 +28,7 @@ def load_drafter(worker: Any, tensors: Mapping[str, Tensor]) -> None:
     config, runner = worker.vllm_config, worker.model_runner
     has_one = hasattr(runner, "get_draft_model")  # since vLLM 0.26
     model: Any = runner.get_draft_model() if has_one else runner.drafter.model
-    with (
-        set_current_vllm_config(config),
-        torch.no_grad(),
-        _without_shared(model, runner.get_model()) as absent,
-    ):
+    with set_current_vllm_config(config), _without_shared(model, runner.get_model()) as absent:
         begin(model)
         try:
             model.load_weights(
@@ -68,35 +65,34 @@ def _noting_layers_left_out() -> Iterator[set[str]]:
     """
     found: set[str] = set()
 
-    class Noting(logging.Filter):
-        def filter(self, record: logging.LogRecord) -> bool:
-            name, separator, _ = record.getMessage().partition(": Failed to load weights")
-            found.update({name} - {"ParallelLMHead"} if separator else ())
-            return not separator
+    def note(record: logging.LogRecord) -> bool:
+        name, separator, _ = record.getMessage().partition(": Failed to load weights")
+        found.update({name} - {"ParallelLMHead"} if separator else ())
+        return not separator
 
-    logger, noting = logging.getLogger(RELOAD), Noting()
+    logger = logging.getLogger(RELOAD)
     level = logger.level
-    logger.addFilter(noting)
+    logger.addFilter(note)
     logger.setLevel(logging.WARNING)
     try:
         yield found
     finally:
         logger.setLevel(level)
-        logger.removeFilter(noting)
+        logger.removeFilter(note)
 
 
 @contextmanager
 def _without_shared(model: nn.Module, target: nn.Module) -> Iterator[list[str]]:
     """Take the target's modules out of a drafter for a while; yield their last names."""
     theirs = set(target.modules())
-    taken: list[tuple[nn.Module, str, nn.Module]] = []
-    for parent in list(model.modules()):
-        if parent in theirs:
-            continue
-        for name, child in list(parent.named_children()):
-            if child in theirs:
-                taken.append((parent, name, child))
-                setattr(parent, name, nn.Identity())
+    taken = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if child in theirs and parent not in theirs
+    ]
+    for parent, name, _ in taken:
+        setattr(parent, name, nn.Identity())
     try:
         yield [name for _, name, _ in taken]
     finally:

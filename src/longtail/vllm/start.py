@@ -1,6 +1,7 @@
 """The start of vLLM's engine in this process; its errors name fields of a run's configuration."""
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, LongtailError
 from longtail.system.device import to_stderr
-from longtail.vllm.depths import MAX_DEPTH, VllmDrafter
+from longtail.vllm.eagle import MAX_DEPTH, VllmDrafter
 from longtail.vllm.guards import KEY
 
 GPU_SHARE = 0.4
@@ -19,26 +20,22 @@ GPU_SHARE = 0.4
 _GPU_STEP_TOKENS = 8192
 """Tokens of prompts in a step on a GPU: vLLM's default. With fewer it waits for its weights."""
 _LONGEST = 300
-_REMEDIES = (
-    (
-        ("cache blocks", "kv cache is needed"),
-        "raise rollout.vllm.gpu_memory_utilization, or lower rollout.max_tokens",
+_REMEDIES = {
+    "raise rollout.vllm.gpu_memory_utilization, or lower rollout.max_tokens": (
+        "cache blocks|kv cache is needed"
     ),
-    (
-        ("free memory on device", "out of memory"),
-        "lower rollout.vllm.gpu_memory_utilization, or end what else uses the GPU",
+    "lower rollout.vllm.gpu_memory_utilization, or end what else uses the GPU": (
+        "free memory on device|out of memory"
     ),
-    (
-        ("world size", "tensor parallel", "attention heads", "number of gpus"),
-        "set rollout.vllm.tensor_parallel_size to a number of GPUs that divides the model's heads",
+    "set rollout.vllm.tensor_parallel_size to a number of GPUs that divides the model's heads": (
+        "world size|tensor parallel|attention heads|number of gpus"
     ),
-    (("compute capability", "dtype"), "set rollout.dtype = 'float32'"),
-    (
-        ("undefined symbol", "shared object", "no module named", "cuda driver"),
-        "install the vLLM of this machine's CUDA",
+    "set rollout.dtype = 'float32'": "compute capability|dtype",
+    "install the vLLM of this machine's CUDA": (
+        "undefined symbol|shared object|no module named|cuda driver"
     ),
-)
-"""Words of vLLM 0.32 and 0.33 in an error of its start, and what helps."""
+}
+"""Remedies, each with words of vLLM 0.32 and 0.33 in an error of its start."""
 _PHASES = (
     ("Starting to load model", "loads the weights"),
     ("Loading weights took", "measures the memory of a step"),
@@ -131,10 +128,8 @@ def start_error(directory: Path, error: Exception) -> ConfigError:
     """Return why vLLM cannot run a model, in one sentence, and what to change."""
     reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     said = reason.lower()
-    remedy = next(
-        (remedy for words, remedy in _REMEDIES if any(word in said for word in words)),
-        "change rollout.vllm, or use another model",
-    )
+    helps = (remedy for remedy, words in _REMEDIES.items() if re.search(words, said))
+    remedy = next(helps, "change rollout.vllm, or use another model")
     return ConfigError(f"vLLM cannot run {directory}: {reason[:_LONGEST]}; {remedy}")
 
 

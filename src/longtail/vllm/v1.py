@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.sampling import gumbel_noise
 from longtail.vllm import cpu_fixes
-from longtail.vllm.guards import Patch, check, class_of, module_of
+from longtail.vllm.guards import Patch, check, module_of
 
 REJECTED = -1
 """Token in place of rejected drafts, as vLLM expects it."""
@@ -51,11 +52,11 @@ _NOISE: ContextVar[StepNoise | None] = ContextVar("longtail_noise", default=None
 
 def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
-    runner = class_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
+    runner = module_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     rejection = module_of("vllm.v1.sample.rejection_sampler")
     sampler = module_of("vllm.v1.sample.ops.topk_topp_sampler")
-    row_sampler = class_of(sampler.__name__, "TopKTopPSampler")
-    proposer = class_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
+    row_sampler = module_of(sampler.__name__, "TopKTopPSampler")
+    proposer = module_of("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer")
     check(row_sampler, "forward_native", "self logits generators k p")
     truncate = check(sampler, "apply_top_k_top_p", "logits k p", then="has_topp_only_rows")
     verified = (
@@ -72,13 +73,13 @@ def patches(settings: VllmSettings) -> list[Patch]:
         "token_indices_to_sample cad num_rejected_tokens_gpu"
     )
     found = [
-        Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sampling),
-        Patch(owner=row_sampler, name="__call__", replacement=_row_sampler(truncate)),
-        Patch.of(rejection, "rejection_sample", verified, _verification, features),
+        Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sample),
+        Patch.of(row_sampler, "__call__", "self args kwargs", partial(_draw_rows, truncate)),
+        Patch.of(rejection, "rejection_sample", verified, _rejection_sample, features),
     ]
     coupled = [
-        Patch.of(proposer, "set_inputs_first_pass", first, _first),
-        Patch.of(proposer, "_sample_draft_tokens", drafts, _drafting),
+        Patch.of(proposer, "set_inputs_first_pass", first, _set_inputs_first_pass),
+        Patch.of(proposer, "_sample_draft_tokens", drafts, _sample_draft_tokens),
     ]
     found += coupled if settings.drafts == "coupled" else ()
     return [*found, *cpu_fixes.patches(settings)]
@@ -87,24 +88,20 @@ def patches(settings: VllmSettings) -> list[Patch]:
 # ---- the runner
 
 
-def _sampling(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        """Sample a step with its noise at hand."""
-        if self.input_batch.sampling_metadata.all_greedy:
-            return stock(self, logits, spec_decode_metadata)
-        noise = step_noise(self, spec_decode_metadata)
-        # Nothing is drawn with them, and on a CPU vLLM 0.32 cannot rewind them after a part of a
-        # prompt.
-        self.input_batch.generators.clear()
-        if getattr(self, "drafter", None) is not None:
-            self.drafter.longtail_keys = noise.keys
-        token = _NOISE.set(noise)
-        try:
-            return stock(self, logits, spec_decode_metadata)
-        finally:
-            _NOISE.reset(token)
-
-    return sample
+def _sample(stock: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    """Sample a step with its noise at hand."""
+    if self.input_batch.sampling_metadata.all_greedy:
+        return stock(self, logits, spec_decode_metadata)
+    noise = step_noise(self, spec_decode_metadata)
+    # Nothing is drawn with them, and on a CPU vLLM 0.32 cannot rewind them after part of a prompt.
+    self.input_batch.generators.clear()
+    if getattr(self, "drafter", None) is not None:
+        self.drafter.longtail_keys = noise.keys
+    token = _NOISE.set(noise)
+    try:
+        return stock(self, logits, spec_decode_metadata)
+    finally:
+        _NOISE.reset(token)
 
 
 def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:
@@ -141,91 +138,86 @@ def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
 # ---- the samplers
 
 
-def _row_sampler(truncate: Callable[..., Tensor]) -> Callable[..., Any]:
-    def call(self: Any, *args: Any, **options: Any) -> Any:
-        """Draw plain rows and bonus rows, one per request, with the step's noise."""
-        noise = _NOISE.get()
-        if noise is None:
-            return torch.nn.Module.__call__(self, *args, **options)
-        logits, _, k, p = args
-        logits = truncate(logits, k, p)
-        kept = None
-        if self.logprobs_mode == "processed_logits":
-            kept = logits
-        elif self.logprobs_mode == "processed_logprobs":
-            kept = logits.log_softmax(-1, dtype=torch.float32)
-        return draw(logits, noise.keys, noise.last), kept
+def _draw_rows(
+    truncate: Callable[..., Tensor],
+    stock: Callable[..., Any],
+    self: Any,
+    *args: Any,
+    **options: Any,
+) -> Any:
+    """Draw plain rows and bonus rows, one per request, with the step's noise."""
+    noise = _NOISE.get()
+    if noise is None:
+        return stock(self, *args, **options)
+    logits, _, k, p = args
+    logits = truncate(logits, k, p)
+    kept = None
+    if self.logprobs_mode == "processed_logits":
+        kept = logits
+    elif self.logprobs_mode == "processed_logprobs":
+        kept = logits.log_softmax(-1, dtype=torch.float32)
+    return draw(logits, noise.keys, noise.last), kept
 
-    return call
 
-
-def _verification(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def rejection_sample(*args: Any, **features: Any) -> Tensor:
-        """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
-        noise = _NOISE.get()
-        if noise is None or noise.num_drafts is None or noise.drafted is None:
-            return stock(*args, **features)
-        drafts, _, depth, _, _, logits, bonus, sampling = args  # as `check` has them
-        drawn = draw(logits, noise.keys.repeat_interleave(noise.num_drafts), noise.drafted)
-        if not sampling.all_random:
-            is_greedy = sampling.temperature < GREEDY_BELOW
-            greedy = is_greedy.repeat_interleave(noise.num_drafts)
-            drawn = torch.where(greedy, logits.argmax(-1), drawn)
-        if not len(drawn):
-            return bonus.to(torch.int32)
-        counts = noise.num_drafts
-        tokens, standing = match(drawn, drafts, counts.cumsum(0) - counts, counts, depth)
-        column = torch.arange(depth + 1, device=drawn.device)
-        tokens = torch.where(column < counts[:, None], tokens, bonus.to(tokens.dtype))
-        return torch.where(column <= standing[:, None], tokens, REJECTED).to(torch.int32)
-
-    return rejection_sample
+def _rejection_sample(stock: Callable[..., Tensor], *args: Any, **features: Any) -> Tensor:
+    """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
+    noise = _NOISE.get()
+    if noise is None or noise.num_drafts is None or noise.drafted is None:
+        return stock(*args, **features)
+    drafts, _, depth, _, _, logits, bonus, sampling = args  # as `check` has them
+    counts = noise.num_drafts
+    drawn = draw(logits, noise.keys.repeat_interleave(counts), noise.drafted)
+    if not sampling.all_random:
+        is_greedy = (sampling.temperature < GREEDY_BELOW).repeat_interleave(counts)
+        drawn = torch.where(is_greedy, logits.argmax(-1), drawn)
+    if not len(drawn):
+        return bonus.to(torch.int32)
+    tokens, standing = match(drawn, drafts, counts.cumsum(0) - counts, counts, depth)
+    column = torch.arange(depth + 1, device=drawn.device)
+    tokens = torch.where(column < counts[:, None], tokens, bonus.to(tokens.dtype))
+    return torch.where(column <= standing[:, None], tokens, REJECTED).to(torch.int32)
 
 
 # ---- the drafter
 
 
-def _first(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def set_inputs_first_pass(self: Any, *args: Any, **options: Any) -> Any:
-        """Note the position of each request's first draft.
+def _set_inputs_first_pass(stock: Callable[..., Any], self: Any, *args: Any, **options: Any) -> Any:
+    """Note the position of each request's first draft.
 
-        EAGLE reads token p + 1 at position p and drafts token p + 2; a draft model reads token p.
-        """
-        tokens, rows, metadata = stock(self, *args, **options)
-        at = self.mrope_positions[0] if self.uses_mrope else self.positions
-        self.longtail_next = at[rows.long()] + (2 if self.pass_hidden_states_to_model else 1)
-        return tokens, rows, metadata
-
-    return set_inputs_first_pass
+    EAGLE reads token p + 1 at position p and drafts token p + 2; a draft model reads token p.
+    """
+    tokens, rows, metadata = stock(self, *args, **options)
+    at = self.mrope_positions[0] if self.uses_mrope else self.positions
+    self.longtail_next = at[rows.long()] + (2 if self.pass_hidden_states_to_model else 1)
+    return tokens, rows, metadata
 
 
-def _drafting(stock: Callable[..., Any]) -> Callable[..., Any]:
-    def sample_draft_tokens(self: Any, hidden_states: Any, sampling_metadata: Any) -> Any:
-        """Draw the next draft of each request; vLLM's own way where the noise is not known.
+def _sample_draft_tokens(
+    stock: Callable[..., Any], self: Any, hidden_states: Any, sampling_metadata: Any
+) -> Any:
+    """Draw the next draft of each request; vLLM's own way where the noise is not known.
 
-        Rows of some drafters are not one per request, and tokens of some are not the target's.
-        """
-        keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
-        if (
-            keys is None
-            or positions is None
-            or len(keys) != len(positions)
-            or sampling_metadata.all_greedy
-            or self.parallel_drafting
-            or getattr(self, "use_heterogeneous_vocab", False)
-        ):
-            return stock(self, hidden_states, sampling_metadata)
-        logits = self.model.compute_logits(hidden_states)
-        entries = torch.arange(logits.shape[-1], device=logits.device)
-        offsets = getattr(self.model, "draft_id_to_target_id", None)
-        if offsets is not None:  # only the drafted tokens need noise, under their target ids
-            entries = torch.arange(len(offsets), device=logits.device) + offsets
-            logits = logits[:, entries]
-        temperature = sampling_metadata.temperature[: len(logits)]
-        self.longtail_next = positions + 1
-        return draw_drafts(logits, temperature, keys, positions, entries), None
-
-    return sample_draft_tokens
+    Rows of some drafters are not one per request, and tokens of some are not the target's.
+    """
+    keys, positions = getattr(self, "longtail_keys", None), getattr(self, "longtail_next", None)
+    if (
+        keys is None
+        or positions is None
+        or len(keys) != len(positions)
+        or sampling_metadata.all_greedy
+        or self.parallel_drafting
+        or getattr(self, "use_heterogeneous_vocab", False)
+    ):
+        return stock(self, hidden_states, sampling_metadata)
+    logits = self.model.compute_logits(hidden_states)
+    entries = torch.arange(logits.shape[-1], device=logits.device)
+    offsets = getattr(self.model, "draft_id_to_target_id", None)
+    if offsets is not None:  # only the drafted tokens need noise, under their target ids
+        entries = torch.arange(len(offsets), device=logits.device) + offsets
+        logits = logits[:, entries]
+    temperature = sampling_metadata.temperature[: len(logits)]
+    self.longtail_next = positions + 1
+    return draw_drafts(logits, temperature, keys, positions, entries), None
 
 
 def request_key(engine: str, name: str) -> int:

@@ -27,19 +27,26 @@ _GPU = "vllm.v1.worker.gpu"
 def patches(settings: VllmSettings) -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
     rejection = module_of(f"{_GPU}.spec_decode.rejection_sampler")
-    check(
-        rejection,
-        "rejection_sample",
+    verified = (
         "target_logits draft_logits draft_sampled cu_num_logits pos idx_mapping "
         "expanded_idx_mapping expanded_local_pos temperature seed num_speculative_steps "
-        "synthetic_conditional_rates use_fp64",
-        then="use_block_verification contexts watermarking watermarking_skip_mask watermark_key "
-        "fly_window_size fly_entropy_threshold fly_entropy_top_k",
+        "synthetic_conditional_rates use_fp64"
+    )
+    features = (
+        "use_block_verification contexts watermarking watermarking_skip_mask watermark_key "
+        "fly_window_size fly_entropy_threshold fly_entropy_top_k"
     )
     draw = target_draw()
-    found = [Patch(owner=rejection, name="rejection_sample", replacement=_verification(draw))]
+    verify = partial(_rejection_sample, draw)
+    found = [Patch.of(rejection, "rejection_sample", verified, verify, features)]
     if settings.drafts == "coupled":
-        found.append(_drafting(draw))
+        speculator = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
+        drafts = (
+            "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
+            "draft_logits"
+        )
+        steps, new = "spec_step_idx num_steps", partial(_sample_draft, draw)
+        found.append(Patch.of(speculator, "sample_draft", drafts, new, steps))
     return [*found, *_truncation(), *_without_fused_samplers()]
 
 
@@ -55,93 +62,60 @@ def target_draw() -> Callable[..., Tensor]:
     return partial(gumbel_sample, is_drafting=False)
 
 
-def _verification(draw: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    def rejection_sample(  # noqa: PLR0913  (vLLM's signature)
-        target_logits: Tensor,
-        draft_logits: Tensor | None,
-        draft_sampled: Tensor,
-        cu_num_logits: Tensor,
-        pos: Tensor,
-        idx_mapping: Tensor,
-        expanded_idx_mapping: Tensor,
-        expanded_local_pos: Tensor,
-        temperature: Tensor,
-        seed: Tensor,
-        num_speculative_steps: int,
-        synthetic_conditional_rates: Tensor | None = None,
-        use_fp64: bool = False,
-        **_features: Any,
-    ) -> tuple[Tensor, Tensor]:
-        """Draw each row as plain decoding would and keep drafts while they match (vLLM calls it).
+def _rejection_sample(  # noqa: PLR0913  (vLLM's signature)
+    draw: Callable[..., Tensor],
+    _stock: Any,
+    target_logits: Tensor,
+    draft_logits: Tensor | None,
+    draft_sampled: Tensor,
+    cu_num_logits: Tensor,
+    pos: Tensor,
+    idx_mapping: Tensor,
+    expanded_idx_mapping: Tensor,
+    expanded_local_pos: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    num_speculative_steps: int,
+    synthetic_conditional_rates: Tensor | None = None,
+    use_fp64: bool = False,
+    **_features: Any,
+) -> tuple[Tensor, Tensor]:
+    """Draw each row as plain decoding would and keep drafts while they match (vLLM calls it).
 
-        `target_logits` have temperature and truncation applied. Features are off: `guards.admit`.
-        """
-        drawn = draw(
-            target_logits,
-            expanded_idx_mapping,
-            temperature,
-            seed,
-            pos,
-            apply_temperature=False,
-            use_fp64=use_fp64,
-        )
-        # A row holds the draft for the row before it; a request's first one holds none.
-        tokens, standing = match(
-            drawn, draft_sampled.roll(-1), cu_num_logits[:-1], cu_num_logits.diff() - 1,
-            num_speculative_steps,
-        )  # fmt: skip
-        return tokens, standing.add(1).to(torch.int32)
-
-    return rejection_sample
-
-
-def _drafting(draw: Callable[..., Tensor]) -> Patch:
-    """Return the replacement of sample_draft: drafts are drawn with the target's noise.
-
-    A draw's noise is keyed by the position before the token.
+    `target_logits` have temperature and truncation applied. Features are off: `guards.admit`.
     """
-    owner = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
-    has_steps = hasattr(owner, "compute_draft_logits")  # since vLLM 0.32
-    predicts = hasattr(owner, "_maybe_predict_acceptance")  # since 0.30
-    check(
-        owner,
-        "sample_draft",
-        "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
-        "draft_logits",
-        then="spec_step_idx num_steps",
-    )
+    given = target_logits, expanded_idx_mapping, temperature, seed, pos
+    drawn = draw(*given, apply_temperature=False, use_fp64=use_fp64)
+    # A row holds the draft for the row before it; a request's first one holds none.
+    starts, counts = cu_num_logits[:-1], cu_num_logits.diff() - 1
+    tokens, standing = match(drawn, draft_sampled.roll(-1), starts, counts, num_speculative_steps)
+    return tokens, standing.add(1).to(torch.int32)
 
-    def sample_draft(  # noqa: PLR0913  (vLLM's signature)
-        self: Any,
-        hidden_states: Tensor,
-        sample_src_positions: Tensor,
-        idx_mapping: Tensor,
-        temperature: Tensor,
-        seeds: Tensor,
-        draft_step: Tensor,
-        draft_logits: Tensor | None,
-        spec_step_idx: int = 0,
-        num_steps: int = 1,
-    ) -> Tensor:
-        """Draw drafts from the drafter's logits with the noise of their positions."""
-        if has_steps:
-            logits = self.compute_draft_logits(hidden_states, spec_step_idx)
-        else:
-            logits = self.model.compute_logits(hidden_states)
-        drafts = draw(
-            logits,
-            idx_mapping,
-            temperature,
-            seeds,
-            sample_src_positions,
-            apply_temperature=True,
-            use_fp64=self.use_fp64_gumbel,
-        )
-        if predicts:
-            self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
-        return drafts
 
-    return Patch(owner=owner, name="sample_draft", replacement=sample_draft)
+def _sample_draft(  # noqa: PLR0913  (vLLM's signature)
+    draw: Callable[..., Tensor],
+    _stock: Any,
+    self: Any,
+    hidden_states: Tensor,
+    sample_src_positions: Tensor,
+    idx_mapping: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    draft_step: Tensor,
+    draft_logits: Tensor | None,
+    spec_step_idx: int = 0,
+    num_steps: int = 1,
+) -> Tensor:
+    """Draw drafts with the target's noise, which is keyed by the position before the token."""
+    if hasattr(self, "compute_draft_logits"):  # since vLLM 0.32
+        logits = self.compute_draft_logits(hidden_states, spec_step_idx)
+    else:
+        logits = self.model.compute_logits(hidden_states)
+    given = logits, idx_mapping, temperature, seeds, sample_src_positions
+    drafts = draw(*given, apply_temperature=True, use_fp64=self.use_fp64_gumbel)
+    if hasattr(self, "_maybe_predict_acceptance"):  # since vLLM 0.30
+        self._maybe_predict_acceptance(logits, idx_mapping, draft_step)
+    return drafts
 
 
 def _truncation() -> list[Patch]:
@@ -157,7 +131,7 @@ def _truncation() -> list[Patch]:
     few = getattr(kernels, "_SPLIT_MAX_BATCH", 0)  # rows up to which another kernel serves top-p
 
     def apply_top_k_top_p(
-        logits: Tensor, k: Tensor | None, p: Tensor | None, **options: Any
+        _stock: Any, logits: Tensor, k: Tensor | None, p: Tensor | None, **options: Any
     ) -> Tensor:
         """Truncate rows by top-k, then top-p (vLLM calls it)."""
         if k is None and p is None:
@@ -169,12 +143,8 @@ def _truncation() -> list[Patch]:
         logits, p = pad(logits, (0, 0, 0, missing)), pad(p, (0, missing), value=1)
         return kernel(logits, k, p, **options)[:rows]
 
-    found = []
-    for name in ("states", "sampler"):
-        module = module_of(f"{_GPU}.sample.{name}")
-        check(module, "apply_top_k_top_p", "logits k p", then="has_topp_only_rows")
-        found.append(Patch(owner=module, name="apply_top_k_top_p", replacement=apply_top_k_top_p))
-    return found
+    given = "apply_top_k_top_p", "logits k p", apply_top_k_top_p, "has_topp_only_rows"
+    return [Patch.of(module_of(f"{_GPU}.sample.{name}"), *given) for name in ("states", "sampler")]
 
 
 def _without_fused_samplers() -> list[Patch]:
@@ -186,6 +156,4 @@ def _without_fused_samplers() -> list[Patch]:
     sampler = module_of(f"{_GPU}.sample.sampler")
     names = ("flashinfer_sampler_supported", "xpu_sampler_supported")  # the latter since vLLM 0.31
     found = [name for name in names if hasattr(sampler, name)]
-    for name in found:
-        check(sampler, name, "")
-    return [Patch(owner=sampler, name=name, replacement=lambda: False) for name in found]
+    return [Patch.of(sampler, name, "", lambda _stock: False) for name in found]

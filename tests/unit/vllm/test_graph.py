@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from longtail.drafter.weights import DRAFT_IDS
 from longtail.vllm.history import Texts, sent
 from longtail.vllm.learned import Learned, Step
-from longtail.vllm.learned_v1 import _drawn
+from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
 from longtail.vllm.ridge import Block, Parts
 
@@ -37,7 +37,7 @@ def learner(at: torch.device = CPU) -> Learned:
     maps = {f"streams.{slot}.weight": normal(HIDDEN, 2 * HIDDEN) for slot in range(DEPTH)}
     moves = {f"transitions.{slot}.weight": normal(HIDDEN, HIDDEN) for slot in range(DEPTH - 1)}
     block.take({**maps, **moves, DRAFT_IDS: ids})
-    return Learned(block, Texts(RUNNING, LENGTH, at), _drawn, copies=True)
+    return Learned(block, Texts(RUNNING, LENGTH, at), LearnedProposer().draw, copies=True)
 
 
 def play(learned: Learned) -> list[torch.Tensor]:
@@ -118,7 +118,7 @@ def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """In steps with V2's draws, whose rows fill the buffer."""
     learned, tensor = learner(META), torch.tensor
     runner = SimpleNamespace(learned=learned, _draw=lambda full, *_, **__: full.argmax(-1))
-    learned._draw, learned.block._room = partial(LearnedSpeculator._drawn, runner), 100
+    learned._draw, learned.block._room = partial(LearnedSpeculator.draw, runner), 100
     # A tensor that is made of numbers on a device is a copy that waits.
     monkeypatch.setattr(torch, "tensor", lambda *a, device=None, **options: tensor(*a, **options))
     with NoWait():

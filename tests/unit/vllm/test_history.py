@@ -62,7 +62,7 @@ def test_finished_texts_are_found_until_their_place_is_taken() -> None:
     table = Texts(2, 1 << 24, torch.device("cpu"))
     for number in range(30):
         table.begin(f"old{number}", torch.tensor([5, 6, 7, 8, 9]), 2)
-        table.keep([])
+        table.keep([], [])
     table.begin("new", torch.tensor([5, 6, 7]), 2)
     found = table.find(places(table, ["new"], [3]), DEPTH, table.width)
     assert found.tokens[0][found.counts[0]].tolist() == [8, 9]

@@ -14,10 +14,12 @@ import torch
 
 from longtail.errors import ConfigError
 from longtail.sampling import gumbel_noise
-from longtail.vllm.learned_v1 import LearnedProposer, _drawn
+from longtail.vllm import learned_worker
+from longtail.vllm.learned_v1 import LearnedProposer, _propose_draft_token_ids
 from longtail.vllm.learned_v2 import LearnedSpeculator
-from longtail.vllm.learned_worker import _loading, _looking, open_learned
+from longtail.vllm.learned_worker import _execute_model, _load_model, open_learned
 from support import toy
+from support.vllm_releases import untouched
 from unit.vllm.test_ridge import DEPTH, EMBEDDING, HEAD, HIDDEN, VOCAB, model
 
 LENGTH, CHUNK = 96, 5
@@ -98,6 +100,7 @@ def v1_drafts(proposer: Any, step: Given) -> list[list[int]]:
     proposer.longtail_keys = torch.tensor([each.key for each in step.requests])
     bounds = np.cumsum([0, *map(len, step.rows)]).astype(np.int32)
     runner = SimpleNamespace(
+        drafter=proposer,
         requests=set(step.names),
         input_batch=SimpleNamespace(
             req_ids=step.names,
@@ -118,7 +121,10 @@ def v1_drafts(proposer: Any, step: Given) -> list[list[int]]:
         num_spec_tokens_to_schedule=DEPTH,
     )
     sampling = SimpleNamespace(all_greedy=False, temperature=torch.ones(len(step.names)))
-    return proposer.drafts(runner, output, step.sampled, sampling, step.states)
+    drafts: list[list[int]] = _propose_draft_token_ids(
+        untouched, runner, output, step.sampled, sampling, step.states
+    )
+    return drafts
 
 
 def fresh(step: Given) -> set[str]:
@@ -179,8 +185,8 @@ def sample(logits: Any, index: Any, temperature: Any, seeds: Any, at: Any, **_: 
 @pytest.mark.parametrize("history", [False, True])
 def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None:
     chosen = config(depth=DEPTH, history=history)
-    v1 = LearnedProposer(chosen)
-    v1.open(model())
+    v1 = LearnedProposer()
+    v1.learned = open_learned(model(), chosen, v1.draw)
     table = SimpleNamespace(
         req_id_to_index={},
         prompt_len=SimpleNamespace(np=np.zeros(4, dtype=np.int32)),
@@ -188,7 +194,7 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
         all_token_ids=SimpleNamespace(gpu=torch.zeros(4, LENGTH, dtype=torch.int32)),
     )
     v2 = LearnedSpeculator(chosen, torch.device("cpu"), table, sample)
-    v2.open(model())
+    v2.learned = open_learned(model(), chosen, v2.draw)
     running, places, free, begun = dict[str, Request](), dict[str, int](), [2, 0, 3, 1], 0
     accepted, drafted = [], []
     generator = np.random.default_rng(0)
@@ -222,22 +228,22 @@ def test_both_runners_draft_the_same_and_acceptance_rises(history: bool) -> None
 def test_a_drafter_of_another_kind_is_refused_as_a_beginning() -> None:
     wanted = config(begin=str(toy.DRAFTERS["eagle1"]))
     with pytest.raises(ConfigError, match="it is eagle1, and a learned drafter is ridge"):
-        open_learned(model(), wanted, _drawn)
+        open_learned(model(), wanted, LearnedProposer().draw)
 
 
 def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing() -> None:
     """The step after new weights, in place or loaded one by one, counts earlier texts a quarter."""
     weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
     target = model(parameters=weights.parameters)
-    learned = open_learned(target, config(), _drawn)
+    learned = open_learned(target, config(), LearnedProposer().draw)
     learned.block.sums.products.fill_(1.0)
-    v1, fed = LearnedProposer(config()), Request(key=0, text=[1, 2, 3], prompt_len=3)
+    v1, fed = LearnedProposer(), Request(key=0, text=[1, 2, 3], prompt_len=3)
     v1.learned = learned
-    drafter = SimpleNamespace(learned=learned)
-    worker = SimpleNamespace(
-        model_runner=SimpleNamespace(drafter=drafter, get_model=lambda: target)
-    )
-    execute = _looking(lambda self, output: v1_drafts(v1, take(["r"], [fed])))
+    runner = SimpleNamespace(get_model=lambda: target)
+    worker = SimpleNamespace(model_runner=runner, longtail_learned=learned)
+
+    def stock(self: Any, output: Any) -> Any:
+        return v1_drafts(v1, take(["r"], [fed]))
 
     def left_after(new: int, *changed: int, loads: int = 0, pauses: bool = False) -> float:
         """Execute a step with `new` of one request, after changes of these modules."""
@@ -249,7 +255,7 @@ def test_weights_that_differ_change_the_policy_once_and_equal_ones_lose_nothing(
         num_tokens = {"r": 1}
         output = SimpleNamespace(num_scheduled_tokens=num_tokens, scheduled_new_reqs=["r"][:new])
         output.longtail_has_paused = pauses
-        execute(worker, output)
+        _execute_model(stock, worker, output)
         return float(learned.block._sums.products.unique())
 
     assert left_after(1) == 1
@@ -267,7 +273,7 @@ def test_weights_whose_load_is_not_ended_are_looked_at_afterwards() -> None:
     """Packed weights are without data from a trainer's load to the next forward pass."""
     weights = torch.nn.ModuleList([torch.nn.Linear(3, 300), torch.nn.LayerNorm(3)])
     target = model(parameters=weights.parameters)
-    learned = open_learned(target, config(), _drawn)
+    learned = open_learned(target, config(), LearnedProposer().draw)
     target.load_weights([])
     whole, weights[0] = weights[0], torch.nn.Linear(3, 300, device="meta")
     learned.look(target)
@@ -277,19 +283,14 @@ def test_weights_whose_load_is_not_ended_are_looked_at_afterwards() -> None:
     assert not learned.has_changed
 
 
-def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool() -> None:
+def test_the_drafter_is_opened_after_the_weights_outside_of_their_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What lies in vLLM's pool of weights is lost when it sleeps deeply, as TRL and verl let it."""
     order = list[str]()
-
-    class Worker:
-        model_runner = SimpleNamespace(
-            get_model=lambda: "target",
-            drafter=SimpleNamespace(open=lambda model: order.append(f"open {model}")),
-        )
-
-        def load_model(self, *, load_dummy_weights: bool = False) -> None:
-            order.append("weights")
-
-    Worker.load_model = _loading(Worker.load_model)  # type: ignore[method-assign]
-    Worker().load_model()
-    assert order == ["weights", "open target"]
+    drafter = SimpleNamespace(learned=None, draw=None)
+    runner = SimpleNamespace(get_model=lambda: "target", drafter=drafter)
+    worker = SimpleNamespace(model_runner=runner, vllm_config=None)
+    monkeypatch.setattr(learned_worker, "open_learned", lambda model, *_: order.append(model))
+    _load_model(lambda _: order.append("weights"), worker)
+    assert order == ["weights", "target"]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -49,7 +50,8 @@ def process(monkeypatch):
 
     made = SimpleNamespace(EngineArgs=EngineArgs, WorkerBase=WorkerBase)
     paths = (plugin._FRONT_END, EngineArgs), (plugin._WORKER, WorkerBase)
-    for path, kind in (*paths, (plugin._SCHEDULER, Scheduler)):
+    stats = "vllm.v1.metrics.stats", make_dataclass("SchedulerStats", ["step_counter"])
+    for path, kind in (*paths, (plugin._SCHEDULER, Scheduler), stats):
         monkeypatch.setitem(sys.modules, path, module(path, **{kind.__name__: kind}))
     made.modules = release(monkeypatch)
     plugin.register()

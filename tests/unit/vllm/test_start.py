@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from longtail.engine.request import EngineLimits
-from longtail.vllm.depths import MAX_DEPTH
+from longtail.vllm.eagle import MAX_DEPTH
 from longtail.vllm.start import phases, start_error, step_tokens
 
 FIELDS = {

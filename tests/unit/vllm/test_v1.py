@@ -1,5 +1,6 @@
 """Functions for vLLM's V1 runner; tests/vllm_wheel/test_v1.py has the runner itself."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -38,7 +39,7 @@ def test_blocks_of_rows_compute_the_same_products_and_no_neighbour_matters():
 
     generator = torch.Generator().manual_seed(4)
     weight, x = (torch.randint(-9, 9, (n, 6), generator=generator).float() for n in (5, 19))
-    blocks = cpu_fixes.in_blocks(product, 8)
+    blocks = partial(cpu_fixes.multiply, product, 8)
     whole = blocks(x, weight, None)
     assert set(heights) == {8}
     assert torch.equal(whole, x @ weight.T)
@@ -54,7 +55,7 @@ def test_blocks_of_rows_stay_when_weights_are_loaded_anew():
         layer.cpu_linear = lambda x, weight, bias: heights.append(len(x)) or x
 
     for _ in range(2):
-        cpu_fixes._blocks(stock, 8)(layer, remove_weight=True)
+        cpu_fixes._dispatch(stock, layer, remove_weight=True, rows=8)
         layer.cpu_linear(torch.ones(3, 1), None, None)
     assert heights == [8, 8]
 
