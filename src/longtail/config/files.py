@@ -107,7 +107,7 @@ def _read(path: Path) -> dict[str, Any]:
             f"{path}: no such file; give the path of a TOML run file, or a recipe's name ({known})"
         ) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a UTF-8 text file (byte {error.start})") from None
+        raise ConfigError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
     except (ValueError, RecursionError) as error:  # tomllib and its integers
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:

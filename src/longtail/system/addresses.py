@@ -48,7 +48,9 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--host = {host!r} is no address of this machine ({error})") from error
+        raise ConfigError(
+            f"--host = {host!r} is no address of this machine ({error}): give one of its own"
+        ) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

@@ -213,7 +213,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path, message in (
         (Path("no/such.toml"), r"no/such\.toml: no such file.*quickstart"),
-        (tmp_path / "run.toml", r"run\.toml: not a UTF-8 text file"),
+        (tmp_path / "run.toml", r"run\.toml: not UTF-8"),
         (tmp_path, "cannot be read"),
         (tmp_path / "pipe", "cannot be read: it is not a file"),
         (Path("/dev/zero"), "cannot be read: it is not a file"),
