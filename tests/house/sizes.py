@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SRC, TESTS = 40_500, 34_300
 """Most lines of Python in src/longtail and in tests: the count when it was set, and 3 %."""
-DOCS, IDEA = 17_170, 310
+DOCS, IDEA = 17_120, 310
 """Most words of all pages in docs/ that are written by hand, and of one in docs/ideas/."""
 GENERATED = ("cli.md", "configuration.md", "metrics.md")
 
