@@ -19,7 +19,6 @@ from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.eagle_files import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
-from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.sampling import LongtailGeneration, RolloutsCallback, end_tokens
 from longtail.integrations.trl.session import Session
@@ -27,7 +26,7 @@ from longtail.integrations.trl.turns import Batch, Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.system.device import DTYPES, own_engine_device, to_stderr
+from longtail.system.device import DTYPES, own_engine_device
 from longtail.types import Completion, SamplingParams
 
 
@@ -127,19 +126,13 @@ class Rollouts:
         target = _open_target(settings, self._dtype)
         longest = settings.max_model_length or target.model.config.max_positions
         ranks = Ranks(accelerator.process_index, accelerator.num_processes, accelerator.device)
-        policy = MirroredPolicy(
-            target.model,
-            target.tokenizer.decode,
-            max_running=self._max_running,
-            max_len=longest,
-        )
         self._session = Session(
             target,
-            policy,
             ranks,
             self._drafter,
+            max_running=self._max_running,
+            max_len=longest,
             learns=self._learns,
-            log=to_stderr if accelerator.is_main_process else lambda line: None,
         )
         return self._session
 

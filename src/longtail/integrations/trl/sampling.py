@@ -139,7 +139,7 @@ class LongtailGeneration(VLLMGeneration):
         self._params()  # refuses before any work
         session = self._rollouts.open(self)
         # TRL's loop over tools reads the longest text here.
-        longest = SimpleNamespace(max_model_len=session.policy.max_len)
+        longest = SimpleNamespace(max_model_len=session.max_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=longest))
 
     def sync_weights(self) -> None:

@@ -1,11 +1,12 @@
 """Rollouts for one trainer: its policy, its drafters and what they learn, keys, metrics, state.
 
-At the begin of a rollout the processes exchange the sums of the texts since the last one. A single
-process also learns from them after each rollout.
+The policy is a copy of the trainer's weights, which is written in place at each change. At the
+begin of a rollout the processes exchange the sums of the texts since the last one. A single process
+also learns from them after each rollout.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import final
@@ -17,14 +18,17 @@ from longtail.assembly.worker import make_drafting
 from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.engine.engine import RolloutEngine
+from longtail.engine.growing import GrowingEngine
 from longtail.engine.report import RolloutMeter, RolloutReport
+from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, NonFiniteError
-from longtail.integrations.trl.mirror import MirroredPolicy
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.turns import Batch, Tokens, Turns
+from longtail.model.hf.weights import write_hf
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.speculation.drafter import Statistics
-from longtail.system.device import compute_threads, rollout_threads
+from longtail.system.device import compute_threads, rollout_threads, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 
 FOLDER = "longtail"
@@ -35,24 +39,35 @@ FOLDER = "longtail"
 class Session:
     """Owns the policy's copy and all that drafts for it. `pull` first, then `generate`.
 
-    `target` is the model that generates.
+    `target` is the model that generates, empty until then. Texts have at most `max_len` tokens,
+    prompts included.
     """
 
     def __init__(
         self,
         target: Target,
-        policy: MirroredPolicy,
         ranks: Ranks,
         drafter: str,
         *,
+        max_running: int,
+        max_len: int,
         learns: bool,
-        log: Callable[[str], None],
     ) -> None:
-        self.target, self.policy, self.ranks = target, policy, ranks
-        self._drafter, self._learns, self._log = drafter, learns, log
+        self.target, self.ranks = target, ranks
+        self._drafter, self._learns = drafter, learns
+        model, decode = target.model, target.tokenizer.decode
+        self.max_len = min(max_len, model.config.max_positions)
+        """Most tokens of a prompt and its completion."""
+        self._engines = GrowingEngine(
+            lambda limits: RolloutEngine(model, decode, limits, policy_version=self._num_pulls),
+            decode,
+            max_running=max_running,
+            max_len=self.max_len,
+        )
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
-        self._is_open = False
+        self._num_pulls = 0
+        self._speculation: Speculation | None = None
         self._initial: LoadedDrafter | None = None
         self._texts: Statistics | None = None
         """Adds up what is written, for a drafter that learns from it; it has versions, too."""
@@ -61,17 +76,21 @@ class Session:
         self._threads = rollout_threads(target.model.config.hidden_size)
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Take the trainer's weights; drafters are opened with the first ones."""
-        self.policy.pull(parameters)
-        if not self._is_open:
-            self._is_open = True
+        """Take the trainer's weights, by Hugging Face's names; the first ones open drafters."""
+        number = self._num_pulls + 1
+        if (engine := self._engines.present) is None:
+            write_hf(self.target.model, parameters, f"pull {number}")
+        else:
+            engine.load_policy(number, parameters)
+        self._num_pulls = number
+        if number == 1:
             self._open_drafters()
 
     def generate(
         self, prompts: Sequence[Tokens], params: SamplingParams, batch: Batch
     ) -> list[Completion]:
         """Return one completion of each prompt, in order; drafters learn none of evaluations."""
-        assert self._is_open, "weights were pulled"
+        assert self._num_pulls, "weights were pulled"
         samples, is_first = self._turns.begin(prompts, batch)
         begins = is_first and batch.is_training
         if begins:
@@ -92,7 +111,10 @@ class Session:
             self._texts.is_on = batch.is_training
         meter, began = RolloutMeter(), time.perf_counter()
         with compute_threads(self._threads):
-            completions = self.policy.generate(requests, meter.add)
+            engine = self._engines.ready(requests)
+            if engine.speculation is not self._speculation:
+                engine.speculate(self._speculation)
+            completions = engine.generate(requests, meter.add)
         if batch.is_training:
             self._metrics.add(meter.report(), time.perf_counter() - began)
         if begins and self.ranks.size == 1:
@@ -102,13 +124,17 @@ class Session:
 
     def _fitting(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """Return the parameters with no more tokens than the model has positions."""
-        room = self.policy.max_len - prompt_len
+        room = self.max_len - prompt_len
         if room < 1:
             raise ConfigError(
-                f"a prompt has {prompt_len} tokens, and the model has {self.policy.max_len} "
+                f"a prompt has {prompt_len} tokens, and the model has {self.max_len} "
                 "positions (or vllm_max_model_length); shorten the prompts of the data set"
             )
         return params if room >= params.max_tokens else replace(params, max_tokens=room)
+
+    def _log(self, line: str) -> None:
+        if self.ranks.rank == 0:
+            to_stderr(line)
 
     # ---- drafters
 
@@ -117,7 +143,7 @@ class Session:
         spot = SpotSection(train="spot" if self._learns else "never", features_mb=0)
         names = drafter_names(self._drafter, self.target.name, learns=self._learns)
         speculation = open_speculation(names, self.target, spot=spot)
-        self.policy.speculate(speculation)
+        self._speculation = speculation
         loaded = open_trainable(names, self.target)
         if speculation is None or loaded is None:
             return
@@ -143,7 +169,14 @@ class Session:
                 self._log(f"the drafter keeps its weights: {error}")
                 return
             versions.publish(versions.offer_solved(tensors, num_new))
-            self.policy.load_drafter(versions.published.tensors)
+            self._load_drafter(versions.published.tensors)
+
+    def _load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        assert self._speculation is not None, "there is a drafter"
+        if (engine := self._engines.present) is None:
+            self._speculation.load_weights(tensors)
+        else:
+            engine.load_drafter(tensors)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use; None without one that has weights."""
@@ -180,7 +213,7 @@ class Session:
             return False
         weights = self._versions.restore(state)
         self._num_rollouts = state.numbers["rollouts"]
-        self.policy.load_drafter(weights.tensors)
+        self._load_drafter(weights.tensors)
         self._log(f"drafter version {weights.version} from {checkpoint}")
         return True
 
