@@ -14,11 +14,11 @@ from zlib import crc32
 
 _LARGEST = 9
 """Largest term; the smallest is 1."""
-_SHORT, _LONG, _SOLVED = (2, 8), (40, 80), (2, 24)
+_SHORT, _LONG, _SOLVED = (3, 8), (40, 80), (2, 24)
 """Fewest and most terms of a sum; their logarithm is distributed evenly."""
 _TOGETHER = 8
 """Number of consecutive problems of which one is long, so that every batch has a tail."""
-_HASTY_SHARE = 0.85
+_HASTY_SHARE = 0.6
 """Share of the solutions of short sums that answer at once."""
 _HELDOUT_SHARE = 4
 """Ratio of all problems to those held out."""
