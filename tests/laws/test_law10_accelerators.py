@@ -6,6 +6,7 @@ run that drafts, teaches its drafter and swaps it is that of the run that does n
 
 import math
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -48,28 +49,25 @@ def outcome(shop: Workshop, run: str, drafter: str, *words: str) -> dict[str, An
     return found
 
 
-def a_few(train: Callable[..., SpotReport]) -> Callable[..., SpotReport]:
-    """Return `train` that is stopped after its second measurement."""
+def train_a_few(
+    self: SpotTrainer, buffer: Any, stopped: Any, train: Callable[..., SpotReport]
+) -> SpotReport:
+    """Train until the second measurement."""
+    measured, measure = [], SpotTrainer._measure
 
-    def train_a_few(
-        self: SpotTrainer, buffer: Any, stopped: Any, on_measured: Callable[[Replica], None]
-    ) -> SpotReport:
-        measured: list[Replica] = []
+    def counted(*args: Any) -> Replica:
+        measured.append(measure(self, *args))
+        return measured[-1]
 
-        def keep(replica: Replica) -> None:
-            measured.append(replica)
-            on_measured(replica)
-
-        return train(self, buffer, lambda: len(measured) == 2, keep)
-
-    return train_a_few
+    self._measure = counted  # type: ignore[method-assign]
+    return train(self, buffer, lambda: len(measured) == 2)
 
 
 @pytest.mark.slow
 def test_a_run_with_accelerators_is_the_run_without_them_bit_for_bit(shop, monkeypatch):
     # A lesson of two measurements after each rollout, whatever the clock says.
     monkeypatch.setattr(DrafterGain, "share_s", lambda *_: math.inf)
-    monkeypatch.setattr(SpotTrainer, "train", a_few(SpotTrainer.train))
+    monkeypatch.setattr(SpotTrainer, "train", partialmethod(train_a_few, train=SpotTrainer.train))
     fixed = ("--speculation.tuner=fixed", "--speculation.depth=3")
     drafter = save_untaught(shop.model, shop.path / "drafter", "eagle3")
     plain = outcome(shop, "plain", "none")

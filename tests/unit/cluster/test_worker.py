@@ -146,9 +146,7 @@ def learn(components: WorkerComponents) -> SpotReport:
     assert drafting is not None
     drafting.trainer.begin(drafting.served)
     last = drafting.trainer._trainer.steps + 2
-    return drafting.trainer.train(
-        drafting.buffer, lambda: drafting.trainer._trainer.steps == last, lambda _: None
-    )
+    return drafting.trainer.train(drafting.buffer, lambda: drafting.trainer._trainer.steps == last)
 
 
 @pytest.mark.slow
