@@ -14,7 +14,7 @@ from zlib import crc32
 
 _LARGEST = 9
 """Largest term; the smallest is 1."""
-_SHORT, _LONG, _SOLVED = (3, 8), (40, 80), (2, 24)
+_SHORT, _LONG, _SOLVED = (3, 8), (40, 100), (2, 24)
 """Fewest and most terms of a sum; their logarithm is distributed evenly."""
 _TOGETHER = 8
 """Number of consecutive problems of which one is long, so that every batch has a tail."""
