@@ -122,10 +122,8 @@ class DrafterVersions:
         better = [replica for replica in replicas if self._is_better(replica)]
         tensors, measured = dict(self.published.tensors), dict[str, Any]()
         if better:  # local SGD: Stich 2018 (arXiv 1805.09767)
-            counts, best = (
-                [each.num_tokens for each in better],
-                max(better, key=lambda each: each.gain),
-            )
+            counts = [each.num_tokens for each in better]
+            best = max(better, key=lambda each: each.gain)
             tensors = weighted_mean([each.weights for each in better], counts)
             measured = {"before": best.base_accept_len, "after": best.accept_len}
             measured["num_tokens"] = sum(counts)

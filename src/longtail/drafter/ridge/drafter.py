@@ -158,6 +158,5 @@ class _RidgeWalker(Walker):
 
     def descend(self, frontier: Frontier) -> Float[Tensor, "nodes vocab"]:
         """Score the successors of nodes: their slot's stream, moved by their token."""
-        inputs = self._inputs.repeat_interleave(frontier.per_request, 0)
-        before = self._target.embedding(frontier.tokens)
-        return self._head(self._layer(frontier.depth + 1, inputs, before))
+        before, slot = self._target.embedding(frontier.tokens), frontier.depth + 1
+        return self._head(self._layer(slot, self._inputs, before, frontier.per_request))

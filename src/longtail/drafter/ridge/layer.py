@@ -64,12 +64,15 @@ class RidgeLayer(DraftLayer):
         self,
         slot: int,
         inputs: Float[Tensor, "rows joined"],
-        before: Float[Tensor, "rows hidden"] | None,
-    ) -> Float[Tensor, "rows hidden"]:
-        """Return the states at `slot` (from 1).
+        before: Float[Tensor, "nodes hidden"] | None,
+        per_row: int = 1,
+    ) -> Float[Tensor, "nodes hidden"]:
+        """Return the states at `slot` (from 1), `per_row` of each row.
 
         `inputs` are pairs of state and embedding, joined; `before` are the embeddings of the tokens
         drafted before, which only the first slot has not.
         """
         stream: Tensor = self.streams[slot - 1](inputs)
-        return stream if slot == 1 else stream + self.transitions[slot - 2](before)
+        if slot == 1:
+            return stream
+        return stream.repeat_interleave(per_row, 0) + self.transitions[slot - 2](before)
