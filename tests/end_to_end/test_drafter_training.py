@@ -165,6 +165,12 @@ def test_what_cannot_be_done_is_refused_with_a_remedy(workshop, monkeypatch, wor
     assert not said.out
 
 
+def test_a_dry_run_refuses_what_the_recipe_lacks(workshop):
+    said = _train(workshop, "refused", "--drafter.recipe=ridge", "--drafter.window=9", "--dry-run")
+    assert said.code == 2, said.out
+    assert "drafter.window: drafter.recipe = 'ridge' has none; leave it out" in said.err
+
+
 def test_a_run_is_not_gone_on_with_under_other_settings(workshop):
     said = _train(workshop, "done", "--drafter.window=16", "--train.steps=9")
     assert said.code == 2

@@ -70,6 +70,8 @@ class ConfiguredCommand:
         config: Any = files.merged(self.config, path, given)
         if not parsed.dry_run:
             return imported(self.program)(config) or 0
+        if isinstance(config, DrafterTrainConfig):
+            imported("programs.drafter_train.check_settings")(config)
         config = imported("assembly.precision.decided")(config)
         print(files.render(config))
         if isinstance(config, RunConfig):

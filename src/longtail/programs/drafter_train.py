@@ -187,7 +187,7 @@ def _described(depths: DepthReport) -> str:
 
 def run(config: DrafterTrainConfig) -> int:
     """Run `longtail drafter train` from the configuration to the last checkpoint."""
-    _check_settings(config)
+    check_settings(config)
     if config.drafter.init is not None:
         check_names(config.drafter.init, field="drafter.init")
     config = decided(config)
@@ -261,7 +261,7 @@ def assemble(
     )
 
 
-def _check_settings(config: DrafterTrainConfig) -> None:
+def check_settings(config: DrafterTrainConfig) -> None:
     """Raise ConfigError for a recipe that is unknown, or has not what is set."""
     own = config.drafter
     if (kind := KINDS.get(own.recipe)) is None:
