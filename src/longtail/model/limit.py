@@ -75,11 +75,10 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     """
     in_dtype = dtype if multiplies_bfloat16(device) else torch.float32
     square = torch.ones(_SIDE, _SIDE, dtype=in_dtype, device=device)
-    large = torch.ones(_BYTES // 4 // _SIDE, _SIDE, device=device)
-    row = torch.ones(_SIDE, device=device)
+    halves = torch.ones(2, _BYTES // 8, device=device)
     return Machine(
         flop_per_s=2 * _SIDE**3 / _least_s(lambda: square @ square, device),
-        bytes_per_s=_BYTES / _least_s(lambda: large @ row, device),
+        bytes_per_s=_BYTES / _least_s(lambda: torch.dot(*halves), device),
     )
 
 

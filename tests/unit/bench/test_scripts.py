@@ -93,6 +93,14 @@ def test_all_trainers_make_the_same_gradient():
 
 
 @pytest.mark.slow
+def test_steps_of_two_sizes_stand_beside_their_limit():
+    code, _, result = run_script("steps", f"--models={REASONER}", "--rows=1,3", "--repeats=1")
+    assert code == 0
+    assert [cell["rows"] for cell in result["cells"]] == [1, 3]
+    assert all(cell["least_ms"]["median"] > 0 < cell["ms"]["median"] for cell in result["cells"])
+
+
+@pytest.mark.slow
 def test_turns_are_timed_with_the_kv_of_earlier_ones_and_without():
     code, _, result = run_script("turns", str(REASONER), "--repeats=1")
     assert code == 0
