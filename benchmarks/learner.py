@@ -239,10 +239,11 @@ class Reference:
 def own_step(learner: Learner, packed: TrainBatch) -> dict[str, float]:
     """Make an update of longtail's learner; return what `Reference.step` does."""
     report = learner.step([packed])
+    seconds = report.seconds
     return {
-        "forward": report.logprob_seconds,
-        "backward": report.backward_seconds,
-        "update": report.update_seconds - report.backward_seconds,
+        "forward": seconds["logprob"],
+        "backward": seconds["backward"],
+        "update": seconds["update"] - seconds["backward"],
         "grad_norm": report.metrics["actor/grad_norm"],
     }
 

@@ -27,7 +27,7 @@ from longtail.model.hf.model import PolicyTransformer, load_config, load_model, 
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.data.examples import ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder
-from longtail.rl.muon import MuonOptimizer
+from longtail.rl.optim import Optimizer
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.drafter_store import drafter_directory
 from support.toy import DRAFTERS, PROBLEMS, REASONER
@@ -137,10 +137,12 @@ def make_reasoner() -> None:
     )
     learner: Any = SftLearner(model, settings)
     named = dict(model.named_parameters())
-    matrices = {name: p for name, p in named.items() if p.dim() == 2 and "layers." in name}
-    others = [(name, p) for name, p in named.items() if name not in matrices]
-    learner._optimizer = MuonOptimizer(
-        matrices, others, settings, matrix_rate=0.02, total_steps=STEPS
+    learner._optimizer = Optimizer(
+        named.items(),
+        settings,
+        total_steps=STEPS,
+        matrices=[name for name, p in named.items() if p.dim() == 2 and "layers." in name],
+        matrix_rate=0.02,
     )
     for step in range(1, STEPS + 1):
         print(f"model {step}/{STEPS}  loss {learner.step(batches.take()).loss:.3f}", flush=True)

@@ -5,6 +5,6 @@ COPY . /source
 # vLLM's image has PyTorch, transformers and the rest: only what is missing is installed.
 RUN pip install --no-cache-dir --no-deps /source \
     && pip install --no-cache-dir "pydantic-settings>=2.16" "tomli-w>=1.1" "jaxtyping>=0.3" \
-    "rich>=13.9" "pebble>=5.1" "accelerate>=1.10" "gguf>=0.17" \
+    "rich>=13.9" "accelerate>=1.10" "gguf>=0.17" \
     && rm -rf /source
 ENV LONGTAIL_VLLM=learned

@@ -31,7 +31,7 @@ from longtail.config import files as configfile
 from longtail.config.rl import LearnerSection, RolloutSection, RunConfig
 from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size
-from longtail.rl.data.requests import RequestBatch, train_requests
+from longtail.rl.data.requests import RequestBatch, requests_of
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.streaming import GroupStream, samples_dynamically, step_batches
 from longtail.run import summary
@@ -109,7 +109,7 @@ class TrainingStep:
 
     def _requests(self, num_prompts: int) -> RequestBatch:
         """Return `group_size` requests for each of the next prompts."""
-        return train_requests(
+        return requests_of(
             self.components.source.take(num_prompts),
             samples=self.rollout.group_size,
             seed=self.seed,

@@ -16,7 +16,7 @@ from longtail.rl.packing import pack_group
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, FinishReason, Prompt, Request, Rollout, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.environments import LIMITS, Counting, InProcess, in_episodes, requests_of, turns
+from support.environments import MAX_LEN, Counting, InProcess, in_episodes, requests_of, turns
 from support.tiny_models import tiny_model
 
 MODEL = tiny_model("qwen3", dtype=torch.float64, head_dim=16)
@@ -25,7 +25,7 @@ REQUESTS = requests_of(10, SAMPLING)
 
 
 def engine(**limits: Any) -> RolloutEngine:
-    roomy = {"max_running": 4, "max_step_tokens": 24, "max_len": LIMITS.max_len}
+    roomy = {"max_running": 4, "max_step_tokens": 24, "max_len": MAX_LEN}
     return RolloutEngine(
         MODEL, lambda tokens: "".join(map(chr, tokens)), EngineLimits(**roomy | limits)
     )
@@ -37,7 +37,7 @@ def by_definition(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]
     _, prompt = form.prompt((request.row or {})["prompt"], environment.reset().messages)
     tokens, rewards, left = (), list[float](), SAMPLING.max_tokens
     while True:
-        sampling = replace(SAMPLING, max_tokens=min(left, LIMITS.max_len - len(prompt + tokens)))
+        sampling = replace(SAMPLING, max_tokens=min(left, MAX_LEN - len(prompt + tokens)))
         asked = replace(request, prompt_tokens=prompt + tokens, sampling=sampling)
         (turn,) = engine().generate([asked])
         tokens, left = tokens + turn.tokens, left - len(turn.tokens)
@@ -143,7 +143,7 @@ def test_logprobs_are_the_learners_and_observations_have_no_loss(plain: list[Com
 
 def test_an_environment_that_fails_is_named() -> None:
     class Failing(InProcess):
-        def step(self, key: str, text: str) -> None:
+        def ask(self, key: str, method: str, *text: str) -> None:
             self._answers.append((key, "it exploded"))
 
     generator = in_episodes(engine())

@@ -6,7 +6,6 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
 import torch
 
@@ -30,7 +29,6 @@ from longtail.speculation.drafter import Statistics
 from longtail.types import Completion, Request, SamplingParams
 from support import toy
 from support.engine_requests import request_of
-from support.environments import LIMITS as BOUNDS
 from support.environments import in_episodes, requests_of
 
 LIMITS = EngineLimits(max_running=4, max_step_tokens=48, max_len=112)
@@ -127,9 +125,7 @@ def refusal(act: Callable[[], object]) -> str:
 def episodes(generator: Generator) -> list[tuple[object, ...]]:
     """Write episodes of several turns; return all of them but their logprobs."""
     sampling = SamplingParams(max_tokens=40, stop_token_ids=tuple(range(0, 188, 9)))
-    written = in_episodes(generator, replace(BOUNDS, max_len=LIMITS.max_len)).generate(
-        requests_of(6, sampling)
-    )
+    written = in_episodes(generator, max_len=LIMITS.max_len).generate(requests_of(6, sampling))
     assert any(each.episode and len(each.episode.rewards) > 1 for each in written)
     return [
         (*whole, each.episode and each.episode.messages)

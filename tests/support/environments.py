@@ -1,18 +1,19 @@
 """Environments in this process, whose answers come late and in another order."""
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from longtail.cluster.workers.episodes import EpisodeGenerator
-from longtail.cluster.workers.running_episode import EpisodeLimits
+from longtail.config.rewards import EnvironmentSection
 from longtail.generator import Generator
 from longtail.model.hf.turns import Turns
-from longtail.rl.environments.records import Reply
+from longtail.rl.environments.session import Reply
 from longtail.types import Request, SamplingParams
 
-LIMITS = EpisodeLimits(max_turns=4, max_observed=40, max_len=120)
+LIMITS = EnvironmentSection(max_turns=4, max_observed=40)
+MAX_LEN = 120
 
 
 class Counting:
@@ -32,9 +33,7 @@ class Counting:
 
 
 class InProcess:
-    """The interface of `rl.environments.pool.Environments`."""
-
-    tools: Sequence[dict[str, Any]] = ()
+    """The interface of `rl.processes.pool.ProcessPool`."""
 
     def __init__(self, make: Callable[..., Any] = Counting, most: int = 3, seed: int = 0) -> None:
         self._make, self._most, self._random = make, most, random.Random(seed)
@@ -45,16 +44,14 @@ class InProcess:
     def num_free(self) -> int:
         return self._most - len(self._running)
 
-    def begin(self, key: str, row: Mapping[str, Any], seed: int) -> None:
+    def begin(self, key: str, method: str, row: Mapping[str, Any], seed: int) -> None:
         assert self.num_free, "see num_free"
         self._running[key] = self._make(row, seed)
         self._answers.append((key, self._running[key].reset()))
 
-    def step(self, key: str, text: str) -> None:
-        self._answers.append((key, self._running[key].step(text)))
-
-    def finish(self, key: str) -> None:
-        self._answers.append((key, Reply(reward=100.0, done=True)))
+    def ask(self, key: str, method: str, *text: str) -> None:
+        finished = Reply(reward=100.0, done=True)
+        self._answers.append((key, self._running[key].step(*text) if text else finished))
 
     def end(self, key: str) -> None:
         del self._running[key]
@@ -74,12 +71,10 @@ def turns() -> Turns:
     return Turns(tokenizer, None)
 
 
-def in_episodes(
-    inner: Generator, limits: EpisodeLimits = LIMITS, **environments: Any
-) -> EpisodeGenerator:
+def in_episodes(inner: Generator, max_len: int = MAX_LEN, **environments: Any) -> EpisodeGenerator:
     decode = lambda tokens: "".join(map(chr, tokens))  # noqa: E731
     pool: Any = InProcess(**environments)
-    return EpisodeGenerator(inner, pool, turns(), decode, limits)
+    return EpisodeGenerator(inner, pool, turns(), decode, LIMITS, max_len=max_len)
 
 
 def requests_of(count: int, sampling: SamplingParams, **more: Any) -> list[Request]:

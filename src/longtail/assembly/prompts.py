@@ -5,13 +5,7 @@ from datetime import datetime
 
 from longtail.config.rl import RunConfig
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.rl.data.prompts import (
-    Encoder,
-    HeldOut,
-    PromptSet,
-    hold_out,
-    make_prompts,
-)
+from longtail.rl.data.prompts import Encoder, HeldOut, PromptSet, hold_out, make_prompts
 from longtail.rl.data.sources import EMBEDDED, HELDOUT, load_rows
 from longtail.rl.grading.pool import Check, gradable
 
@@ -48,11 +42,12 @@ def load_prompts(
                 f"{source}: {prompts.num_dropped} prompts over {data.max_prompt_len} tokens are "
                 "left out (data.drop_long_prompts)"
             )
-        if check is not None:
-            prompts = gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
-        if prompts.num_ungradable:
-            log(f"{source}: {prompts.num_ungradable} prompts are left out (data.drop_ungradable)")
-        return prompts
+        if check is None:
+            return prompts
+        kept = gradable(prompts, config.reward.name, check, drop=data.drop_ungradable)
+        if count := len(prompts.prompts) - len(kept.prompts):
+            log(f"{source}: {count} prompts are left out (data.drop_ungradable)")
+        return kept
 
     other = data.heldout
     if other is None and data.source == EMBEDDED:

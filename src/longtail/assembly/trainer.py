@@ -20,7 +20,7 @@ from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.limit import Limit
 from longtail.rl.data.prompts import HeldOut, PromptSource
-from longtail.rl.environments.pool import confinement
+from longtail.rl.processes.pool import confinement
 from longtail.run.models import Base, model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr

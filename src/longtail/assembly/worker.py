@@ -16,7 +16,6 @@ from longtail.assembly.vllm import open_vllm
 from longtail.cluster.workers.components import Drafting, WorkerComponents
 from longtail.cluster.workers.episodes import EpisodeGenerator
 from longtail.cluster.workers.processes import Place
-from longtail.cluster.workers.running_episode import EpisodeLimits
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import SpotSection
 from longtail.config.sections import OptimizerSection
@@ -36,7 +35,7 @@ from longtail.model.hf.turns import Turns
 from longtail.model.transformer import Transformer
 from longtail.rl.data.prompts import Encoder
 from longtail.rl.environments.calls import format_of
-from longtail.rl.environments.pool import Environments
+from longtail.rl.environments.pool import open_environments
 from longtail.rl.learner import Learner
 from longtail.rl.policy import open_policy
 from longtail.run.models import check_base
@@ -111,29 +110,15 @@ def _in_episodes(
         calls = format_of(tokenizer.template.source or "")
     except ConfigError as error:  # which only tools need
         problem = error
-    environments = Environments(
-        own.name or "",
-        own.tools,
-        calls,
-        most=rollout.max_running,
-        call_s=own.timeout_s,
-        episode_s=own.episode_timeout_s,
-        network=own.network,
-        modules=plan.modules,
-    )
-    if problem is not None and environments.tools:
+    environments = open_environments(own, calls, most=rollout.max_running, modules=plan.modules)
+    tools = environments.first("tools")
+    if problem is not None and tools:
         raise problem
     encoder = Encoder.of(tokenizer, plan.config.data, plan.now)
-    turns = Turns(tokenizer, encoder.render, environments.tools)
-    turns.check(("tool",) if environments.tools else ("user",))
+    turns = Turns(tokenizer, encoder.render, tools)
+    turns.check(("tool",) if tools else ("user",))
     return EpisodeGenerator(
-        generator,
-        environments,
-        turns,
-        tokenizer.decode,
-        EpisodeLimits(
-            max_turns=own.max_turns, max_observed=own.max_observed, max_len=limits.max_len
-        ),
+        generator, environments, turns, tokenizer.decode, own, max_len=limits.max_len
     )
 
 

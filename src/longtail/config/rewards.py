@@ -19,7 +19,7 @@ class RewardSection(Section):
     """Completions in one call of `module:function`: one, so that a failure excludes no other; or
     the whole group of a prompt, to compare them."""
     timeout_s: Seconds = 10.0
-    """Most seconds per call; a slower grader is killed, within 0.2 s, and its rollouts excluded."""
+    """Most seconds per call; a slower grader is killed, and its rollouts excluded."""
     workers: Processes = 1
     """Number of grader processes: as many as memory has room for, and at most 32 per core."""
 

@@ -77,10 +77,6 @@ class Learner:
     """
 
     def __init__(self, model: Policy, settings: LearnerSection, *, total_steps: int = 0) -> None:
-        if settings.autocast is True and model.dtype != torch.float32:
-            raise ConfigError(
-                f"learner.autocast = true with {model.dtype} weights: it needs float32"
-            )
         self._model = self._trained = model
         self._parameters = model.trainable()
         model.fuse()

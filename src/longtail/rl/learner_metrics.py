@@ -36,11 +36,9 @@ class LearnerReport:
     Means are over scored tokens, or over updates if there are several. The rollout gap compares the
     learner's logprobs before the update with the rollout engine's.
     """
-    logprob_seconds: float
-    """Seconds of forward passes of the policy, before and during updates, and of the reference."""
-    backward_seconds: float
-    update_seconds: float
-    """Seconds of backward passes, reductions and optimizer updates."""
+    seconds: Mapping[str, float]
+    """Seconds of forward passes of policy and reference (`logprob`), of backward passes, and of
+    these with reductions and optimizer updates (`update`)."""
     sent_bytes: float
     """Bytes of gradients that this rank has sent to another host."""
 
@@ -103,7 +101,7 @@ class LearnerMetrics:
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     sent_bytes: float = 0.0
-    seconds: dict[Section, float] = field(
+    seconds: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys(get_args(Section), 0.0)
     )
 
@@ -163,8 +161,6 @@ class LearnerMetrics:
         return LearnerReport(
             version=version,
             metrics=metrics,
-            logprob_seconds=self.seconds["logprob"],
-            backward_seconds=self.seconds["backward"],
-            update_seconds=self.seconds["backward"] + self.seconds["update"],
+            seconds={**self.seconds, "update": self.seconds["backward"] + self.seconds["update"]},
             sent_bytes=self.sent_bytes,
         )

@@ -1,11 +1,11 @@
-"""AdamW with a schedule, global-norm clipping, a check for NaN, and a state that needs no pickle.
+"""AdamW and Muon with a schedule, a clipped norm, a check for NaN and a state that needs no pickle.
 
 The learners of the policy, of supervised examples and of drafters use it. It knows parameters by
 name; losses and batches are unknown here.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longtail.config.sections import OptimizerSection
 from longtail.errors import CheckpointError, NonFiniteError
+from longtail.rl import muon
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -56,6 +57,9 @@ class Optimizer:
     Invariant: an update happens whole or, on a gradient that is not finite, not at all. Every
     update frees the gradients, whether it is made or refused. If the parameters are shards, `group`
     has the others: the norm is global, and all ranks refuse an update together.
+
+    Muon updates the parameters named by `matrices`, with the learning rate `matrix_rate` and the
+    same schedule and decay. It ignores the scale of gradients, so only AdamW's are clipped.
     """
 
     def __init__(
@@ -65,15 +69,22 @@ class Optimizer:
         *,
         total_steps: int = 0,
         group: ProcessGroup = SINGLE_PROCESS,
+        matrices: Collection[str] = (),
+        matrix_rate: float = 0.0,
     ) -> None:
         self._settings, self._total_steps, self._group = settings, total_steps, group
+        self._matrix_settings = settings.model_copy(update={"learning_rate": matrix_rate})
         self._parameters = dict(parameters)
-        matrices = [p for p in self._parameters.values() if p.dim() >= 2]
-        others = [p for p in self._parameters.values() if p.dim() < 2]
+        self._matrices = {name: self._parameters[name] for name in matrices}
+        self._others = {n: p for n, p in self._parameters.items() if n not in self._matrices}
+        self._momentum: dict[str, Tensor] = {}
         self._adamw = torch.optim.AdamW(
             [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": others, "weight_decay": 0.0},
+                {
+                    "params": [p for p in self._others.values() if p.dim() >= 2],
+                    "weight_decay": settings.weight_decay,
+                },
+                {"params": [p for p in self._others.values() if p.dim() < 2], "weight_decay": 0.0},
             ],
             lr=settings.learning_rate,
             betas=settings.betas,
@@ -86,25 +97,33 @@ class Optimizer:
 
         Raises NonFiniteError naming the step and the parameter; nothing is modified then.
         """
-        rate = scheduled_rate(step, self._settings, self._total_steps)
+        rate, matrix_rate = (
+            scheduled_rate(step, each, self._total_steps)
+            for each in (self._settings, self._matrix_settings)
+        )
         try:
-            norm = self._grad_norm(step)
+            norm, matrix_norm = self._grad_norm(step, self._others), 0.0
+            if self._matrices:
+                matrix_norm = float(self._grad_norm(step, self._matrices))
             if float(norm) + 1e-6 > self._settings.max_grad_norm:  # else a product with 1
                 torch.nn.utils.clip_grads_with_norm_(
-                    self._parameters.values(), self._settings.max_grad_norm, norm
+                    self._others.values(), self._settings.max_grad_norm, norm
                 )
             for group in self._adamw.param_groups:
                 group["lr"] = rate
             self._adamw.step()
+            for name, matrix in self._matrices.items():
+                momentum = self._momentum.setdefault(name, torch.zeros_like(matrix))
+                muon.move(matrix, momentum, matrix_rate, self._settings.weight_decay)
         finally:
-            self._adamw.zero_grad(set_to_none=True)
-        return Update(grad_norm=float(norm), learning_rate=rate)
+            self.discard()
+        return Update(grad_norm=math.hypot(norm, matrix_norm), learning_rate=rate)
 
-    def _grad_norm(self, step: int) -> Float[Tensor, ""]:
+    def _grad_norm(self, step: int, parameters: Mapping[str, nn.Parameter]) -> Float[Tensor, ""]:
         """Return the global norm; NonFiniteError names a gradient that is not finite."""
-        gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         # NOTE: a model packed for inference computes without gradients and raises nothing.
-        missing = self._parameters.keys() - gradients.keys()
+        missing = parameters.keys() - gradients.keys()
         assert not missing, f"no gradient reached {min(missing)}: was the model packed?"
         own = torch.nn.utils.get_total_norm(gradients.values())
         norm = own.new_tensor(math.hypot(*self._group.gather([own.item()])[:, 0].tolist()))
@@ -120,7 +139,8 @@ class Optimizer:
 
     def discard(self) -> None:
         """Free accumulated gradients without using them."""
-        self._adamw.zero_grad(set_to_none=True)
+        for parameter in self._parameters.values():
+            parameter.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the moments, keyed `exp_avg/<parameter>`; empty before the first update."""
@@ -128,9 +148,10 @@ class Optimizer:
 
     def moments(self) -> dict[str, Tensor]:
         """Return the moments themselves, keyed as in `tensors`."""
-        return {
+        found = {f"momentum/{name}": momentum for name, momentum in self._momentum.items()}
+        return found | {
             f"{moment}/{name}": self._adamw.state[parameter][moment]
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._others.items()
             if parameter in self._adamw.state
             for moment in _MOMENTS
         }
@@ -148,22 +169,19 @@ class Optimizer:
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""
-        expected = {f"{moment}/{name}" for name in self._parameters for moment in _MOMENTS}
-        if tensors and set(tensors) != expected:
-            odd = sorted(expected.symmetric_difference(tensors))[0]
-            raise CheckpointError(f"optimizer state of another model: {odd!r} is on one side only")
-        self._adamw.state.clear()
-        for name, parameter in self._parameters.items() if tensors else ():
-            moments = [tensors[f"{moment}/{name}"] for moment in _MOMENTS]
-            if moments[1].shape != parameter.shape:
+        expected = {f"{each}/{n}": p for n, p in self._others.items() for each in _MOMENTS}
+        expected |= {f"momentum/{name}": p for name, p in self._matrices.items()}
+        for name, parameter in expected.items() if tensors else ():
+            found = tensors.get(name)
+            if found is None or (found.dim() and found.shape != parameter.shape):
                 raise CheckpointError(
-                    f"optimizer state of another model: {name} is {tuple(parameter.shape)}, "
-                    f"its moments are {tuple(moments[1].shape)}"
+                    f"optimizer state of another model: {name} is missing or misshapen"
                 )
-            self._adamw.state[parameter] = {
-                moment: value.to(parameter.device, copy=True)
-                for moment, value in zip(_MOMENTS, moments, strict=True)
-            }
+        moments = {n: tensors[n].to(p.device, copy=True) for n, p in expected.items() if tensors}
+        self._adamw.state.clear()
+        for name, parameter in self._others.items() if moments else ():
+            self._adamw.state[parameter] = {each: moments[f"{each}/{name}"] for each in _MOMENTS}
+        self._momentum = {n: moments[f"momentum/{n}"] for n in self._matrices if moments}
 
 
 def load_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:

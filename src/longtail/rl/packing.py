@@ -6,10 +6,12 @@ whose tokens sum to at most the budget; the completions of a prompt share its to
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from longtail.rl.data.examples import Example
 from longtail.rl.data.requests import visit_of
@@ -91,14 +93,9 @@ def share_prompts(packed: PackedSequences) -> PackedSequences:
 
 def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
     """Return the sequences with all tensors on a device."""
-    return replace(
-        packed,
-        tokens=packed.tokens.to(device),
-        positions=packed.positions.to(device),
-        sequence=packed.sequence.to(device),
-        loss_mask=packed.loss_mask.to(device),
-        places=None if packed.places is None else packed.places.to(device),
-    )
+    values = {each.name: getattr(packed, each.name) for each in fields(packed)}
+    tensors: dict[str, Any] = {n: x.to(device) for n, x in values.items() if isinstance(x, Tensor)}
+    return replace(packed, **tensors)
 
 
 def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:

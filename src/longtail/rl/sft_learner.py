@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from longtail.config.sft import SftTrainSection
-from longtail.errors import ConfigError, NonFiniteError
+from longtail.errors import NonFiniteError
 from longtail.model.policy import Policy
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
@@ -29,8 +29,6 @@ class SftLearner:
     """
 
     def __init__(self, model: Policy, settings: SftTrainSection) -> None:
-        if settings.autocast is True and model.dtype != torch.float32:
-            raise ConfigError(f"train.autocast = true with {model.dtype} weights: it needs float32")
         self._model, self._parameters = model, model.trainable()
         self._model.fuse()
         self._settings = settings

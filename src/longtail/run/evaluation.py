@@ -8,7 +8,8 @@ from typing import Any
 from longtail.cluster.group import WorkerGroup
 from longtail.engine.rollout_log import EVALUATION
 from longtail.errors import GradingError
-from longtail.rl.data.requests import eval_requests
+from longtail.rl.data.prompts import Taken
+from longtail.rl.data.requests import requests_of
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.run.console import Console
 from longtail.types import Prompt, SamplingParams
@@ -38,8 +39,8 @@ class Evaluator:
         """
         if not self.heldout:
             return {}, ()
-        requests = eval_requests(
-            self.heldout,
+        requests = requests_of(
+            (Taken(prompt=each, epoch=None) for each in self.heldout),
             samples=self.samples,
             seed=self.seed,
             sampling=self.sampling,

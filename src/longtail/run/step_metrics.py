@@ -71,11 +71,6 @@ class StepRecord:
     def metrics(self) -> dict[str, float]:
         """Return all metrics of the step; the learner's seconds join those by section."""
         learned, rollouts = self.learned, [each.rollout for each in self.rounds]
-        learning = {
-            "logprob": learned.logprob_seconds,
-            "backward": learned.backward_seconds,
-            "update": learned.update_seconds,
-        }
         completions = [each for rollout in rollouts for each in rollout.completions]
         report, groups = join_reports([each.report for each in rollouts]), self.groups
         failures = sum(len(each.graded.failures) for each in self.rounds)
@@ -88,7 +83,7 @@ class StepRecord:
             **episode_metrics(completions),
             **learned.metrics,
             "training/policy_version": float(learned.version),
-            **{f"timing_s/{name}": s for name, s in {**self.seconds, **learning}.items()},
+            **{f"timing_s/{name}": s for name, s in {**self.seconds, **learned.seconds}.items()},
             "cluster/reused_share": reused_share(spots),
         }
 

@@ -24,21 +24,6 @@ def signals_as_ctrl_c() -> AbstractContextManager[None]:
     return _handled_by(receive)
 
 
-@contextmanager
-def signals_delayed() -> Iterator[None]:
-    """Deliver the signals that arrive inside the context at its end.
-
-    Outside the main thread this does nothing.
-    """
-    received: list[int] = []
-    try:
-        with _handled_by(lambda number, frame: received.append(number)):
-            yield
-    finally:
-        for number in received:
-            signal.raise_signal(number)
-
-
 @final
 class Interruption:
     """A context in which the first signal is only recorded; the second raises KeyboardInterrupt.

@@ -243,12 +243,10 @@ def test_what_is_not_finite_is_named_and_leaves_the_learner_as_it_was(broken, me
     assert_same_weights(one, other)
 
 
-def test_greedy_rollouts_and_autocast_over_float64_are_refused():
+def test_greedy_rollouts_are_refused():
     greedy = replace(BATCHES[0], sampling=SamplingParams(temperature=0.0))
     with pytest.raises(ConfigError, match=r"rollout\.temperature = 0"):
         learner().step([greedy])
-    with pytest.raises(ConfigError, match=r"learner\.autocast"):
-        learner(autocast=True)
 
 
 @pytest.mark.parametrize(

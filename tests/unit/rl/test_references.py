@@ -45,18 +45,11 @@ def test_the_row_the_column_the_value_and_the_remedy_are_named(answer):
     assert "data.drop_ungradable = true" in said
 
 
-def test_rows_that_cannot_be_graded_may_be_left_out_with_a_count():
+def test_rows_that_cannot_be_graded_may_be_left_out():
     kept = gradable_here(prompts_of("1", float("nan"), "3", None, 4.0), drop=True)
     assert [prompt.prompt_id for prompt in kept.prompts] == ["math/0", "math/2", "math/4"]
-    assert (kept.rows, kept.num_ungradable) == ((0, 2, 4), 2)
-    cut = hold_out(kept, 1)
-    assert (cut.train.num_ungradable, cut.heldout.num_ungradable) == (2, 0)
-    assert cut.heldout.rows == (4,)
-
-
-def test_a_function_takes_every_row():
-    prompts = prompts_of("", None, float("nan"))
-    assert gradable(prompts, "module:function", lambda rows: {}, drop=False) == prompts
+    assert kept.rows == (0, 2, 4)
+    assert hold_out(kept, 1).heldout.rows == (4,)
 
 
 def test_alike_rows_are_checked_once():

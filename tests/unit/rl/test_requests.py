@@ -1,5 +1,5 @@
 from longtail.rl.data.prompts import Taken
-from longtail.rl.data.requests import eval_requests, regroup, train_requests
+from longtail.rl.data.requests import regroup, requests_of
 from longtail.sampling import noise_key
 from longtail.types import Prompt, Rollout, SamplingParams
 from support.rollouts import completion
@@ -10,14 +10,9 @@ SAMPLING = SamplingParams(max_tokens=7)
 
 
 def test_every_sample_epoch_seed_and_purpose_has_noise_of_its_own() -> None:
-    requests = [
-        *train_requests(
-            [Taken(prompt=p, epoch=e) for p in (P, Q) for e in (0, 1)],
-            samples=3, seed=0, sampling=SAMPLING,
-        ).requests,
-        *train_requests([Taken(prompt=P, epoch=0)], samples=3, seed=1, sampling=SAMPLING).requests,
-        *eval_requests([P, Q], samples=3, seed=0, sampling=SAMPLING).requests,
-    ]  # fmt: skip
+    epochs = [Taken(prompt=p, epoch=e) for p in (P, Q) for e in (0, 1, None)]
+    other = requests_of(epochs[:1], samples=3, seed=1, sampling=SAMPLING).requests
+    requests = [*requests_of(epochs, samples=3, seed=0, sampling=SAMPLING).requests, *other]
     assert len({r.noise_key for r in requests}) == len(requests) == 21
     assert requests[0].noise_key == noise_key(0, "p/1", 0, 0)
 

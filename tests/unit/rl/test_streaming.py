@@ -9,7 +9,7 @@ import pytest
 from longtail.config.rl import LearnerSection, load
 from longtail.errors import GradingError
 from longtail.rl.data.prompts import Taken
-from longtail.rl.data.requests import RequestBatch, train_requests
+from longtail.rl.data.requests import RequestBatch, requests_of
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.rl.streaming import GroupStream, streams, why_not
 from longtail.types import Completion, Prompt, SamplingParams
@@ -26,7 +26,7 @@ def config(*words: str) -> LearnerSection:
 def asked() -> RequestBatch:
     prompts = [Prompt(prompt_id=f"p/{n}", tokens=(1, n), text="") for n in range(PROMPTS)]
     taken = [Taken(prompt=prompt, epoch=0) for prompt in prompts]
-    return train_requests(taken, samples=SAMPLES, seed=0, sampling=SamplingParams())
+    return requests_of(taken, samples=SAMPLES, seed=0, sampling=SamplingParams())
 
 
 def grader(graded: list[str]) -> GraderPool:

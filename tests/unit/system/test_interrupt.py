@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from longtail.system.interrupt import Interrupted, Interruption, signals_as_ctrl_c, signals_delayed
+from longtail.system.interrupt import Interrupted, Interruption, signals_as_ctrl_c
 
 
 def _receive(number: signal.Signals) -> None:
@@ -44,15 +44,6 @@ def test_every_signal_raises_keyboard_interrupt_outside_an_interruption(number):
     with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c():
         _receive(number)
     assert signal.getsignal(number) is before
-
-
-@pytest.mark.parametrize("number", SIGNALS)
-def test_a_delayed_signal_arrives_after_the_body(number):
-    done = False
-    with pytest.raises(KeyboardInterrupt), signals_as_ctrl_c(), signals_delayed():  # noqa: PT012
-        _receive(number)
-        done = True
-    assert done
 
 
 def test_sighup_stays_ignored_under_nohup():

@@ -12,20 +12,20 @@ While an environment answers, the episode has no row of a step; its KV waits for
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar, final
 
 from torch import Tensor
 
-from longtail.cluster.workers.running_episode import EpisodeLimits, RunningEpisode
+from longtail.config.rewards import EnvironmentSection
 from longtail.engine.text import Decode
 from longtail.errors import DataError, RequestError
 from longtail.generator import Emitted, Failed, Generator, StepReport, Verified
 from longtail.model.hf.turns import Turns
-from longtail.rl.environments.pool import Environments
-from longtail.rl.environments.records import Reply
-from longtail.types import Completion, FinishReason, Request
+from longtail.rl.environments.session import Reply
+from longtail.rl.processes.pool import ProcessPool
+from longtail.types import Completion, Episode, FinishReason, Request
 
 Part = TypeVar("Part", Emitted, Failed, Verified)
 
@@ -35,6 +35,78 @@ _SEEDS = 1 << 31
 """Number of seeds: what random number generators take."""
 
 
+@dataclass(slots=True, kw_only=True)
+class RunningEpisode:
+    """An episode in progress."""
+
+    request: Request
+    prompt: tuple[int, ...] = ()
+    prompt_text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    """Finished turns and observations."""
+    logprobs: list[float] = field(default_factory=list)
+    observed: list[tuple[int, int]] = field(default_factory=list)
+    messages: list[Mapping[str, str]] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    num_turns: int = 0
+    last_turn: int = 0
+    """Place of the newest turn in `tokens`."""
+    last: Completion | None = None
+    """The newest turn."""
+    num_calls: int = 0
+    num_bad_calls: int = 0
+    asked: float = 0.0
+    """Time of the newest question to the environment."""
+    waited_s: float = 0.0
+    is_closing: bool = False
+    """Whether it is cut, and the environment was asked for its reward."""
+
+    @property
+    def turn_id(self) -> str:
+        """Id of the request of the present turn."""
+        return f"{self.request.request_id}/{self.num_turns}"
+
+    @property
+    def num_observed(self) -> int:
+        """Number of tokens of all observations."""
+        return sum(end - begin for begin, end in self.observed)
+
+    def left(self, max_len: int, num_observed: int = 0) -> int:
+        """Return the most tokens that can still be written, after `num_observed` others."""
+        generated = len(self.tokens) - self.num_observed
+        room = max_len - len(self.prompt) - len(self.tokens) - num_observed
+        return min(self.request.sampling.max_tokens - generated, room)
+
+    def completion(
+        self, decode: Decode, policy_version: int, reason: FinishReason, problem: str
+    ) -> Completion:
+        """Return all turns."""
+        tokens = tuple(self.tokens)
+        if self.last is not None and tokens[self.last_turn :] == self.last.tokens:
+            text = decode(tokens[: self.last_turn]) + self.last.text
+        else:
+            text = decode(tokens)
+        return Completion(
+            request_id=self.request.request_id,
+            tokens=tokens,
+            logprobs=tuple(self.logprobs),
+            text=text,
+            finish_reason=reason,
+            policy_version=policy_version,
+            episode=Episode(
+                prompt_tokens=self.prompt or self.request.prompt_tokens,
+                prompt=self.prompt_text,
+                observed=tuple(self.observed),
+                messages=tuple(self.messages),
+                rewards=tuple(self.rewards),
+                num_calls=self.num_calls,
+                num_bad_calls=self.num_bad_calls,
+                waited_s=self.waited_s,
+                problem=problem,
+            ),
+        )
+
+
 @final
 class EpisodeGenerator(Generator):
     """Generates episodes on a generator of turns; requests have a row."""
@@ -42,14 +114,17 @@ class EpisodeGenerator(Generator):
     def __init__(
         self,
         inner: Generator,
-        environments: Environments,
+        environments: ProcessPool,
         turns: Turns,
         decode: Decode,
-        limits: EpisodeLimits,
+        own: EnvironmentSection,
+        *,
+        max_len: int,
     ) -> None:
+        """`max_len`: most tokens of everything that an episode has."""
         self.inner = inner
         self._environments, self._turns, self._decode = environments, turns, decode
-        self._limits = limits
+        self._own, self._max_len = own, max_len
         self._waiting = deque[str]()
         """Episodes without an environment."""
         self._running: dict[str, RunningEpisode] = {}
@@ -89,10 +164,10 @@ class EpisodeGenerator(Generator):
         """Take the answers of environments, and advance the turns that are being written."""
         started = time.perf_counter()
         while self._waiting and self._environments.num_free:
-            episode = self._running[self._waiting.popleft()]
+            episode = self._running[name := self._waiting.popleft()]
             request, episode.asked = episode.request, time.perf_counter()
             seed = request.noise_key % _SEEDS
-            self._environments.begin(request.request_id, request.row or {}, seed)
+            self._environments.begin(name, "reset", dict(request.row or {}), seed)
         wait_s = 0.0 if self.inner.num_unfinished else _WAIT_S
         for name, answer in self._environments.answers(wait_s):
             self._on_answer(self._running[name], answer)
@@ -171,7 +246,7 @@ class EpisodeGenerator(Generator):
         episode.messages.append({"role": "assistant", "content": turn.text})
         episode.num_turns += 1
         episode.asked = time.perf_counter()
-        self._environments.step(episode.request.request_id, turn.text)
+        self._environments.ask(episode.request.request_id, "step", turn.text)
 
     def _on_answer(self, episode: RunningEpisode, answer: Reply | str) -> None:
         """Go on with an episode whose environment has answered."""
@@ -191,7 +266,7 @@ class EpisodeGenerator(Generator):
 
     def _observe(self, episode: RunningEpisode, answer: Reply) -> None:
         """Append an observation, and begin the next turn; or end the episode."""
-        turn, limits = episode.last, self._limits
+        turn, own = episode.last, self._own
         assert turn is not None, "an observation follows a turn"
         if episode.is_closing:
             episode.rewards[-1] += answer.reward
@@ -206,12 +281,12 @@ class EpisodeGenerator(Generator):
         tokens = self._turns.observed(turn.tokens, answer.messages)
         if (
             turn.finish_reason is FinishReason.LENGTH
-            or episode.num_turns == limits.max_turns
-            or episode.num_observed + len(tokens) > limits.max_observed
-            or episode.left(limits.max_len, len(tokens)) < 1
+            or episode.num_turns == own.max_turns
+            or episode.num_observed + len(tokens) > own.max_observed
+            or episode.left(self._max_len, len(tokens)) < 1
         ):
             episode.is_closing, episode.asked = True, time.perf_counter()
-            self._environments.finish(episode.request.request_id)
+            self._environments.ask(episode.request.request_id, "finish")
             return
         begin = len(episode.tokens)
         episode.tokens += tokens
@@ -223,7 +298,7 @@ class EpisodeGenerator(Generator):
     def _submit(self, episode: RunningEpisode) -> None:
         """Begin the next turn."""
         request, number = episode.request, episode.num_turns
-        left = max(episode.left(self._limits.max_len), 1)
+        left = max(episode.left(self._max_len), 1)
         turn = replace(
             request,
             request_id=episode.turn_id,
@@ -231,7 +306,7 @@ class EpisodeGenerator(Generator):
             sampling=replace(request.sampling, max_tokens=left),
             group_id="" if number else request.group_id,
             row=None,
-            may_go_on=number + 1 < self._limits.max_turns,
+            may_go_on=number + 1 < self._own.max_turns,
             continues=f"{request.request_id}/{number - 1}" if number else "",
         )
         self.inner.submit(turn)

@@ -39,7 +39,6 @@ from longtail.drafter.weights import (
 )
 from longtail.errors import DataError, NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.muon import MuonOptimizer
 from longtail.rl.optim import Optimizer
 from longtail.rl.packing import moved
 from longtail.types import PackedSequences
@@ -288,13 +287,13 @@ class DrafterTrainer:
             return loss, (scores * exist).sum(-1, dtype=torch.float64).cpu()
 
 
-def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer | MuonOptimizer:
+def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer:
     """Return Muon for the matrices, if it has a rate; AdamW for all other parameters."""
-    named, total = dict(layer.named_parameters()), settings.total_steps
-    if settings.matrix_rate is None:
-        return Optimizer(named.items(), settings.optimizer, total_steps=total)
-    matrices = {name: p for name, p in named.items() if p.dim() == 2}
-    others = [(name, p) for name, p in named.items() if p.dim() < 2]
-    return MuonOptimizer(
-        matrices, others, settings.optimizer, matrix_rate=settings.matrix_rate, total_steps=total
+    named, rate = dict(layer.named_parameters()), settings.matrix_rate
+    return Optimizer(
+        named.items(),
+        settings.optimizer,
+        total_steps=settings.total_steps,
+        matrices=[name for name, p in named.items() if p.dim() == 2 and rate is not None],
+        matrix_rate=rate or 0.0,
     )

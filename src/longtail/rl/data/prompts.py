@@ -96,11 +96,9 @@ class PromptSet:
     """`Encoder.settings`."""
     num_dropped: int = 0
     """Number of rows left out because they were longer than the limit."""
-    num_ungradable: int = 0
-    """Number of rows left out because their completions cannot be graded."""
 
     def part(self, kept: Sequence[int]) -> "PromptSet":
-        """Return the prompts at the given indices, with the counts of rows left out before."""
+        """Return the prompts at the given indices."""
         return replace(
             self,
             prompts=tuple(self.prompts[index] for index in kept),
@@ -121,7 +119,8 @@ class Taken:
     """A prompt, and the number of the pass over the data in which it was visited."""
 
     prompt: Prompt
-    epoch: int
+    epoch: int | None
+    """None in an evaluation, whose noise is always the same."""
 
 
 def make_prompts(
@@ -202,11 +201,8 @@ def hold_out(prompts: PromptSet, size: int) -> HeldOut:
             f"data.heldout_size = {size}: {prompts.source!r} has {total} prompts, none would be "
             f"left to train on; lower it, or name another source in data.heldout"
         )
-    heldout = prompts.part(range(total - size, total))
-    return HeldOut(
-        train=prompts.part(range(total - size)),
-        heldout=replace(heldout, num_dropped=0, num_ungradable=0),  # counted in `train`
-    )
+    train, heldout = range(total - size), range(total - size, total)
+    return HeldOut(train=prompts.part(train), heldout=prompts.part(heldout))
 
 
 def fingerprint(values: Iterable[Any]) -> str:
@@ -266,12 +262,7 @@ class EpochCursor:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved cursor; `DataError` if it belongs to other items or settings."""
         refuse_other(state, self._origin)
-        epoch, position = state.get("epoch"), state.get("position")
-        if not (isinstance(epoch, int) and isinstance(position, int)) or not (
-            epoch >= 0 and 0 <= position <= self._count
-        ):
-            raise DataError(f"the checkpoint's data cursor is damaged: {epoch=}, {position=}")
-        self._go_to(epoch, position)
+        self._go_to(state["epoch"], state["position"])
 
     def _next(self) -> int:
         """Return the index of the item at the cursor; at an end another epoch begins."""

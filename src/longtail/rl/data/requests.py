@@ -8,7 +8,7 @@ so a resumed run repeats the completions of a prompt, and all evaluations use th
     evaluation   eval/p/17#1          (seed, "eval", prompt "p/17", sample 1)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -25,8 +25,8 @@ class RequestBatch:
     prompts: tuple[Prompt, ...]
 
 
-def train_requests(
-    taken: Sequence[Taken],
+def requests_of(
+    taken: Iterable[Taken],
     *,
     samples: int,
     seed: int,
@@ -37,45 +37,22 @@ def train_requests(
 
     `with_rows`: the completions are episodes, whose environments read the rows.
     """
-    requests = [
-        Request(
-            request_id=f"{visit}#{sample}",
-            prompt_tokens=each.prompt.tokens,
-            noise_key=noise_key(seed, each.prompt.prompt_id, each.epoch, sample),
-            sampling=sampling,
-            group_id=visit,
-            row=each.prompt.data if with_rows else None,
-        )
-        for each in taken
-        for visit in [f"{each.prompt.prompt_id}@{each.epoch}"]
-        for sample in range(samples)
-    ]
-    prompts = [each.prompt for each in taken for _ in range(samples)]
-    return RequestBatch(requests=tuple(requests), prompts=tuple(prompts))
-
-
-def eval_requests(
-    heldout: Sequence[Prompt],
-    *,
-    samples: int,
-    seed: int,
-    sampling: SamplingParams,
-    with_rows: bool = False,
-) -> RequestBatch:
-    """Return requests of held-out prompts, always with the same noise; see `train_requests`."""
-    requests = [
-        Request(
-            request_id=f"eval/{prompt.prompt_id}#{sample}",
-            prompt_tokens=prompt.tokens,
-            noise_key=noise_key(seed, "eval", prompt.prompt_id, sample),
-            sampling=sampling,
-            group_id=f"eval/{prompt.prompt_id}",
-            row=prompt.data if with_rows else None,
-        )
-        for prompt in heldout
-        for sample in range(samples)
-    ]
-    prompts = [prompt for prompt in heldout for _ in range(samples)]
+    requests, prompts = [], []
+    for each in taken:
+        prompt, name, epoch = each.prompt, each.prompt.prompt_id, each.epoch
+        visit = f"eval/{name}" if epoch is None else f"{name}@{epoch}"
+        key = ("eval", name) if epoch is None else (name, epoch)
+        for sample in range(samples):
+            request = Request(
+                request_id=f"{visit}#{sample}",
+                prompt_tokens=prompt.tokens,
+                noise_key=noise_key(seed, *key, sample),
+                sampling=sampling,
+                group_id=visit,
+                row=prompt.data if with_rows else None,
+            )
+            requests.append(request)
+            prompts.append(prompt)
     return RequestBatch(requests=tuple(requests), prompts=tuple(prompts))
 
 

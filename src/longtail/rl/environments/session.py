@@ -10,77 +10,78 @@ No torch, unless the environment imports it.
 """
 
 import asyncio
-import functools
 import inspect
 import random
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.errors import ConfigError, GradingError, JsonError, LongtailError, describe
 from longtail.model.hf.chat import join_parts, tool_schema
 from longtail.rl.environments.adapters import ADAPTERS
 from longtail.rl.environments.calls import Call, parse
-from longtail.rl.environments.records import ROLES, Reply, is_message
 from longtail.rl.grading.answers import checked_number
 from longtail.rl.grading.reward import awaited
 from longtail.system.files import parse_json
 from longtail.system.machine import named_callable
 
+ROLES = ("user", "tool", "system")
 _MAX_CHARACTERS = 4 * 2**20
 """Longest message; no engine can read the rest of a longer one."""
 _NO_TOOLS = frozenset({"reset", "get_reward", "close"})
 
 
-def open_session(name: str, tools: Sequence[str], calls: str) -> "Session":
-    """Load an environment, or none for an empty name, and functions as its tools.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """Answer of an environment to a text, or the beginning of an episode."""
 
-    `calls` is the format of calls in texts. Raises ConfigError for what cannot be loaded.
-    """
-    scheme, _, rest = name.partition(":")
-    adapter, package = ADAPTERS.get(scheme, (None, ""))
-    try:
-        functions = [named_callable(tool, "environment.tools") for tool in tools]
-        environment = None
-        if name:
-            environment = adapter(rest) if adapter else named_callable(name, "environment.name")()
-    except LongtailError:
-        raise
-    except BaseException as error:
-        remedy = f"; pip install {package}" if isinstance(error, ImportError) and adapter else ""
-        raise ConfigError(f"environment.name = {name!r}: {describe(error)}{remedy}") from error
-    is_stepped = hasattr(environment, "step") and not hasattr(environment, "get_reward")
-    if environment is not None and not is_stepped:
-        members = inspect.getmembers(type(environment), inspect.isfunction)
-        public = [each for each, _ in members if each not in _NO_TOOLS and each[0] != "_"]
-        functions += [getattr(environment, each) for each in public]
-    lacks = "" if is_stepped or functions else "step, and no public method that is a tool"
-    lacks = lacks if environment is None or hasattr(environment, "reset") else "reset"
-    if lacks:
-        raise ConfigError(
-            f"environment.name = {name!r}: it has no {lacks}; expected reset and step, or reset, "
-            "get_reward and tools as public methods"
-        )
-    by_name = {function.__name__: function for function in functions}
-    return Session(environment, by_name, calls, is_stepped=is_stepped)
+    messages: tuple[Mapping[str, str], ...] = ()
+    """Messages that the model reads next: `role`, which is user, tool or system, and `content`."""
+    reward: float = 0.0
+    done: bool = False
+    calls: int = 0
+    """Calls of tools in the text that is answered."""
+    bad_calls: int = 0
+    """Calls that did not parse, named no tool, or raised."""
+
+
+def is_message(value: Any) -> bool:
+    """Return whether a value is a message that a model may read, with any content."""
+    return isinstance(value, Mapping) and value.get("role") in ROLES and "content" in value
 
 
 @final
 class Session:
-    """An environment and its tools, for one episode after another."""
+    """An environment, or none for an empty name, and its tools, for one episode after another.
 
-    def __init__(
-        self, environment: Any, functions: Mapping[str, Any], calls: str, *, is_stepped: bool
-    ) -> None:
-        self._environment, self._functions, self._calls = environment, functions, calls
-        self._is_stepped = is_stepped
+    `tools` are functions that the model may call, `calls` is the format of calls in texts.
+    """
+
+    def __init__(self, name: str, tools: Sequence[str], calls: str) -> None:
+        """Load the environment. Raises ConfigError for what cannot be loaded."""
+        self._calls, self._environment = calls, _load(name)
+        functions = [named_callable(tool, "environment.tools") for tool in tools]
+        own = self._environment
+        self._is_stepped = hasattr(own, "step") and not hasattr(own, "get_reward")
+        if own is not None and not self._is_stepped:
+            members = inspect.getmembers(type(own), inspect.isfunction)
+            public = [each for each, _ in members if each not in _NO_TOOLS and each[0] != "_"]
+            functions += [getattr(own, each) for each in public]
+        lacks = "" if self._is_stepped or functions else "step, and no public method that is a tool"
+        lacks = lacks if own is None or hasattr(own, "reset") else "reset"
+        if lacks:
+            raise ConfigError(
+                f"environment.name = {name!r}: it has no {lacks}; expected reset and step, or "
+                "reset, get_reward and tools as public methods"
+            )
+        self._functions = {function.__name__: function for function in functions}
         self._runner = asyncio.Runner()  # one loop for all calls: clients are bound to theirs
 
-    @functools.cached_property
     def tools(self) -> list[dict[str, Any]]:
-        """JSON schemas of the tools; ConfigError naming one that lacks types or a docstring."""
+        """Return JSON schemas of the tools; ConfigError for one without types or docstring."""
         try:
             return [tool_schema(function) for function in self._functions.values()]
         except Exception as error:
@@ -114,7 +115,7 @@ class Session:
             results, errors = zip(*map(self._result, calls), strict=True)
             return Reply(messages=results, calls=len(calls), bad_calls=sum(errors))
         if not self._is_stepped:
-            return Reply(reward=self.finish(), done=True)
+            return self.finish()
         found = self._awaited(self._environment.step(text))
         if isinstance(found, tuple) and len(found) == 5:
             found = (*found[:2], found[2] or found[3])
@@ -127,11 +128,12 @@ class Session:
         reward = checked_number(reward, source="step")
         return Reply(messages=messages, reward=reward, done=bool(done))
 
-    def finish(self) -> float:
+    def finish(self) -> Reply:
         """Return the reward of an episode that ends here, beyond those of its turns."""
-        if not hasattr(self._environment, "get_reward"):
-            return 0.0
-        return checked_number(self._awaited(self._environment.get_reward()), source="get_reward")
+        reward = 0.0
+        if hasattr(self._environment, "get_reward"):
+            reward = self._awaited(self._environment.get_reward())
+        return Reply(reward=checked_number(reward, source="get_reward"), done=True)
 
     def close(self) -> None:
         """Close the environment, if it has `close`."""
@@ -159,6 +161,21 @@ class Session:
         is_parts = isinstance(result, list) and result and isinstance(result[0], Mapping)
         content = _text(result, call.name) if is_parts else _text(str(result), call.name)
         return {"role": "tool", "name": call.name, "content": content}, bool(error)
+
+
+def _load(name: str) -> Any:
+    """Return an environment, or None for an empty name."""
+    scheme, _, rest = name.partition(":")
+    adapter, package = ADAPTERS.get(scheme, (None, ""))
+    try:
+        if adapter is not None:
+            return adapter(rest)
+        return named_callable(name, "environment.name")() if name else None
+    except LongtailError:
+        raise
+    except BaseException as error:
+        remedy = f"; pip install {package}" if isinstance(error, ImportError) and adapter else ""
+        raise ConfigError(f"environment.name = {name!r}: {describe(error)}{remedy}") from error
 
 
 def _typed(function: Callable[..., Any], texts: Mapping[str, str]) -> dict[str, Any]:

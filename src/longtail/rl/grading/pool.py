@@ -2,46 +2,33 @@
 
 A task is one completion or, for rewards that compare them, all completions of a prompt. A
 completion whose grader raises, hangs, dies or returns an invalid result is a `GradingFailure`,
-never a reward of 0. pebble owns the processes: it kills and replaces one that exceeds the time of
-its task, while the others continue. `longtail.rl.grading.grader` is what runs in them.
+never a reward of 0. A process that exceeds the time of its task is killed and replaced, while the
+others continue. `longtail.rl.grading.reward.Grader` is what runs in them.
 """
 
-import pickle
-import signal
 import sys
-import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
-from multiprocessing import get_context
 from operator import itemgetter
 from typing import Any, final
 
-from pebble import ProcessExpired, ProcessFuture, ProcessPool
-
 from longtail.config.rewards import RewardSection
-from longtail.errors import ConfigError, DataError, GradingError
+from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import opens_thought
 from longtail.rl.data.prompts import PromptSet
 from longtail.rl.data.requests import visit_of
-from longtail.rl.grading import grader
 from longtail.rl.grading.reward import GradingTask, required_columns, reward_factory
+from longtail.rl.processes.pool import ProcessPool
+from longtail.rl.processes.process import Program
 from longtail.system import machine
-from longtail.system.interrupt import signals_delayed
 from longtail.types import Completion, GradingFailure, Prompt, Rollout
 
-MAX_BREAKDOWNS = 3
-"""Consecutive times that all graders may end without a result before grading is given up."""
-
+_KINDS = {"grade": list[float | str], "check": list[str | None]}
 _CHECKED_TOGETHER = 256
 """Rows that are checked in one task."""
-_STARTING_S = 120.0
-"""Most seconds in which a grader loads the reward."""
-_KILLING_S = 30.0
-"""Most seconds that killing a grader delays the next task."""
+_WAIT_S = 60.0
 _GRADER_BYTES = 42 * 2**20
 """Memory of a grader that has loaded no more than longtail."""
 _GRADERS_PER_CORE = 32
@@ -57,66 +44,41 @@ class Graded:
 
 
 @final
-class GraderPool(AbstractContextManager["GraderPool"]):
-    """Grader processes for one reward; a context manager, for use by one thread.
+class GraderPool(ProcessPool):
+    """Grader processes for one reward.
 
     With `per = "group"` a task is all completions of one prompt, graded in one call; else it is one
     completion. The time limit is that of a task.
 
-    The constructor starts the processes; `wait_ready` (or the first `grade`) waits for them.
-    `close` ends all of them.
+    Raises ConfigError for an unknown reward before any process starts. `wait_ready` waits until the
+    first has loaded the reward; others are started when they are needed.
     """
 
     def __init__(self, own: RewardSection) -> None:
-        reward_factory(own.name)  # raises for an unknown name before any process starts
+        reward_factory(own.name)
         _check_room(own.workers)
         self._own = own
-        self._pool: ProcessPool | None = None
-        try:
-            with signals_delayed():  # or a process is started that `close` does not know
-                self._open().schedule(grader.check, ([],))
-        except BaseException:
-            self.close()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _open(self) -> ProcessPool:
-        if self._pool is None:
-            self._pool = ProcessPool(
-                max_workers=self._own.workers,
-                initializer=grader.start,
-                initargs=(self._own.name, machine.module_path()),
-                context=get_context("spawn"),  # their parent is this process, with which they end
-            )
-        return self._pool
-
-    def close(self) -> None:
-        """Kill every grader; closing twice has no effect."""
-        if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = None
+        program = Program(
+            field=f"reward.name = {own.name!r}",
+            make="longtail.rl.grading.reward:Grader",
+            arguments=(own.name,),
+        )
+        super().__init__(program, _KINDS, most=own.workers, call_s=own.timeout_s)
 
     def wait_ready(self) -> None:
-        """Wait until one grader has loaded the reward.
-
-        Raises `ConfigError` with the reason if the reward cannot be loaded, and `GradingError` if
-        graders cannot be started.
-        """
-        self._run(grader.check, [[]])
+        """Wait until one grader has loaded the reward. Raises `ConfigError` if it cannot."""
+        self.first("check", [])
 
     def grade(self, pairs: Sequence[tuple[Prompt, Completion]]) -> Graded:
         """Grade each task within the time limit; return rewards and failures in order.
 
-        With `per = "group"`, completions are in the order of requests. Raises as `wait_ready` does.
+        With `per = "group"`, completions are in the order of requests.
         """
         visits = [visit_of(completion.request_id) for _, completion in pairs]
         tasks = [_task(prompt, completion) for prompt, completion in pairs]
         keyed = zip(visits if self._own.per == "group" else range(len(pairs)), tasks, strict=True)
         parts = [[task for _, task in members] for _, members in groupby(keyed, itemgetter(0))]
-        outcomes = self._run(grader.grade, parts)
+        outcomes = self._run("grade", parts)
         rollouts, failures = [], []
         for (prompt, completion), outcome in zip(pairs, outcomes, strict=True):
             if completion.episode is not None and completion.episode.problem:
@@ -133,81 +95,32 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
         A row has the columns that `required_columns` names. Raises as `wait_ready` does.
         """
+        self.wait_ready()
         starts = range(0, len(rows), _CHECKED_TOGETHER)
         parts = [[dict(row) for row in rows[at : at + _CHECKED_TOGETHER]] for at in starts]
-        reasons = self._run(grader.check, parts)
+        reasons = self._run("check", parts)
         return {index: why for index, why in enumerate(reasons) if why is not None}
 
-    def _run(self, function: Callable[..., Any], parts: Sequence[list[Any]]) -> list[Any]:
+    def _run(self, method: str, parts: Sequence[list[Any]]) -> list[Any]:
         """Return the outcome of each item of each part, which is a task.
 
-        That of a task that ends its grader is a text that says why.
+        That of a task that fails is a text that says why.
         """
-        outcomes: dict[int, list[Any]] = {}
-        breakdowns = 0
+        tasks = {str(number): part for number, part in enumerate(parts)}
+        waiting, outcomes = deque(tasks), dict[str, list[Any]]()
         try:
-            while left := {n: part for n, part in enumerate(parts) if n not in outcomes}:
-                found = self._attempt(function, left)
-                outcomes |= found
-                breakdowns = 0 if found else breakdowns + 1
-                if breakdowns == MAX_BREAKDOWNS:
-                    raise GradingError(
-                        f"reward.name = {self._own.name!r}: the graders ended {breakdowns} "
-                        "times in a row before they had graded anything; stderr has what they "
-                        f"wrote, and if memory is short, lower reward.workers = {self._own.workers}"
-                    )
+            while len(outcomes) < len(tasks):
+                while waiting and self.num_free:
+                    key = waiting.popleft()
+                    self.begin(key, method, tasks[key])
+                for key, found in self.answers(_WAIT_S):
+                    failed = [found] * len(tasks[key])
+                    outcomes[key] = failed if isinstance(found, str) else found
+                    self.end(key)
         except BaseException:  # after an interruption, these tasks must not reach a later call
             self.close()
             raise
-        return [each for number in range(len(parts)) for each in outcomes[number]]
-
-    def _attempt(
-        self, function: Callable[..., Any], tasks: Mapping[int, list[Any]]
-    ) -> dict[int, list[Any]]:
-        """Return the outcomes of the tasks that end; not all do if every grader ended without one.
-
-        pebble gives its pool up when graders end that have no task.
-        """
-        outcomes, pool = {}, self._open()
-        try:
-            futures = {
-                number: pool.schedule(function, (task,), timeout=self._own.timeout_s)
-                for number, task in tasks.items()
-            }
-        except RuntimeError:
-            futures = {}
-        for number, future in futures.items():
-            with suppress(BrokenProcessPool):
-                found = self._outcome(pool, future)
-                outcomes[number] = [found] * len(tasks[number]) if isinstance(found, str) else found
-        if len(outcomes) < len(tasks):
-            self.close()
-        return outcomes
-
-    def _outcome(self, pool: ProcessPool, future: ProcessFuture[Any]) -> Any:
-        # All earlier tasks have ended, so this one has begun or begins when a grader has started.
-        limit_s = _STARTING_S + self._own.timeout_s + _KILLING_S
-        end = time.monotonic() + limit_s
-        while not future.done():
-            if not pool.active:  # pebble leaves tasks that it has not sent yet without an end
-                raise BrokenProcessPool
-            if time.monotonic() > end:
-                raise GradingError(
-                    f"reward.name = {self._own.name!r}: no grader has begun a task in "
-                    f"{limit_s:g} s; see that its module is imported in that time"
-                )
-            wait([future], timeout=1.0)
-        try:
-            return future.result()
-        except TimeoutError:
-            return f"the grader gave no result in {self._own.timeout_s:g} s and was killed"
-        except ProcessExpired as error:
-            how = f"exited with status {error.exitcode}"
-            if error.exitcode < 0:
-                how = f"was killed by {signal.Signals(-error.exitcode).name}"
-            return f"the grader {how} while grading"
-        except (pickle.PicklingError, TypeError, AttributeError) as error:
-            return f"the row cannot be sent to a grader: {error}"
+        return [each for key in tasks for each in outcomes[key]]
 
 
 def _task(prompt: Prompt, completion: Completion) -> GradingTask:
@@ -266,7 +179,7 @@ def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) 
     if reasons and (not drop or len(reasons) == len(prompts.prompts)):
         raise DataError(_error_text(prompts, reasons))
     kept = [index for index in range(len(prompts.prompts)) if index not in reasons]
-    return replace(prompts.part(kept), num_ungradable=len(reasons))
+    return prompts.part(kept)
 
 
 def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:

@@ -1,7 +1,7 @@
 """The rewards and their names: pure functions from one completion to one number.
 
-They run in grader processes, so this module imports neither torch nor `longtail.types`;
-`longtail.rl.grading.pool` owns the processes, their time limits and failures.
+They run in grader processes, as a `Grader`, so this module imports neither torch nor
+`longtail.types`; `longtail.rl.grading.pool` owns the processes, their time limits and failures.
 """
 
 import abc
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, final
 
-from longtail.errors import ConfigError, GradingError, did_you_mean
+from longtail.errors import ConfigError, GradingError, LongtailError, describe, did_you_mean
 from longtail.rl.grading.answers import (
     after_thinking,
     checked_number,
@@ -52,15 +52,17 @@ class GradingTask:
 class Reward(abc.ABC):
     """Grades the completions of a prompt; an error means that none of them has a reward."""
 
+    columns: ClassVar[tuple[str, ...]] = ()
+    """Keys of `GradingTask.data` without which no completion can be graded."""
+
     @abc.abstractmethod
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
         """Return a reward, or the reason why there is none, for each completion."""
 
-    @abc.abstractmethod
-    def check(self, data: Mapping[str, Any]) -> None:
+    def check(self, data: Mapping[str, Any]) -> None:  # noqa: B027 - by default any row will do
         """Raise `GradingError` (or any error) if no completion of this row can be graded.
 
-        `data` has at least the `required_columns`.
+        `data` has at least the `columns`.
         """
 
 
@@ -68,7 +70,6 @@ class NamedReward(Reward):
     """Grades one completion by the reference in its row."""
 
     columns: ClassVar[tuple[str, ...]] = ("answer",)
-    """Keys of `GradingTask.data` without which no completion can be graded."""
 
     @abc.abstractmethod
     def grade(self, task: GradingTask) -> float:
@@ -219,9 +220,6 @@ class EnvironmentReward(Reward):
         """Add up the rewards of each episode."""
         return [sum(task.rewards) for task in tasks]
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Accept every row: the environment reads it."""
-
 
 @final
 class FunctionReward(Reward):
@@ -261,9 +259,6 @@ class FunctionReward(Reward):
             )
         return [_number_or_error(reward, source) for reward in rewards]
 
-    def check(self, data: Mapping[str, Any]) -> None:
-        """Accept every row: the columns that the function needs are unknown."""
-
 
 def awaited(runner: asyncio.Runner, value: Any) -> Any:
     """Return a value of a user's function, or what it awaits."""
@@ -300,8 +295,7 @@ _NAMED: dict[str, type[Reward]] = {
 
 def required_columns(name: str) -> tuple[str, ...]:
     """Return the keys of `GradingTask.data` that this reward needs."""
-    known = _NAMED.get(name)
-    return known.columns if known is not None and issubclass(known, NamedReward) else ()
+    return _NAMED[name].columns if name in _NAMED else ()
 
 
 def reward_factory(name: str) -> Callable[[], Reward]:
@@ -318,3 +312,33 @@ def reward_factory(name: str) -> Callable[[], Reward]:
         f"reward.name = {name!r}: unknown{did_you_mean(name, _NAMED)}; known are "
         f"{', '.join(_NAMED)}, and module:function with TRL's signature"
     )
+
+
+@final
+class Grader:
+    """The reward of a grader process."""
+
+    def __init__(self, name: str) -> None:
+        """Load the reward. Raises ConfigError if it cannot be loaded."""
+        try:
+            self._reward = reward_factory(name)()
+        except LongtailError:
+            raise
+        except BaseException as error:
+            raise ConfigError(f"reward.name = {name!r}: {describe(error)}") from error
+
+    def grade(self, tasks: Sequence[GradingTask]) -> list[float | str]:
+        """Return the reward of each completion of one prompt, or why there is none."""
+        outcomes = self._reward.grade_group(tasks)
+        return [describe(each) if isinstance(each, GradingError) else each for each in outcomes]
+
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Return, for each row, why no completion of it can be graded; None if one can."""
+        reasons = list[str | None]()
+        for row in rows:
+            try:
+                self._reward.check(row)
+                reasons.append(None)
+            except Exception as error:  # noqa: BLE001 - a reward may raise anything
+                reasons.append(describe(error))
+        return reasons

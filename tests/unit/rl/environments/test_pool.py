@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from longtail.config.rewards import EnvironmentSection
 from longtail.errors import ConfigError
-from longtail.rl.environments import pool
-from longtail.rl.environments.pool import Environments, confinement
-from longtail.rl.environments.records import Reply
+from longtail.rl.environments.pool import open_environments
+from longtail.rl.environments.session import Reply
+from longtail.rl.processes import pool
+from longtail.rl.processes.pool import ProcessPool, confinement
 from support.waiting import wait_until
 
 TOY = '''
@@ -42,8 +44,6 @@ class Toy:
                     file.truncate(1 << 30)
                     file.seek(1 << 30)
                     file.write(b"x")
-            case "print":
-                for _ in range(64): print("printed by a tool, \\u00e9" * 10_000, flush=True)
             case "long": return "x" * (1 << 27), 1, False
             case "fork" | "bear":
                 for _ in range(3):
@@ -68,36 +68,37 @@ class Toy:
 '''
 
 
+def opened(name: str = "toy_environments:Toy", *, most: int = 3, **own: float) -> ProcessPool:
+    return open_environments(EnvironmentSection(name=name, **own), "hermes", most=most)
+
+
 @pytest.fixture(scope="module")
-def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environments]:
+def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPool]:
     folder = tmp_path_factory.mktemp("toys")
     (folder / "toy_environments.py").write_text(TOY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)  # where environments are found
-        made = Environments(
-            "toy_environments:Toy", (), "hermes", most=3, call_s=3.0, episode_s=60.0
-        )
-        with made as toys:
+        with opened(timeout_s=3.0) as toys:
             yield toys
 
 
-def play(toys: Environments, *texts: str) -> dict[str, Reply | str]:
+def play(toys: ProcessPool, *texts: str) -> dict[str, Reply | str]:
     """Return the answer of an episode of its own to each text."""
     left, found = [*texts], dict[str, Reply | str]()
     while len(found) < len(texts):
         while left and toys.num_free:
             text = left.pop()
-            toys.begin(text, {}, 7)
+            toys.begin(text, "reset", {}, 7)
         for key, answer in toys.answers(60.0):
             if isinstance(answer, Reply) and not answer.reward:  # of reset
-                toys.step(key, key)
+                toys.ask(key, "step", key)
             else:
                 found[key] = answer
                 toys.end(key)
     return found
 
 
-def answer(toys: Environments, key: str) -> Reply:
+def answer(toys: ProcessPool, key: str) -> Reply:
     ((found, reply),) = toys.answers(60.0)
     assert found == key
     assert isinstance(reply, Reply)
@@ -115,25 +116,25 @@ def processes(mark: str) -> list[str]:
     return found
 
 
-KILLED = "the environment failed: it gave no answer in 3 s and was killed"
+KILLED = "environment.name = 'toy_environments:Toy': it gave no answer in 3 s and was killed"
 BAD = {
     "raise": "ValueError: no way (toy_environments.py:14, in step)",
     "exit": "SystemExit: 3 (toy_environments.py:15, in step)",
-    "die": "the environment failed: it exited with status 3",
-    "killed": "the environment failed: it was killed by SIGKILL",
+    "die": "environment.name = 'toy_environments:Toy': it exited with status 3",
+    "killed": "environment.name = 'toy_environments:Toy': it was killed by SIGKILL",
     "hang": KILLED,
     "stop": KILLED,
     "fork 36111": KILLED,
     "memory": "MemoryError (toy_environments.py:20, in step)",
     "write": "OSError: [Errno 27] File too large (toy_environments.py:22, in step)",
-    'forge {"reply"': KILLED,  # half an answer
+    'forge {"value"': KILLED,  # half an answer
     **dict.fromkeys(
         (
-            'forge {"reply": {"reward": NaN}}$',
-            'forge {"reply": {"messages": [{"role": "assistant", "content": ""}]}}$',
-            'forge {"reply": {"calls": -1}}$',
+            'forge {"value": {"reward": NaN}}$',
+            'forge {"value": {"messages": [{"role": "assistant", "content": ""}]}}$',
+            'forge {"value": {"calls": -1}}$',
         ),
-        "the environment failed: it wrote what is no answer of at most 64 MiB",
+        "environment.name = 'toy_environments:Toy': it wrote what is no answer of at most 64 MiB",
     ),
     "infinite": "step returned inf: a reward must be finite",
 }
@@ -141,29 +142,29 @@ BAD = {
 
 @pytest.mark.slow
 def test_each_bad_environment_fails_alone_with_its_reason(toys, capfd):
-    toys.begin("good", {"start": "row"}, 1)
+    toys.begin("good", "reset", {"start": "row"}, 1)
     answer(toys, "good")
     assert play(toys, *BAD) == BAD
-    for text, reply in play(toys, "print", "surrogate", "long").items():
+    for text, reply in play(toys, "surrogate", "long").items():
         assert isinstance(reply, Reply), text
         assert len(reply.messages[0]["content"].encode()) <= 2**22
-    toys.step("good", "on")
+    toys.ask("good", "step", "on")
     assert answer(toys, "good") == Reply(messages=({"role": "user", "content": "on"},), reward=0.5)
     toys.end("good")
     out, err = capfd.readouterr()
-    assert (out, err.count("printed by a tool") // 10_000) == ("", 4)  # the first MiB
+    assert (out, "printed at import" in err) == ("", True)
     wait_until(lambda: not processes("36111"))
 
 
 def test_an_episode_has_its_seed_its_row_and_an_empty_folder(toys):
     for row, start in (({"start": 5, "other": 1}, [5, 9]), ({"seed": 3}, ["begin", 3])):
-        toys.begin("a", row, 9)
+        toys.begin("a", "reset", row, 9)
         assert json.loads(answer(toys, "a").messages[0]["content"]) == [*start, [], "1"]
-        toys.step("a", "file")
+        toys.ask("a", "step", "file")
         answer(toys, "a")
-        toys.step("a", "last")
+        toys.ask("a", "step", "last")
         assert answer(toys, "a") == Reply(reward=1.0, done=True)
-        toys.finish("a")
+        toys.ask("a", "finish")
         assert answer(toys, "a") == Reply(done=True)
         toys.end("a")
 
@@ -178,23 +179,23 @@ def test_the_scratch_folder_has_the_same_path_each_time_for_texts_and_observatio
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the group of a new process has its keeper")
 def test_a_long_row_does_not_wait_for_its_environment_and_no_more_than_most_begin(toys):
-    with Environments(*toys._session, most=1, call_s=9.0, episode_s=9.0) as made:
-        made._idle.append(process := made._process())
+    with opened(most=1) as made:
+        (process,) = made._idle
         os.killpg(process.keeper.pid, signal.SIGSTOP)
-        made.begin("a", {"start": "x" * 2**20}, 1)
+        made.begin("a", "reset", {"start": "x" * 2**20}, 1)
         assert made.answers(0.01) == []
-        with pytest.raises(AssertionError, match="as many episodes run as may"):
-            made.begin("b", {}, 1)
+        with pytest.raises(AssertionError, match="as many run as may"):
+            made.begin("b", "reset", {}, 1)
         os.killpg(process.keeper.pid, signal.SIGCONT)
         assert len(answer(made, "a").messages[0]["content"]) > 2**20
 
 
 def test_a_row_that_cannot_be_sent_and_an_episode_that_lasts_too_long_fail(toys, monkeypatch):
-    toys.begin("a", {"start": lambda: 0}, 9)
+    toys.begin("a", "reset", {"start": lambda: 0}, 9)
     ((_, why),) = toys.answers(60.0)
-    assert str(why).startswith("the row cannot be sent to its environment: ")
+    assert str(why).startswith("the row cannot be sent: ")
     toys.end("a")
-    monkeypatch.setattr(toys, "_episode_s", 0.5)
+    monkeypatch.setattr(toys, "_total_s", 0.5)
     assert "(the rest of its episode's time) and was killed" in str(play(toys, "hang"))
 
 
@@ -207,14 +208,16 @@ def test_no_process_outlives_an_episode_given_up_or_a_killed_worker(
         monkeypatch.setattr(pool, "_namespaces", lambda network: ((), "forbidden"))
     elif not pool._namespaces(False)[0]:
         pytest.skip("this machine permits no namespaces")
-    made = "pool.Environments('toy_environments:Toy', (), '', most=1, call_s=9, episode_s=9)"
+    made = "open_environments(EnvironmentSection(name='toy_environments:Toy'), '', most=1)"
     worker = subprocess.Popen(
         [
             *(sys.executable, "-c"),
-            "from longtail.rl.environments import pool\n"
+            "from longtail.config.rewards import EnvironmentSection\n"
+            "from longtail.rl.environments.pool import open_environments\n"
+            "from longtail.rl.processes import pool\n"
             f"pool._namespaces = lambda network: {pool._namespaces(False)}\n"
-            f"toys = {made}; toys.begin('a', {{}}, 1); toys.answers(60)\n"
-            "toys.step('a', 'bear 36222'); toys.answers(60); print(flush=True); input()",
+            f"toys = {made}; toys.begin('a', 'reset', {{}}, 1); toys.answers(60)\n"
+            "toys.ask('a', 'step', 'bear 36222'); toys.answers(60); print(flush=True); input()",
         ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -226,9 +229,9 @@ def test_no_process_outlives_an_episode_given_up_or_a_killed_worker(
         worker.kill()
     wait_until(lambda: not processes("36222"))
     toys._idle, idle = [], toys._idle  # so that a new process is begun
-    toys.begin("a", {}, 1)
+    toys.begin("a", "reset", {}, 1)
     answer(toys, "a")
-    toys.step("a", "fork 36333")
+    toys.ask("a", "step", "fork 36333")
     wait_until(lambda: len(processes("36333")) >= 3)
     toys.end("a")
     toys._idle += idle
@@ -256,8 +259,8 @@ def test_an_environment_that_cannot_be_loaded_is_refused_in_one_sentence(toys):
         "textarena:No-v0": "'textarena:No-v0': ModuleNotFoundError: .*; pip install textarena$",
     }.items():
         with (
-            Environments(name, (), "", most=1, call_s=3.0, episode_s=3.0) as bad,
+            opened(name) as bad,
             pytest.raises(ConfigError, match=f"^environment.name = .*{why}"),
         ):
-            bad.tools  # noqa: B018
-    assert toys.tools == []
+            bad.first("tools")
+    assert toys.first("tools") == []

@@ -10,8 +10,7 @@ import pytest
 from longtail.errors import ConfigError, GradingError
 from longtail.rl.environments import python_tool
 from longtail.rl.environments.guess import Guess
-from longtail.rl.environments.records import Reply
-from longtail.rl.environments.session import Session, open_session
+from longtail.rl.environments.session import Reply, Session
 
 USER = {"role": "user", "content": "on"}
 
@@ -102,7 +101,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def opened(name: str, *tools: str, calls: str = "hermes") -> Session:
-    return open_session(name and f"here:{name}", [f"here:{each}" for each in tools], calls)
+    return Session(name and f"here:{name}", [f"here:{each}" for each in tools], calls)
 
 
 def call(name: str, arguments: str = "{}") -> str:
@@ -130,7 +129,7 @@ def test_a_step_has_the_reward_of_its_turn():
     }.items():
         session._environment.answer = answer
         assert session.step("text") == reply
-    assert session.finish() == 0.0
+    assert session.finish() == Reply(done=True)
 
 
 IMAGE = [{"role": "user", "content": [{"type": "image"}]}]
@@ -156,9 +155,13 @@ def test_an_answer_of_another_form_is_refused(answer, why):
 
 def test_environments_of_trls_documentation_run_as_they_are():
     session = opened("Counter", "multiply")
-    assert [tool["function"]["name"] for tool in session.tools] == ["multiply", "increment", "look"]
+    assert [tool["function"]["name"] for tool in session.tools()] == [
+        "multiply",
+        "increment",
+        "look",
+    ]
     step = {"type": "integer", "description": "Value to add to the internal counter."}
-    assert session.tools[1]["function"]["parameters"]["properties"] == {"step": step}
+    assert session.tools()[1]["function"]["parameters"]["properties"] == {"step": step}
     assert session.reset({"start": "on", "prompt": []}, 0) == Reply(messages=(USER,))
     text = call("increment", '{"step": 4}') + call("look") + call("multiply", '{"a": 2, "b": 3}')
     reply = session.step(text + call("no") + call("increment") + call("increment", "[]"))
@@ -171,7 +174,6 @@ def test_environments_of_trls_documentation_run_as_they_are():
         ("increment", "{'error': \"Counter.increment() missing"),
         ("increment", "{'error': 'The arguments of the call are not an object.'}"),
     ]
-    assert session.finish() == 4.0
     assert session.step("four") == Reply(reward=4.0, done=True)
     session.close()
     session = opened("Wordle", calls="qwen3-coder")
@@ -202,7 +204,7 @@ def test_functions_alone_are_an_environment_and_get_arguments_of_their_types():
 )
 def test_what_has_not_the_methods_is_refused_in_one_sentence(names, why):
     with pytest.raises(ConfigError, match=f"^environment.*{why}"):
-        opened(*names).tools  # noqa: B018
+        opened(*names).tools()
 
 
 def test_the_game_of_the_recipe_rewards_guesses_that_can_be_right():
