@@ -101,9 +101,7 @@ class LearnerMetrics:
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
     sent_bytes: float = 0.0
-    seconds: dict[str, float] = field(
-        default_factory=lambda: dict.fromkeys(get_args(Section), 0.0)
-    )
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Section), 0.0))
 
     @contextmanager
     def timed(self, section: Section, device: torch.device) -> Iterator[None]:
