@@ -28,7 +28,7 @@ from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress, RolloutResult
 from longtail.cluster.workers.states import Timeline
 from longtail.config import files as configfile
-from longtail.config.rl import LearnerSection, RolloutSection, RunConfig
+from longtail.config.rl import RunConfig
 from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size
 from longtail.rl.data.requests import RequestBatch, requests_of
@@ -53,15 +53,9 @@ from longtail.view.report import write_report
 class TrainingStep:
     """The algorithm: one on-policy step from prompts to published weights."""
 
-    rollout: RolloutSection
-    learner: LearnerSection
-    reward: str
-    """Name of the reward, for errors."""
-    seed: int
+    config: RunConfig
     components: TrainerComponents
     grader: GraderPool
-    with_rows: bool = False
-    """Whether completions are episodes."""
     phase: Callable[..., AbstractContextManager[None]] = lambda *_, **__: nullcontext()
     """Shows what is being done, as `Console.phase`."""
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -72,15 +66,15 @@ class TrainingStep:
         rounds: list[SampleRound] = []
         while num_prompts := self._num_missing(rounds):
             requests = self._requests(num_prompts)
-            wanted = self.rollout.prompts_per_step - len(self._learnable(rounds))
-            stream = GroupStream(requests, self.grader, self.learner, num_wanted=wanted)
+            wanted = self.config.rollout.prompts_per_step - len(self._learnable(rounds))
+            stream = GroupStream(requests, self.grader, self.config.learner, num_wanted=wanted)
             rollout = self._rollout(step, len(rounds), requests, stream)
             graded = self._grade(stream, is_first=not rounds)
             rounds.append(SampleRound(num_prompts=num_prompts, rollout=rollout, graded=graded))
         groups = self._learnable(rounds)
         with self.watch.section("learn"), self.phase("learning"):
             learned = self.components.workers.learn(
-                step_batches(groups, self.learner, self.components.sampling)
+                step_batches(groups, self.config.learner, self.components.sampling)
             )
         self._publish()
         return StepRecord(
@@ -89,10 +83,10 @@ class TrainingStep:
 
     def _num_missing(self, rounds: Sequence[SampleRound]) -> int:
         """Return the number of prompts to sample next; 0 if the batch is complete."""
-        wanted = self.rollout.prompts_per_step
+        wanted, learner = self.config.rollout.prompts_per_step, self.config.learner
         if not rounds:
             return wanted
-        if not samples_dynamically(self.learner) or len(rounds) > self.learner.max_refills:
+        if not samples_dynamically(learner) or len(rounds) > learner.max_refills:
             return 0
         return refill_size(
             wanted=wanted,
@@ -103,18 +97,18 @@ class TrainingStep:
     def _learnable(self, rounds: Sequence[SampleRound]) -> list[Group]:
         """Return the groups to learn from, in the order of the prompts."""
         groups = [group for each in rounds for group in each.groups]
-        if not samples_dynamically(self.learner):
+        if not samples_dynamically(self.config.learner):
             return groups
-        return keep_informative(groups)[: self.rollout.prompts_per_step]
+        return keep_informative(groups)[: self.config.rollout.prompts_per_step]
 
     def _requests(self, num_prompts: int) -> RequestBatch:
         """Return `group_size` requests for each of the next prompts."""
         return requests_of(
             self.components.source.take(num_prompts),
-            samples=self.rollout.group_size,
-            seed=self.seed,
+            samples=self.config.rollout.group_size,
+            seed=self.config.run.seed,
             sampling=self.components.sampling,
-            with_rows=self.with_rows,
+            with_rows=self.config.environment.is_on,
         )
 
     def _rollout(
@@ -137,7 +131,7 @@ class TrainingStep:
         """Wait for the rewards; of the first round, one completion at least has one."""
         with self.watch.section("reward"), self.phase("grading"):
             graded = stream.finish()
-        return some_graded(graded, self.reward) if is_first else graded
+        return some_graded(graded, self.config.reward.name) if is_first else graded
 
     def _publish(self) -> None:
         """Copy the learners' weights to the engines, and offer the newly trained drafter."""
@@ -189,25 +183,15 @@ class Trainer:
             parts = assemble(config, directory, base, prompts, log, self._on_progress, now)
         self.workers, self._source, self._limit = parts.workers, parts.source, parts.limit
         self._step = TrainingStep(
-            rollout=config.rollout,
-            learner=config.learner,
-            reward=config.reward.name,
-            seed=config.run.seed,
-            components=parts,
-            grader=grader,
-            with_rows=config.environment.is_on,
-            phase=console.phase,
+            config=config, components=parts, grader=grader, phase=console.phase
         )
         self._evaluator = Evaluator(
-            samples=config.eval.samples,
-            seed=config.run.seed,
-            reward=config.reward.name,
+            config=config,
             workers=parts.workers,
             heldout=parts.heldout,
             sampling=parts.sampling,
             grader=grader,
             console=console,
-            with_rows=config.environment.is_on,
         )
         last_step = None if checkpoint is None else checkpoint.step
         try:
@@ -231,7 +215,7 @@ class Trainer:
         config = self._config
         resumed = "" if last_step is None else f", resumed after step {last_step}"
         return (
-            f"{config.model.path}: {self.workers.num_parameters:,} parameters, "
+            f"{config.model.path}: {self._step.components.num_parameters:,} parameters, "
             f"{config.learner.loss}, {config.cluster.workers} x {threads} threads, run directory "
             f"{self._run.path}{resumed}"
         )
@@ -301,7 +285,6 @@ class Trainer:
             **record.metrics(),
             **self.timeline.metrics(),
             **self.workers.drafter_metrics(),
-            **self.workers.drain_traffic(),
         }
         self._logger.write(step, {**evaluated, **metrics}, record)
         self._logger.log_workers(step, self.timeline, self.workers.drain_decisions())

@@ -69,11 +69,11 @@ LEARNERS = {
 DRAFTERS = {
     "none": ("none", ()),
     "fresh+history": ("fresh+history", ("solve_drafter", "adopt")),
-    "eagle": ("eagle", ("train_drafter", "offer", "adopt")),
+    "eagle": ("eagle", ("train_drafter", "adopt")),
 }
 """Value of the option, and tasks of workers that it brings."""
 TASKS = ("start", "generate", "learn", "publish", "save_policy", "restore_saved")
-TASKS_OF_TWO = ("accumulate", "release", "join", "restore")
+TASKS_OF_TWO = ("accumulate", "join", "restore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,33 +115,6 @@ def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hos
     assert workshop.texts("head") == workshop.texts("one")
 
 
-@pytest.mark.parametrize(
-    ("where", "reason"), [("other", "6 workers were lost in a row"), ("driver", "No space left")]
-)
-def test_a_full_disk_ends_the_run_with_one_sentence(
-    workshop: Workshop, hosts: Bed, where: str, reason: str
-) -> None:
-    """Where Ray cannot write a log, it starts no process."""
-    head, other = cluster(hosts, 2)
-    head.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
-    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl")
-    words = (*own, f"--run.dir={PLACE}/full", "--run.steps=100000")
-    fill = f"cat /dev/zero >{PLACE}/filled || true"
-    if where == "other":
-        other.shell(fill)
-    run = train(workshop, head, "full", *words, head=head, workers=2)
-    if where == "driver":
-        run.until(lambda: (head.files / "full/checkpoints/step_000002").exists())
-        head.shell(fill)
-    assert run.code() == 1, run.said()
-    assert "Traceback" not in run.said()
-    assert reason in run.said().splitlines()[-1], run.said()
-    for host in (head, other):
-        host.shell(f"rm -f {PLACE}/filled")
-    run = train(workshop, head, "full", *own, f"--run.dir={PLACE}/full", head=head, workers=2)
-    assert run.code() == 0, run.said()
-
-
 def test_shards_over_hosts_resume_with_another_number_and_a_lost_one_ends_the_run(
     workshop: Workshop, hosts: Bed
 ) -> None:

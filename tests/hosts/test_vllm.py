@@ -37,4 +37,3 @@ def test_two_hosts_write_what_one_process_does_and_vllm_listens_on_loopback(tmp_
         assert run.code() == 0, run.said()
     expected = ("--rollout.engine=own", "--speculation.drafter=none", STEPS)
     assert same(read(path), written(tmp_path / "own", *expected))
-    assert read_metrics(path)[-1]["network/drafter_bytes"] > 0

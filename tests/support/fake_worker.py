@@ -91,8 +91,6 @@ class Script:
     token_s: Callable[[int], float] = lambda num_running: TOKEN_S
     """Seconds in which each of the running requests grows by a token."""
     max_running: int = 64
-    slowness: dict[int, float] = field(default_factory=dict)
-    """Factor of the seconds in which a worker generates; 1 for those that are not named."""
     accumulate_s: float = 0.01
     """Seconds of learning from a token."""
     short_task_s: float = 0.01
@@ -143,7 +141,6 @@ class FakeWorker:
         """All texts that it received by `add_texts`."""
         self.team: str | None = None
         self._team_size = 1
-        self._offers: list[DrafterWeights] = []
         self._base: DrafterWeights | None = None
         self._quality = QUALITY
         self._learned = self._stretches = 0
@@ -152,8 +149,6 @@ class FakeWorker:
         self._left: dict[str, int] = {}
         """Tokens that each unfinished request has left."""
         self._finished: list[Completion] = []
-        self._shares_queue = False
-        self._released: list[str] = []
         self.held: list[str] = []
         """Names of the micro-batches in its sums."""
         self._num_written = self._beats = 0
@@ -169,10 +164,8 @@ class FakeWorker:
         self._shard, self._finished = {each.request_id: each for each in shard}, []
         self._left = {name: each.noise_key % 1000 for name, each in self._shard.items()}
         self._num_written = 0
-        self._take_offers()
         while self._left:
-            slowness = self._script.slowness.get(self.number, 1.0)
-            yield slowness * self._script.token_s(len(self._running()))
+            yield self._script.token_s(len(self._running()))
             for name in self._running():
                 self._num_written += 1
                 self._left[name] -= 1
@@ -180,7 +173,6 @@ class FakeWorker:
                     del self._left[name]
                     self._finished.append(self._completion(self._shard[name]))
             self._beats += 1
-            self._release()
             if self._is_stopped:
                 raise Stopped
         return ShardResult(
@@ -191,13 +183,6 @@ class FakeWorker:
 
     def _running(self) -> list[str]:
         return list(self._left)[: self._script.max_running]
-
-    def _release(self) -> None:
-        names = list(self._left)[self._script.max_running :: 2] if self._shares_queue else []
-        for name in names:
-            del self._left[name]
-        self._released += names
-        self._shares_queue = False
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> Steps:
         yield self._script.accumulate_s * micro_batch.packed.num_tokens
@@ -265,21 +250,17 @@ class FakeWorker:
         self.engine = self.policy
         return len(self.policy)
 
-    def restore(self, state: PolicyState) -> None:
+    def continue_run(self, state: PolicyState, drafter: DrafterWeights | None) -> None:
         self.policy = tuple(state.weights["learned"].tolist())
-
-    def continue_run(self, state: PolicyState) -> None:
-        self.restore(state)
         self.publish()
+        if drafter is not None:
+            self.adopt(drafter)
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         self.policy = tuple(range(learner.numbers["version"]))
 
     def save_policy(self, path: Path) -> None:
         path.write_text(f"{self.policy}")
-
-    def num_parameters(self) -> int:
-        return 12
 
     def drafter(self) -> tuple[DrafterWeights, None] | None:
         return (self.served, None) if self._script.has_drafter else None
@@ -340,21 +321,8 @@ class FakeWorker:
     def completed(self, first: int) -> list[Completion]:
         return self._finished[first:]
 
-    def share_queue(self) -> None:
-        self._shares_queue = True
-
-    def drain_released(self) -> list[str]:
-        found, self._released = self._released, []
-        return found
-
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         self.received += texts
-
-    def offer(self, offer: DrafterWeights) -> None:
-        self._offers.append(offer)
-
-    def drafter_version(self) -> int:
-        return self.served.version
 
     # ---- parts
 
@@ -374,11 +342,6 @@ class FakeWorker:
         assert self.engine is not None
         version = len(self.engine)
         return completion(request.request_id, text(request), policy_version=version)
-
-    def _take_offers(self) -> None:
-        if self._offers:
-            self.adopt(self._offers[-1])
-            self._offers.clear()
 
     def _measured(self) -> Replica:
         assert self._base is not None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.records import GroupSettings, Progress, TaskResult
+from longtail.cluster.records import Progress, TaskResult
 from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
@@ -83,7 +83,7 @@ def begun(
     )
     group = WorkerGroup(
         pool,
-        GroupSettings.of(config),
+        config,
         **{"on_progress": lambda progress: None, "log": pool.log_lines.append, **more},
     )
     group.begin()

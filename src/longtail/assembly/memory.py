@@ -13,7 +13,6 @@ import torch
 from longtail.assembly.drafters import AUTO, FRESH, NONE, is_weightless
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.config.rl import RunConfig
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.size import activation_bytes, count_parameters, kv_bytes
@@ -34,6 +33,7 @@ _REMEDIES = {
     _KV: "rollout.max_running, rollout.max_tokens or rollout.kv_tokens",
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
     _GRADIENTS: "cluster.workers, or set learner.sums = 'float' or learner.lora",
+    _VLLM: "rollout.vllm.gpu_memory_utilization",
     _DRAFTER: "spot.buffer_mb or spot.features_mb, or set speculation.drafter = 'history'",
 }
 
@@ -104,22 +104,11 @@ def fitted(plan: RunPlan, log: Callable[[str], None] = lambda line: None) -> Run
 
 def check(plan: RunPlan) -> None:
     """Raise ConfigError if a run may need more memory than is free."""
-    available, found, config = available_bytes(plan.device), estimate(plan), plan.config
-    share, needed = found.get(_VLLM, 0), _needed(plan, found)
-    element, longest = _BYTES[config.rollout.dtype], config.longest(config.data.max_prompt_len)
-    least = element * count_parameters(plan.shape) + longest * kv_bytes(plan.shape, element)
-    least = int(least / _argument(plan, "tensor_parallel_size", 1.0))  # of each GPU
-    if 0 < share < least:
-        raise ConfigError(
-            f"rollout.vllm.gpu_memory_utilization = {_vllm_share(plan):g}: vLLM's "
-            f"{share / 1e9:.1f} GB of the GPU must hold the weights and one text, "
-            f"{least / 1e9:.1f} GB: raise it, or set rollout.vllm.tensor_parallel_size"
-        )
+    available, found = available_bytes(plan.device), estimate(plan)
+    needed = _needed(plan, found)
     if available is not None and needed > available:
-        largest = max(found.keys() - {_VLLM}, key=lambda name: found[name])
+        largest = max(found, key=lambda name: found[name])
         remedy = _REMEDIES.get(largest, "cluster.workers, or train a smaller model")
-        if share and needed - share + least <= available:
-            largest, remedy = _VLLM, "rollout.vllm.gpu_memory_utilization"
         raise ConfigError(
             f"the run needs up to {needed / 1e9:.1f} GB of memory, and {available / 1e9:.1f} GB "
             f"are free; most is for {largest}: lower {remedy} (--dry-run shows all parts)"
@@ -130,16 +119,15 @@ def _needed(plan: RunPlan, found: Mapping[str, int]) -> int:
     """Return the bytes of all workers of a device; of a cluster one worker is counted.
 
     A vLLM that may sleep and the learner take turns. A worker that learns ahead of others may hold
-    gradients while it generates, and the sums of a learned drafter stay where they are.
+    gradients while it generates.
     """
     cluster, each = plan.config.cluster, sum(found.values())
     workers = 1 if cluster.address else cluster.workers
     if _VLLM in found:
         workers = min(workers, max(1, int(1 / plan.gpus)))
         if _argument(plan, "enable_sleep_mode", 0.0):
-            sums = 4 * (VllmSettings().depth + 1) * (2 * plan.shape.hidden_size) ** 2
             passing = PASSING if cluster.workers == 1 else (_ACTIVATIONS,)
-            each -= min(max(found[_VLLM] - sums, 0), sum(found[name] for name in passing))
+            each -= min(found[_VLLM], sum(found[name] for name in passing))
     return workers * each
 
 

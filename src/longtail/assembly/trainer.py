@@ -11,7 +11,7 @@ from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.plan import RunPlan, limit_on, plan_run
 from longtail.assembly.worker import build_worker
 from longtail.cluster.group import WorkerGroup
-from longtail.cluster.records import GroupSettings, Progress
+from longtail.cluster.records import Progress
 from longtail.cluster.workers.processes import LocalProcess, Place, Processes
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import RunConfig
@@ -19,6 +19,7 @@ from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.limit import Limit
+from longtail.model.size import count_parameters
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.rl.processes.pool import confinement
 from longtail.run.models import Base, model_directory
@@ -34,6 +35,8 @@ class TrainerComponents:
     source: PromptSource
     heldout: tuple[Prompt, ...]
     workers: WorkerGroup
+    num_parameters: int
+    """Number of parameters of the policy."""
     sampling: SamplingParams
     limit: Callable[[], Limit | None]
     """Measures this machine; None where vLLM or other hosts generate."""
@@ -64,6 +67,7 @@ def assemble(  # noqa: PLR0913 - the parts of a run
         source=PromptSource(prompts.train, seed=config.run.seed, shuffle=config.data.shuffle),
         heldout=heldout,
         workers=_started(plan, longest, log, on_progress),
+        num_parameters=count_parameters(plan.shape),
         sampling=sampling,
         limit=partial(limit_on, plan),
     )
@@ -103,7 +107,7 @@ def _started(
     else:
         folders = [plan.directory, *(home for _, home in found if home is not None)]
         processes = _ray_processes(plan, folders, make, log)
-    workers = WorkerGroup(processes, GroupSettings.of(config), on_progress=on_progress, log=log)
+    workers = WorkerGroup(processes, config, on_progress=on_progress, log=log)
     try:
         workers.begin()
     except BaseException:

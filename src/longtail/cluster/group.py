@@ -9,26 +9,27 @@ The loss of a worker costs time, but no completion, gradient or update: its task
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
-from longtail.cluster.records import GroupSettings, Progress, RolloutResult
+from longtail.cluster.records import Progress, RolloutResult
 from longtail.cluster.rollout import Rollout
 from longtail.cluster.schedule.placement import Lengths
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import Decision, DrafterState, DrafterVersions
-from longtail.cluster.work.idle import IdleCoordinator
+from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.work.learning import LearningWork
 from longtail.cluster.workers.learner_team import LearnerTeam
 from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.states import State, Timeline
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.config.rl import RunConfig
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.errors import CheckpointError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.rl.streaming import GroupStream
+from longtail.rl.streaming import GroupStream, streams
 from longtail.types import Request, TrainBatch
 
 
@@ -39,29 +40,27 @@ class WorkerGroup:
     def __init__(
         self,
         processes: Processes,
-        settings: GroupSettings,
+        config: RunConfig,
         *,
         on_progress: Callable[[Progress], None],
         log: Callable[[str], None],
     ) -> None:
-        self._settings, self._on_progress, self._log = settings, on_progress, log
-        self._pool = WorkerPool(processes, settings, log, self._on_replaced)
-        self._team = LearnerTeam(self._pool, settings, log)
+        self._config, self._on_progress, self._log = config, on_progress, log
+        self._pool = WorkerPool(processes, config, log, self._on_replaced)
+        self._team = LearnerTeam(self._pool, config, log)
         self._lengths = Lengths()
-        self._learning = LearningWork(self._pool, log, learns_ahead=settings.learns_ahead)
-        self.num_parameters = 0
-        """Number of parameters of the policy; set by `begin`."""
+        self._learning = LearningWork(self._pool, log, learns_ahead=streams(config.learner))
         self.drafter: DrafterPublisher | None = None
         """Publishes the drafter that learns; None without one. Set by `begin`."""
 
     def begin(self) -> None:
         """Wait for all workers."""
         self._pool.run_on_all(Worker.ready)
-        (self.num_parameters,) = self._pool.run_on((0,), Worker.num_parameters)
         (drafter,) = self._pool.run_on((0,), Worker.drafter)
         if drafter is not None:
             weights, sums = drafter
-            buffer = DrafterBuffer(self._settings.buffer_bytes, seed=self._settings.seed)
+            size, seed = self._config.spot.buffer_mb * 2**20, self._config.run.seed
+            buffer = DrafterBuffer(size, seed=seed)
             versions = DrafterVersions(weights, buffer, sums)
             self.drafter = DrafterPublisher(self._pool, versions, self._log)
 
@@ -82,19 +81,19 @@ class WorkerGroup:
         self._learning.begin(groups, requests)
         if self.drafter is not None:
             self.drafter.begin_rollout(step, requests, learns=trains)
-        works = (self._learning, self.drafter)
+        works: list[IdleWork] = [self._learning]
         result = Rollout(
             pool=self._pool,
             lengths=self._lengths,
-            idle=IdleCoordinator(self._pool, [work for work in works if work is not None]),
-            drafter=self.drafter,
+            works=works if self.drafter is None else [*works, self.drafter],
             on_progress=self._on_progress,
             learns=trains,
             requests=requests,
         ).run()
-        if self.drafter is not None:
-            self.drafter.end_rollout(result)
-        return result
+        if self.drafter is None:
+            return result
+        self.drafter.end_rollout(result)
+        return replace(result, spots=tuple(self.drafter.reports))
 
     def train_drafter(self) -> None:
         """Train the drafter after a rollout if the only worker is never idle and it gains by that.
@@ -133,10 +132,6 @@ class WorkerGroup:
         """Return the workers that are in one of these states, in ascending order."""
         return self._pool.workers(*states)
 
-    def drain_traffic(self) -> dict[str, float]:
-        """Return metrics of what passed between hosts since the last call; none on one host."""
-        return self._pool.processes.drain_traffic()
-
     def drafter_metrics(self) -> dict[str, float]:
         """Return the metrics of the trained drafter after a step; empty without one."""
         return {} if self.drafter is None else self.drafter.metrics()
@@ -164,33 +159,25 @@ class WorkerGroup:
         return self._pool.run_on((0,), Worker.policy_digest)[0]
 
     def restore(self, policy: Path, learner: LearnerState) -> None:
-        """Restore every learner from a checkpoint.
+        """Restore the learners from a checkpoint.
 
-        Worker 0 reads it, and the others get a copy: their hosts may not have the files. Shards are
-        cut from it when the team is formed.
+        Worker 0 reads it, as the hosts of others may not have the files: they get it in the team,
+        where shards are cut from it.
         """
         self._pool.run_on((0,), Worker.restore_saved, policy, learner)
-        others = self._pool.present[1:]
-        if others:
-            (copied,) = self._pool.run_on((0,), Worker.policy_state)
-            self._pool.run_on(others, Worker.restore, copied)
+        self._team.form(learner.numbers["version"])
 
     def save_drafter(self, path: Path) -> None:
         """Write the configured drafter, or one that worker 0's generator learns by itself."""
         self._pool.run_on((0,), Worker.save_drafter, path)
 
     def drafter_state(self) -> DrafterState | None:
-        """Copy the published drafter, its buffer, and the lengths of prompts; None without one."""
-        lengths = self._lengths.state()
-        return None if self.drafter is None else self.drafter.versions.state(lengths=lengths)
+        """Copy the published drafter and what it learns from; None without one."""
+        return None if self.drafter is None else self.drafter.versions.state()
 
     def restore_drafter(self, state: DrafterState) -> None:
         """Serve a published drafter again. Raises CheckpointError if its tensors do not fit."""
         assert self.drafter is not None, "there is a drafter to restore"
-        try:
-            self._lengths.restore(state.numbers["lengths"])
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"lengths of prompts are malformed ({error})") from error
         self.drafter.restore(state)
 
     def _on_replaced(self, worker: int) -> None:

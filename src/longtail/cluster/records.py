@@ -6,41 +6,14 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from longtail.config.rl import ClusterSection, RunConfig
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState
-from longtail.rl.streaming import streams
 from longtail.speculation.drafter import Sums
 from longtail.types import Completion
 
 T = TypeVar("T", covariant=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSettings:
-    """Settings of the workers as a group."""
-
-    cluster: ClusterSection
-    learns_ahead: bool
-    """Whether a group can be learned from before the rollout ends."""
-    is_sharded: bool
-    """Whether each worker holds a shard of the learner."""
-    buffer_bytes: int
-    """Bytes of the sequences that a drafter is trained on."""
-    seed: int
-
-    @staticmethod
-    def of(config: RunConfig) -> "GroupSettings":
-        """Return the settings of a run."""
-        return GroupSettings(
-            cluster=config.cluster,
-            learns_ahead=streams(config.learner),
-            is_sharded=config.is_sharded,
-            buffer_bytes=config.spot.buffer_mb * 2**20,
-            seed=config.run.seed,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

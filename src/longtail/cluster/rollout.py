@@ -2,21 +2,20 @@
 
     waiting --start--> held by a worker --end--> completions
        ^                      |
-       `-- lost, or given back, as it had not begun, to an idle worker
+       `------- lost ---------'
 
 What a worker did not return is generated again: the same noise keys give the same completions. An
-idle worker learns from finished groups, trains the drafter, or rests. Nothing waits for such work:
+idle worker does the first kind of other work that there is, or rests. Nothing waits for such work:
 it is ended with the last completion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
 from longtail.cluster.records import Progress, RolloutResult, ShardResult, TaskResult
 from longtail.cluster.schedule.placement import Lengths, shards
-from longtail.cluster.work.drafter_publisher import DrafterPublisher
-from longtail.cluster.work.idle import POLL_S, IdleCoordinator
+from longtail.cluster.work.idle import POLL_S, IdleWork
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
@@ -30,8 +29,8 @@ class Rollout:
 
     pool: WorkerPool
     lengths: Lengths
-    idle: IdleCoordinator
-    drafter: DrafterPublisher | None
+    works: Sequence[IdleWork]
+    """Work for idle workers, the first kinds before the others."""
     on_progress: Callable[[Progress], None]
     learns: bool
     """Whether shards come with the sums over their completions, if such are kept."""
@@ -40,13 +39,13 @@ class Rollout:
     """Finished completions by request."""
     _waiting: list[list[Request]] = field(default_factory=list)
     """Shards without a worker."""
-    _held: dict[int, dict[str, Request]] = field(default_factory=dict)
-    """Requests of each generating worker, those that it has finished included."""
+    _held: dict[int, list[Request]] = field(default_factory=dict)
+    """Shard of each generating worker."""
     _num_known: dict[int, int] = field(default_factory=dict)
     """Number of completions of its shard that each worker has handed over before the end."""
     _done: list[TaskResult[ShardResult]] = field(default_factory=list)
-    _sharing: set[int] = field(default_factory=set)
-    """Workers that were asked to share their queues."""
+    _at: dict[int, IdleWork] = field(default_factory=dict)
+    """Work of each worker that has one."""
 
     def __post_init__(self) -> None:
         self._by_name = {each.request_id: each for each in self.requests}
@@ -57,12 +56,13 @@ class Rollout:
         self._waiting = shards(self.requests, self.lengths, len(self.pool.present) or 1)
         while self._waiting or self._held:
             self._start_shards()
-            self.idle.assign()
+            self._assign()
             for ended in self.pool.wait(POLL_S):
                 self._on_ended(ended)
             self._poll()
         done = self.pool.now()
-        self.idle.end_all()
+        for worker in [each for each, work in self._at.items() if work.is_endless]:
+            self._at[worker].end(worker)
         while self.pool.workers(State.SPOT):  # each has seconds to stop
             for ended in self.pool.watch(POLL_S):
                 self._on_ended(ended)
@@ -70,7 +70,6 @@ class Rollout:
             completions=tuple(self.completions[each.request_id] for each in self.requests),
             shards=tuple(self._done),
             seconds=done - began,
-            spots=() if self.drafter is None else tuple(self.drafter.reports),
         )
 
     # ---- shards
@@ -80,35 +79,34 @@ class Rollout:
         num_waiting = len(self._waiting)
         missing = max(num_waiting - len(self.pool.workers(State.IDLE)), 0)
         for worker in self.pool.workers(State.SPOT)[:missing]:
-            self.idle.end(worker)
-        idle = self.pool.workers(State.IDLE)[:num_waiting]
-        if self.drafter is not None:
-            self.drafter.offer_missed(idle)
-        for worker in idle:
-            shard = self._waiting.pop(0)
-            self._held[worker] = {each.request_id: each for each in shard}
-            self._sharing.discard(worker)
+            self._at[worker].end(worker)
+        for worker in self.pool.workers(State.IDLE)[:num_waiting]:
+            self._held[worker] = shard = self._waiting.pop(0)
             self._num_known[worker] = 0
             self.pool.start(worker, Worker.generate, shard, self.learns)
 
     def _on_ended(self, ended: TaskResult[Any]) -> None:
-        """Record the end of a task; what a shard lacks is generated again.
+        """Record the end of a task; the shard of a lost worker is generated again.
 
-        Of a lost worker even the finished completions are: the sums over them are gone with it.
-        Generators are never stopped; Stopped is left of an earlier training of the drafter that
-        `clear_stop` did not reach in time.
+        Its finished completions are, too: the sums over them are gone with it. Generators are never
+        stopped; Stopped is left of an earlier training of the drafter that `clear_stop` did not
+        reach in time.
         """
         worker = ended.worker
-        if self.idle.on_ended(ended) or worker not in self._held:
+        work = self._at.pop(worker, None)
+        if ended.is_lost:
+            for each in self.works:
+                each.on_lost(worker)
+        if work is not None:
+            work.on_ended(ended)
+        if worker not in self._held:
             return
-        held = self._held.pop(worker)
-        if not ended.is_lost and not isinstance(ended.error, Stopped):
-            shard = ended.value()
-            self._done.append(ended)
-            self._take(shard.completions)
-            held = {name: held[name] for name in held.keys() - self.completions.keys()}
-        if held:
-            self._waiting.append(sorted(held.values(), key=lambda each: each.request_id))
+        shard = self._held.pop(worker)
+        if ended.is_lost or isinstance(ended.error, Stopped):
+            self._waiting.append(shard)
+            return
+        self._take(ended.value().completions)
+        self._done.append(ended)
 
     def _take(self, found: Sequence[Completion]) -> None:
         """Record finished completions; those that are known already are the same."""
@@ -116,13 +114,26 @@ class Rollout:
         self.completions |= {each.request_id: each for each in new}
         for each in new:
             self.lengths.record(self._by_name[each.request_id], len(each.tokens))
-        if new:
-            self.idle.add(new)
+        for work in self.works if new else ():
+            work.add(new)
 
     # ---- what changes while workers generate
 
+    def _assign(self) -> None:
+        """Start other work on each idle worker for which there is some."""
+        for worker in self.pool.workers(State.IDLE):
+            if (work := self._first(worker)) is not None:
+                self._at[worker] = work
+                work.start(worker)
+
+    def _first(self, worker: int) -> IdleWork | None:
+        return next((work for work in self.works if work.has_work(worker)), None)
+
     def _poll(self) -> None:
-        """Report the progress of the rollout; take completions, and what queues."""
+        """Report progress, take completions, and exchange what is new with idle workers.
+
+        Endless work is ended for work of an earlier kind, or rest.
+        """
         progress = self.pool.check_progress()
         if not self._held:
             return
@@ -133,8 +144,11 @@ class Rollout:
         for worker, found in self.pool.ask_each(Worker.completed, more).items():
             known[worker] += len(found)
             self._take(found)
-        self._share_queues(running)
-        self.idle.poll(progress)
+        for work in self.works:
+            work.poll(tuple(progress))
+        for worker, work in list(self._at.items()):
+            if work.is_endless and self._first(worker) is not work:
+                work.end(worker)
 
     def _total(self, running: Sequence[Progress]) -> Progress:
         """Add up the shards that are done and those that are running."""
@@ -149,21 +163,3 @@ class Rollout:
             drafts=any(drafts) if drafts else None,
             text=next((part.text for part in running if part.text), ""),
         )
-
-    def _share_queues(self, running: Mapping[int, Progress]) -> None:
-        """Give half of the longest queue to an idle worker."""
-        asked = dict.fromkeys(self._sharing & running.keys(), ())
-        for worker, names in self.pool.ask_each(Worker.drain_released, asked).items():
-            if names:
-                self._waiting.append([self._held[worker].pop(name) for name in names])
-                self._sharing.remove(worker)
-        queues = {
-            worker: len(self._held[worker]) - each.num_finished - each.num_running
-            for worker, each in running.items()
-            if worker not in self._sharing
-        }
-        source = max(queues, key=lambda worker: queues[worker], default=-1)
-        is_possible = queues.get(source, 0) > 0 and not self._waiting
-        if is_possible and self.pool.workers(State.IDLE, State.SPOT, State.AHEAD):
-            self._sharing.add(source)
-            self.pool.tell(source, Worker.share_queue)

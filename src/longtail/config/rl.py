@@ -254,9 +254,6 @@ class RunSection(CommonRunSection):
     save_rollouts: bool = True
     """Whether every graded completion is appended to rollouts.jsonl, and its drafted tokens to
     drafts.jsonl."""
-    speculation_mb: Amount = 256
-    """Largest size in MiB of speculation.jsonl, which has what every engine step drafted, and of
-    drafts.jsonl; beyond it the oldest rollouts are left out. 0 is unlimited."""
 
 
 class RunConfig(Section):

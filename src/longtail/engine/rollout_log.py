@@ -1,7 +1,7 @@
 """The log of a rollout, step by step: one line of JSON per rollout.
 
 speculation.jsonl has a line for every rollout, in order; an evaluation belongs to the step after
-it. The oldest lines of a long run are removed (`run.speculation_mb`).
+it.
 
     {"step": 3, "kind": "training", "worker": 0, "seconds": [0.004, 0.007],
      "running": [64, 64], "drafts": [0, 64], "nodes": [0, 190], "accepted": [0, 121],

@@ -57,8 +57,6 @@ class ProcessGroup:
         """Number of this process in the group, from 0."""
         self.size = size
         """Number of processes."""
-        self.sent_bytes = 0.0
-        """Bytes that sums have sent from this rank to another host."""
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, the same bits on every rank."""
@@ -118,8 +116,6 @@ class TorchProcessGroup(ProcessGroup):
         """This group among torch.distributed's globals; None if it is not."""
         self._world_before: dist.ProcessGroup | None = None
         """The default group of another part of the process, such as vLLM's."""
-        self._sent_share = 0.0
-        """Bytes that a sum of one byte sends to another host; gloo adds up in a ring of ranks."""
         with self._failing("connecting to the other ranks"):
             self._group = self._connect(address, backend)
 
@@ -132,7 +128,6 @@ class TorchProcessGroup(ProcessGroup):
                 # NOTE: a local variable for the work would keep it alive in the traceback, and with
                 # it the connections: other ranks would wait for a rank that has left.
                 self._open_group().allreduce([flat]).wait(self._timeout)
-            self.sent_bytes += self._sent_share * flat.nbytes
             if flat is not own:
                 own.copy_(flat)
 
@@ -213,9 +208,6 @@ class TorchProcessGroup(ProcessGroup):
     def _connect(self, address: str, backend: str) -> dist.ProcessGroup:
         """Build a group that is not registered in torch.distributed's globals."""
         store, own = self._store(address)
-        store.set(f"host/{self.rank}", own)
-        if store.get(f"host/{(self.rank + 1) % self.size}").decode() != own:
-            self._sent_share = 2 * (self.size - 1) / self.size
         group = dist.ProcessGroup(store, self.rank, self.size)
         if backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]

@@ -249,9 +249,7 @@ class Learner:
             if self._shards is None:
                 # NOTE: the last message before the update, so that a rank that loses the group
                 # has not made a step that other ranks lack.
-                before = self._group.sent_bytes
                 self._accumulators.reduce(self._group)
-                metrics.sent_bytes += self._group.sent_bytes - before
                 self._accumulators.settle(1.0 / normaliser)
         metrics.add(rows, normaliser)
 

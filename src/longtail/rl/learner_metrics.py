@@ -39,8 +39,6 @@ class LearnerReport:
     seconds: Mapping[str, float]
     """Seconds of forward passes of policy and reference (`logprob`), of backward passes, and of
     these with reductions and optimizer updates (`update`)."""
-    sent_bytes: float
-    """Bytes of gradients that this rank has sent to another host."""
 
     @property
     def loss(self) -> float:
@@ -100,7 +98,6 @@ class LearnerMetrics:
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     learning_rate: float = 0.0
-    sent_bytes: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(get_args(Section), 0.0))
 
     @contextmanager
@@ -160,5 +157,4 @@ class LearnerMetrics:
             version=version,
             metrics=metrics,
             seconds={**self.seconds, "update": self.seconds["backward"] + self.seconds["update"]},
-            sent_bytes=self.sent_bytes,
         )

@@ -49,7 +49,7 @@ _NAME = re.compile(r"step_(\d{6,18})")
 _MAY_DIFFER = frozenset(
     {
         "run.dir", "run.steps", "run.threads", "run.checkpoint_every", "run.keep_checkpoints",
-        "run.resume", "run.save_rollouts", "run.speculation_mb", "run.writers", "run.log_every",
+        "run.resume", "run.save_rollouts", "run.writers", "run.log_every",
         "train.steps", "eval.samples", "eval.every", "reward.workers", "reward.timeout_s",
         "speculation.drafter", "speculation.tuner", "speculation.depth", "speculation.width",
         "speculation.size", "speculation.max_running", "speculation.coupled", "spot.train",

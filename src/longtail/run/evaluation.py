@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from longtail.cluster.group import WorkerGroup
+from longtail.config.rl import RunConfig
 from longtail.engine.rollout_log import EVALUATION
 from longtail.errors import GradingError
 from longtail.rl.data.prompts import Taken
@@ -19,18 +20,12 @@ from longtail.types import Prompt, SamplingParams
 class Evaluator:
     """Evaluates the policy on held-out problems, always with the same sampling noise."""
 
-    samples: int
-    """Completions for each problem."""
-    seed: int
-    reward: str
-    """Name of the reward, for errors."""
+    config: RunConfig
     workers: WorkerGroup
     heldout: Sequence[Prompt]
     sampling: SamplingParams
     grader: GraderPool
     console: Console
-    with_rows: bool = False
-    """Whether completions are episodes."""
 
     def evaluate(self, step: int) -> tuple[dict[str, float], Sequence[dict[str, Any]]]:
         """Return the mean reward after `step` steps, and the lines of its speculation.
@@ -39,22 +34,23 @@ class Evaluator:
         """
         if not self.heldout:
             return {}, ()
+        samples = self.config.eval.samples
         requests = requests_of(
             (Taken(prompt=each, epoch=None) for each in self.heldout),
-            samples=self.samples,
-            seed=self.seed,
+            samples=samples,
+            seed=self.config.run.seed,
             sampling=self.sampling,
-            with_rows=self.with_rows,
+            with_rows=self.config.environment.is_on,
         )
         with self.console.phase("held-out evaluation", total=len(requests.requests)):
             rollout = self.workers.rollout(step + 1, requests.requests, trains=False)
         with self.console.phase("grading"):
             pairs = list(zip(requests.prompts, rollout.completions, strict=True))
-            graded = some_graded(self.grader.grade(pairs), self.reward)
+            graded = some_graded(self.grader.grade(pairs), self.config.reward.name)
         mean, failures = fmean(each.reward for each in graded.rollouts), len(graded.failures)
         self.console.log(
             f"held-out reward after step {step}: {mean:.3f} ({len(self.heldout)} problems x "
-            f"{self.samples}" + (f", {failures} ungraded)" if failures else ")")
+            f"{samples}" + (f", {failures} ungraded)" if failures else ")")
         )
         metrics = {"eval/reward_mean": mean, "eval/failures": float(failures)}
         return metrics, rollout.logged(EVALUATION)

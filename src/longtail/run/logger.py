@@ -1,8 +1,7 @@
 """Log files of a run: metrics.jsonl, rollouts.jsonl, and those of speculation and the cluster.
 
-speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker; its oldest lines are
-dropped beyond `run.speculation_mb`. drafts.jsonl has the drafted characters of each text, bounded
-alike; rollouts.jsonl does not, because drafts can differ for equal texts.
+speculation.jsonl (`engine.rollout_log`) gets a line per rollout and worker. drafts.jsonl has the
+drafted characters of each text; rollouts.jsonl does not, because drafts can differ for equal texts.
 trace.json (`run.trace`) has the states of the workers, drafter.jsonl the decisions about a
 drafter in training.
 
@@ -10,7 +9,6 @@ Every line is written once, in order of steps; a resumed run first drops the lin
 checkpoint.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -40,7 +38,6 @@ class RunLogger:
     ) -> None:
         self._keeps_rollouts = own.save_rollouts
         self._directory = directory
-        self._most_bytes = own.speculation_mb * 2**20 or math.inf
         self._metrics = MetricLog(own.writers, directory, last_step=last_step, config=shown)
         self._trace = TraceFile(directory / TRACE_FILE, last_step=last_step)
         self._files = {ROLLOUTS: JsonLines(directory / ROLLOUTS, last_step=last_step)}
@@ -51,9 +48,7 @@ class RunLogger:
     def _open(self, name: str, last_step: int | None) -> JsonLines:
         """Return a file that only some runs have; it is made at its first line."""
         if name not in self._files:
-            bound = math.inf if name == DECISIONS else self._most_bytes
-            path = self._directory / name
-            self._files[name] = JsonLines(path, last_step=last_step, most_bytes=bound)
+            self._files[name] = JsonLines(self._directory / name, last_step=last_step)
         return self._files[name]
 
     def write(self, step: int, metrics: Mapping[str, float], record: StepRecord) -> None:

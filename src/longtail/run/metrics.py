@@ -34,20 +34,12 @@ class JsonLines:
     Opening the file for a resumed run removes both.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        *,
-        last_step: int | None = None,
-        most_bytes: Number = math.inf,
-        head: bytes = b"",
-    ) -> None:
+    def __init__(self, path: Path, *, last_step: int | None = None, head: bytes = b"") -> None:
         """Open for lines after `last_step`, the checkpoint's; None starts a new file.
 
-        A file that exceeds `most_bytes` loses its oldest lines, down to half of that size. `head`
-        is its first line.
+        `head` is its first line.
         """
-        self._path, self._most_bytes = path, most_bytes
+        self._path = path
         with writing("a log", path, SPACE):
             path.parent.mkdir(parents=True, exist_ok=True)
             if last_step is None or not path.is_file():  # a pipe would be waited for
@@ -74,17 +66,6 @@ class JsonLines:
         with writing("a log", self._path, SPACE):
             if self._file.write(lines) != len(lines):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if self._file.tell() > max(self._most_bytes, len(lines)):
-                self._keep_newest(max(int(self._most_bytes / 2), len(lines)))
-
-    def _keep_newest(self, num_bytes: int) -> None:
-        """Keep the newest lines that fit into `num_bytes`."""
-        with self._path.open("rb") as old:
-            old.seek(-num_bytes - 1, os.SEEK_END)
-            old.readline()  # the rest of a line that is dropped
-            _replace(self._path, old)
-        self._file.close()
-        self._file = self._path.open("ab", buffering=0)
 
     def close(self) -> None:
         """Close the file."""

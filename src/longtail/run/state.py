@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -88,13 +88,8 @@ class StateSaver:
         else:
             self._workers.save_drafter(self._run.path / "drafter" / INITIAL)
         learner = self._workers.learner_state()
-        document = {
-            "cursor": dict(state.cursor),
-            "seconds": state.seconds,
-            "threads": state.threads,
-            "base": state.base,
-            "learner": dict(learner.numbers),
-        }
+        document = {**asdict(state), "learner": dict(learner.numbers)}
+        del document["step"]  # the checkpoint's own
         self._run.save(state.step, self._workers.save_policy, learner.tensors, document)
         self._saved_step = state.step
 

@@ -1,6 +1,7 @@
 """trace.json: the states of the workers for Perfetto, with the events of each step.
 
-It is an array of Chrome's trace events without its closing bracket, which the format allows.
+It is an array of Chrome's trace events without its closing bracket, which the format allows. Times
+are microseconds since 1970, so that those of a resumed run follow.
 
     [
     {"name": "thread_name", "ph": "M", "pid": 0, "tid": 1, "args": {"name": "worker 1", "step": 1}},
@@ -10,38 +11,32 @@ It is an array of Chrome's trace events without its closing bracket, which the f
 """
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.workers.states import Timeline
-from longtail.run.metrics import JsonLines, is_number, read_line
+from longtail.run.metrics import JsonLines, is_number
 
 TRACE_FILE = "trace.json"
 
 
 @final
 class TraceFile:
-    """The trace of a run, on disk after each step; opened after `last_step`, the checkpoint's.
-
-    The clock starts anew in each process, but the trace continues: the first step of a resumed run
-    begins where the trace ended.
-    """
+    """The trace of a run, on disk after each step; opened after `last_step`, the checkpoint's."""
 
     def __init__(self, path: Path, *, last_step: int | None = None) -> None:
         self._file = JsonLines(path, last_step=last_step, head=b"[\n")
-        lines = path.read_bytes().splitlines()
-        kept = [each for line in lines if (each := read_line(line, is_event)) is not None]
-        self._named = {each["tid"] for each in kept if each["ph"] == "M"}
-        ends = [each["ts"] + each.get("dur", 0.0) for each in kept if each["ph"] != "M"]
-        self._end_s = max(ends, default=0.0) / 1e6
+        self._named = set[int]()
+        """Workers whose names this process has written."""
         self._offset_s: float | None = None
-        """Seconds from this process's clock to the trace's."""
+        """Seconds from the timelines' clock to 1970's."""
 
     def append(self, step: int, timeline: Timeline) -> None:
-        """Write the events of one step. Raises CheckpointError when the disk refuses."""
+        """Write the events of a step, now. Raises CheckpointError when the disk refuses."""
         if self._offset_s is None:
-            self._offset_s = self._end_s - timeline.begin_s
+            self._offset_s = time.time() - timeline.end_s
         events = self._events(step, timeline, self._offset_s)
         self._file.append("".join(f"{json.dumps(each)},\n" for each in events).encode())
 

@@ -70,7 +70,7 @@ def test_the_configuration_reaches_every_part(workshop, monkeypatch):
     assert [(each.max_running, each.max_len, each.kv_tokens) for each in made] == [(3, 25, 0)]
     assert len(parts.source.take(8)) == 8
     assert [prompt.prompt_id for prompt in parts.heldout] == [f"prompts/{i}" for i in range(8, 12)]
-    assert parts.workers.num_parameters == sum(p.numel() for p in components.policy.parameters())
+    assert parts.num_parameters == sum(p.numel() for p in components.policy.parameters())
 
 
 def test_held_out_problems_may_come_from_another_source(workshop, tmp_path):

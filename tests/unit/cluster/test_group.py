@@ -68,14 +68,13 @@ def test_a_team_that_cannot_be_formed_ends_the_run():
 # ---- everything else that all do
 
 
-@pytest.mark.parametrize("task", ["num_parameters", "drafter", "save_policy"])
+@pytest.mark.parametrize("task", ["drafter", "save_policy"])
 def test_a_task_of_the_first_worker_is_done_again_if_it_is_lost(task, tmp_path):
     pool = ScriptedPool(2, faults=[Fault(worker=0, task=task)])
     group = begun(pool)
     group.learn([batch(1)])
     group.save_policy(tmp_path / "policy")
     assert (tmp_path / "policy").read_text() == "(1,)"
-    assert group.num_parameters == 12
     assert group.drafter is not None
     assert pool.births == [1, 0]
 
@@ -152,7 +151,6 @@ def test_a_drafter_of_another_shape_is_refused():
         {"numbers": {}},
         {"numbers": {**state.numbers, "version": "new"}},
         {"numbers": {**state.numbers, "buffer": []}},
-        {"numbers": {**state.numbers, "lengths": []}},
     ):
         with pytest.raises(CheckpointError):
             group.restore_drafter(replace(state, **change))

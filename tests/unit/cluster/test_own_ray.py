@@ -20,7 +20,7 @@ pytest.importorskip("ray")
 
 from longtail.cluster.workers.ray import own_ray, watch
 from longtail.cluster.workers.ray.own_ray import OwnRay
-from longtail.cluster.workers.ray.places import check_answers
+from longtail.cluster.workers.ray.watch import check_answers
 
 
 @pytest.fixture(autouse=True)
@@ -126,17 +126,6 @@ def test_the_token_is_random_and_private_and_the_environment_is_restored(place, 
         assert "RAY_AUTH_TOKEN_PATH" not in os.environ
     assert {len(token) for token in tokens} == {64}
     assert len(tokens) == 2
-
-
-def test_a_ray_that_does_not_start_leaves_no_files(place, monkeypatch):
-    def fail(**options: Any) -> None:
-        raise RuntimeError("Failed to start GCS")
-
-    monkeypatch.setattr(own_ray.ray, "init", fail)
-    with pytest.raises(RuntimeError, match="GCS"):
-        OwnRay(2)
-    assert not list(place.iterdir())
-    assert "RAY_AUTH_TOKEN_PATH" not in os.environ
 
 
 def test_the_lines_that_workers_print_are_read_once_without_rays_own():

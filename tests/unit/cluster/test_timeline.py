@@ -17,7 +17,6 @@ def test_the_metrics_of_a_step_are_seconds_of_its_states() -> None:
             "cluster/learning_s": 4.0,
             "cluster/idle_utilization": 1.0,
             "cluster/spot_stop_latency_s": 2.0,
-            "cluster/spot_stop_latency_share": 1 / 3,
         }
     )
     assert drawn("GGLL", "GGLL").metrics()["cluster/idle_utilization"] == 0.0

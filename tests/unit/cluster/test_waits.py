@@ -46,7 +46,7 @@ def a_run(group: WorkerGroup, place: Path) -> None:
 
 
 TASKS = (
-    *("ready", "num_parameters", "drafter", "publish", "restore_saved", "generate"),
+    *("ready", "drafter", "publish", "restore_saved", "generate"),
     *("adopt", "learn", "join", "save_policy", "learner_state"),
 )
 STEPS_ALL_AND_ONE = ("generate", "learn", "publish", "drafter")

@@ -1,6 +1,4 @@
-"""Messages to a worker: they take effect between two steps, and only if they are new."""
-
-from collections.abc import Sequence
+"""A worker: what it reports of its tasks, and what its drafter learns from."""
 
 import pytest
 
@@ -15,12 +13,11 @@ from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
-from longtail.drafter.weights import DrafterWeights
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model
 from longtail.speculation.strategy import Strategy
-from longtail.types import Completion, Request
+from longtail.types import Request
 from support.drafters import ModelChains
 from support.engine_requests import request_of
 from support.rank_processes import Plan
@@ -52,29 +49,6 @@ def worker(components: WorkerComponents) -> Worker:
 @pytest.fixture
 def asked() -> list[Request]:
     return [request_of(f"{n}", (5, 6, 7 + n), n, max_tokens=12) for n in range(4)]
-
-
-def offer(worker: Worker, version: int, scale: float) -> DrafterWeights:
-    known = worker.drafter()
-    assert known is not None
-    served, _ = known
-    tensors = {name: tensor * scale for name, tensor in served.tensors.items()}
-    return DrafterWeights(version=version, tensors=tensors)
-
-
-@pytest.mark.parametrize(("adopted", "offers", "newest"), [(3, (2,), 3), (0, (4, 6, 5), 6)])
-def test_the_newest_drafter_is_served_whatever_the_order_of_offers(
-    worker, asked, adopted, offers, newest
-):
-    if adopted:
-        worker.adopt(offer(worker, adopted, 1.01))
-    for version in offers:
-        worker.offer(offer(worker, version, 1.0 + version / 100))
-    worker.publish()
-    worker.generate(asked)
-    known = worker.drafter()
-    assert known is not None
-    assert known[0].version == worker.drafter_version() == newest
 
 
 def test_accepted_drafts_are_reported_in_characters_of_the_texts(workshop):
@@ -113,31 +87,6 @@ def test_texts_are_of_the_present_rollout_only(worker, asked):
     worker.generate(asked)
     assert max(seen) == len(asked)
     assert worker.texts(2) == []
-
-
-def by_name(completions: Sequence[Completion]) -> list[Completion]:
-    """Completions come in the order of their ends, which depends on drafts."""
-    return sorted(completions, key=lambda each: each.request_id)
-
-
-def test_every_other_request_that_queues_is_released_and_none_that_has_begun(worker):
-    asked = [request_of(f"{n}", (5, 6, 7 + n), n, max_tokens=12) for n in range(10)]
-    worker.publish()
-    whole = by_name(worker.generate(asked).completions)
-    worker.share_queue()  # asked of a shard that has ended
-    running: list[int] = []
-
-    def on_step(progress: Progress) -> None:
-        running.append(progress.num_running)
-        if progress.beats == 1 + beats:
-            worker.share_queue()
-
-    beats, worker.on_step = worker.progress().beats, on_step
-    kept = by_name(worker.generate(asked).completions)
-    released = [str(n) for n in range(10)][running[0] :: 2]
-    assert released
-    assert kept == [each for each in whole if each.request_id not in released]
-    assert (worker.drain_released(), worker.drain_released()) == (released, [])
 
 
 def learn(components: WorkerComponents) -> SpotReport:

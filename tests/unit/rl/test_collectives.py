@@ -139,23 +139,6 @@ def test_ranks_fail_at_once_if_another_has_left_and_the_group_is_closed():
         assert "the process group is closed; form another one" in message
 
 
-@pytest.mark.parametrize(("hosts", "links"), [("11", 0), ("112", 2)])
-def test_a_sum_sends_its_bytes_along_a_ring_of_which_other_hosts_are_counted(
-    hosts, links, monkeypatch
-):
-    store, size = TorchProcessGroup._store, len(hosts)
-
-    def at_home(group: TorchProcessGroup, address: str) -> tuple[object, str]:
-        return store(group, address)[0], f"127.0.0.{hosts[group.rank]}"
-
-    def run(group: ProcessGroup) -> float:
-        group.all_reduce([torch.zeros(1000, dtype=torch.int64), torch.zeros(10)])
-        return group.sent_bytes
-
-    monkeypatch.setattr(TorchProcessGroup, "_store", at_home)
-    assert sum(together(size, run)) == pytest.approx(links * 2 * (size - 1) / size * 8040)
-
-
 def test_the_default_group_of_another_part_of_the_process_comes_back(tmp_path: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -2,14 +2,12 @@ import io
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from longtail.cluster.records import Progress
 from longtail.generator import StepReport, Verified
 from longtail.run.console import Console
-from longtail.run.summary import summarize_run
 
 METRICS = {
     "reward/mean": 0.4137, "response_length/p50": 96.0, "response_length/max": 1024.0,
@@ -127,16 +125,6 @@ def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch, changes, word):
     assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:59]}")
     console.log("done")
     assert terminal.getvalue().endswith("\r\x1b[2Kdone\n")
-
-
-def test_the_summary_keeps_paths_whole_in_a_file(capsys):
-    summary = summarize_run([], steps=0, reward_after=None, seconds=1.0)
-    run = Path("/somewhere") / ("deep/" * 15) / "[red]" / "run"
-    Console().summary(summary, run)
-    out, err = capsys.readouterr()
-    assert err == ""
-    assert f" {run / 'metrics.jsonl'}\n" in out
-    assert "rollout speed" in out
 
 
 def test_no_end_is_guessed_in_the_tail_of_a_rollout(capsys):

@@ -1,6 +1,5 @@
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +107,3 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path, last_step,
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl", "speculation.jsonl"):
         assert [line["step"] for line in _lines(tmp_path / name)] == kept
-
-
-def test_the_file_of_speculation_is_bounded(tmp_path):
-    logger = RunLogger(RunSection(speculation_mb=1), tmp_path, last_step=None, shown={})
-    for step in (1, 2):
-        long = replace(SERIES, running=(0,) * 200_000)  # 0.6 MB
-        logger.log(step, [long.line(TRAINING, 0)])
-    logger.close()
-    assert [line["step"] for line in _lines(tmp_path / "speculation.jsonl")] == [2]

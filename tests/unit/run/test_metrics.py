@@ -61,16 +61,3 @@ def test_a_writer_that_is_not_installed_is_named_with_the_command(tmp_path, monk
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     with pytest.raises(ConfigError, match=rf"'{name}'.*pip install .*longtail|\[{name}\]"):
         MetricLog([name], tmp_path, last_step=None, config={})
-
-
-@pytest.mark.parametrize("most", [1, 24, 25, 49, 50, 51])
-def test_a_bounded_file_keeps_its_newest_lines_whole(tmp_path, most):
-    path = tmp_path / "lines.jsonl"
-    lines = JsonLines(path, most_bytes=most)
-    for step in range(1, 10):
-        lines.write(step, {"some": "x"})  # 25 bytes
-        assert _steps(path)[-1] == step
-        assert path.stat().st_size <= max(most, 25)
-        assert _steps(path) == list(range(_steps(path)[0], step + 1))
-    lines.close()
-    assert len(_steps(path)) >= max(most // 2 // 25, 1)

@@ -75,11 +75,9 @@ def _step(source: PromptSource, grader: GraderPool, *words: str) -> tuple[Traini
     workers = _Workers()
     components = SimpleNamespace(source=source, workers=workers, sampling=SamplingParams())
     step: Any = object.__new__(TrainingStep)  # the parts are stand-ins of other types
-    own = _config(*words)
     fields = {
-        "rollout": own.rollout, "learner": own.learner, "reward": own.reward.name,
-        "seed": own.run.seed, "components": components, "grader": grader,
-        "with_rows": False, "phase": lambda *_, **__: nullcontext(), "watch": Stopwatch(),
+        "config": _config(*words), "components": components, "grader": grader,
+        "phase": lambda *_, **__: nullcontext(), "watch": Stopwatch(),
     }  # fmt: skip
     for name, value in fields.items():
         object.__setattr__(step, name, value)

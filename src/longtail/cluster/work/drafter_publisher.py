@@ -171,8 +171,13 @@ class DrafterPublisher(IdleWork):
         """Offer the drafter learned since the last call to all workers, if it is better."""
         if (offer := self._new_drafter()) is not None:
             self._pool.states.mark(0, f"drafter v{offer.version} offered")
-            self._pool.run_on_all(Worker.adopt, offer)
+            self._adopt(offer)
             self.versions.publish(offer)
+
+    def _adopt(self, drafter: DrafterWeights) -> None:
+        """Serve a drafter on all workers, and on those that start later."""
+        self._pool.drafter = drafter
+        self._pool.run_on_all(Worker.adopt, drafter)
 
     def _new_drafter(self) -> DrafterWeights | None:
         """Return the drafter that was learned since the last call; None if it is no better."""
@@ -207,16 +212,9 @@ class DrafterPublisher(IdleWork):
                 tensors = {n: part[n] for part in parts if not isinstance(part, str) for n in part}
                 return self.versions.offer_solved(dict(sorted(tensors.items())), self._num_trained)
 
-    def offer_missed(self, workers: Sequence[int]) -> None:
-        """Offer the published drafter to those of the workers that draft with an older one."""
-        new, ask_each = self.versions.published, self._pool.ask_each
-        found = ask_each(Worker.drafter_version, dict.fromkeys(workers, ()))
-        late = [each for each, old in found.items() if old is not None and old < new.version]
-        ask_each(Worker.offer, dict.fromkeys(late, (new,)))
-
     def restore(self, state: DrafterState) -> None:
         """Serve a published drafter again. Raises CheckpointError if its tensors do not fit."""
-        self._pool.run_on_all(Worker.adopt, self.versions.restore(state))
+        self._adopt(self.versions.restore(state))
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the drafter after a step."""

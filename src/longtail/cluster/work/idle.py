@@ -1,17 +1,13 @@
-"""Work for workers that have nothing to generate, and what assigns it to them.
-
-    idle worker ---> the first kind of work that has some for it, or rest
+"""Work for workers that have nothing to generate.
 
 A rollout waits for no such work. `learning` learns from finished groups, and `drafter_publisher`
 trains the drafter.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, final
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from longtail.cluster.records import TaskResult
-from longtail.cluster.workers.states import State
-from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.types import Completion
 
 POLL_S = 0.2
@@ -46,55 +42,3 @@ class IdleWork:
 
     def poll(self, answering: Collection[int]) -> None:
         """Exchange what is new with the workers, of which only those in `answering` are asked."""
-
-
-@final
-class IdleCoordinator:
-    """Gives idle workers work, the first kinds before the others."""
-
-    def __init__(self, pool: WorkerPool, works: Sequence[IdleWork]) -> None:
-        self._pool, self._works = pool, tuple(works)
-        self._at: dict[int, IdleWork] = {}
-        """Work of each worker that has one."""
-
-    def assign(self) -> None:
-        """Start work on each idle worker for which there is some."""
-        for worker in self._pool.workers(State.IDLE):
-            if (work := self._first(worker)) is not None:
-                self._at[worker] = work
-                work.start(worker)
-
-    def _first(self, worker: int) -> IdleWork | None:
-        return next((work for work in self._works if work.has_work(worker)), None)
-
-    def add(self, completions: Sequence[Completion]) -> None:
-        """Hand finished completions to all work."""
-        for work in self._works:
-            work.add(completions)
-
-    def on_ended(self, ended: TaskResult[Any]) -> bool:
-        """Record the end of a task; return whether it was idle work."""
-        work = self._at.pop(ended.worker, None)
-        if ended.is_lost:
-            for each in self._works:
-                each.on_lost(ended.worker)
-        if work is not None:
-            work.on_ended(ended)
-        return work is not None
-
-    def poll(self, answering: Iterable[int]) -> None:
-        """Exchange what is new; endless work is ended for work of an earlier kind, or rest."""
-        for work in self._works:
-            work.poll(tuple(answering))
-        for worker, work in list(self._at.items()):
-            if work.is_endless and self._first(worker) is not work:
-                self.end(worker)
-
-    def end(self, worker: int) -> None:
-        """End the endless work of a worker; it is idle soon."""
-        self._at[worker].end(worker)
-
-    def end_all(self) -> None:
-        """End all endless work."""
-        for worker in [each for each, work in self._at.items() if work.is_endless]:
-            self.end(worker)

@@ -10,9 +10,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from longtail.cluster.records import GroupSettings, TaskResult
+from longtail.cluster.records import TaskResult
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
+from longtail.config.rl import RunConfig
 from longtail.errors import AGAIN, ClusterError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
@@ -26,14 +27,9 @@ _ATTEMPTS = 4
 class LearnerTeam:
     """Forms the team of all learners, and forms it again when a member is lost."""
 
-    def __init__(
-        self,
-        pool: WorkerPool,
-        settings: GroupSettings,
-        log: Callable[[str], None],
-    ) -> None:
+    def __init__(self, pool: WorkerPool, config: RunConfig, log: Callable[[str], None]) -> None:
         self._pool, self._log = pool, log
-        self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
+        self._timeout_s, self._is_sharded = config.cluster.worker_timeout_s, config.is_sharded
         self._members: list[int] = []
         """Workers of the team, by rank."""
         self.is_stale = True

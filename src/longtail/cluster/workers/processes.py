@@ -52,10 +52,6 @@ class Processes(abc.ABC):
         """Return the workers whose processes wait for room on a host."""
         return frozenset()
 
-    def room(self) -> str:
-        """Return how much room there is, as a part of a sentence about those that are absent."""
-        return ""
-
     @abc.abstractmethod
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Start a task on an idle worker. Raises ClusterError if it cannot be sent."""
@@ -80,10 +76,6 @@ class Processes(abc.ABC):
     def rendezvous_address(self) -> str:
         """Return a new address at which the learners form a team. Raises ClusterError."""
         raise NotImplementedError
-
-    def drain_traffic(self) -> dict[str, float]:
-        """Return metrics of what passed between hosts since the last call; none on one host."""
-        return {}
 
     def replace(self, worker: int) -> None:
         """Kill a worker and start another, which is ready once its first task ends."""

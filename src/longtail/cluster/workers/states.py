@@ -122,12 +122,10 @@ class Timeline:
         used = sum(self._overlap(state, phases) for state in works)
         idle = self._overlap(State.IDLE, phases)
         generating_or_spot = _joined([*phases, *self._in_state(State.SPOT)])
-        spot_stop_latency_s = max(_length(generating_or_spot) - _length(phases), 0.0)
-        step_s = self.end_s - self.begin_s
+        latency_s = _length(generating_or_spot) - _length(phases)
         return {f"cluster/{state.value}_s": seconds for state, seconds in sums.items()} | {
             "cluster/idle_utilization": used / (used + idle) if used + idle else 0.0,
-            "cluster/spot_stop_latency_s": spot_stop_latency_s,
-            "cluster/spot_stop_latency_share": spot_stop_latency_s / step_s if step_s else 0.0,
+            "cluster/spot_stop_latency_s": max(latency_s, 0.0),
         }
 
     def _in_state(self, state: State) -> list[Interval]:

@@ -1,7 +1,7 @@
 """A worker: an engine, a learner and a drafter trainer on one processor, one of them at a time.
 
     task        generate, learn, publish, train_drafter, adopt, ...   one after another, one thread
-    message     stop, offer, share_queue, progress, ...               at any time, another thread
+    message     stop, progress, completed, texts, add_texts, ...      at any time, another thread
 
 A worker knows neither the other workers nor its callers. The arguments of a message take effect
 between two engine steps or two micro-steps of training, and answers are copies, so no message waits
@@ -54,11 +54,7 @@ class Worker:
         self._components = components
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
-        self._offer: DrafterWeights | None = None
-        """Newest drafter that was offered."""
         self._new_texts = deque[TextSnapshot]()
-        self._shares_queue = False
-        self._released = deque[str]()
         self._finished: list[Completion] = []
         """Completions of the shard that is being generated."""
         self._progress = Progress()
@@ -75,17 +71,11 @@ class Worker:
     def ready(self) -> None:
         """Return once the worker is there."""
 
-    def num_parameters(self) -> int:
-        """Count the policy's parameters."""
-        return sum(parameter.numel() for parameter in self._components.policy.parameters())
-
     def generate(self, requests: Sequence[Request], learns: bool = False) -> ShardResult:
-        """Generate all completions but those released. Raises Stopped; then they are aborted.
+        """Generate all completions. Raises Stopped; then they are aborted.
 
         `learns`: the result has the sums over these completions, if the drafter learns from sums.
         """
-        self._shares_queue = False  # asked of an earlier shard, which had ended
-        self._released.clear()
         generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         names, self._finished = {each.request_id for each in requests}, []
@@ -97,11 +87,9 @@ class Worker:
             accepted.add(step)
             step.raise_failure(names)
             self._on_step(step)
-            self._release(step.num_running)
 
         try:
             with compute_threads(self._components.rollout_threads):
-                self._take_offer()
                 generator.generate(requests, on_step)
         except BaseException:
             if texts is not None:
@@ -164,14 +152,15 @@ class Worker:
         """Copy the state of the learner without the weights; sharded, this worker's rows."""
         return self._components.learner.state()
 
-    def restore(self, state: PolicyState) -> None:
-        """Continue from a policy; the weights at construction stay the KL reference."""
-        self._components.learner.restore(state.learner, state.weights)
+    def continue_run(self, state: PolicyState, drafter: DrafterWeights | None) -> None:
+        """Restore a policy, publish it, and adopt a drafter, in a new process of a run.
 
-    def continue_run(self, state: PolicyState) -> None:
-        """Restore a policy, and publish it, in a new process in the middle of a run."""
-        self.restore(state)
+        The weights at construction stay the KL reference.
+        """
+        self._components.learner.restore(state.learner, state.weights)
         self.publish()
+        if drafter is not None:
+            self.adopt(drafter)
 
     def restore_saved(self, directory: Path, learner: LearnerState) -> None:
         """Continue from weights on disk. Raises CheckpointError if they are of another model."""
@@ -265,27 +254,9 @@ class Worker:
         """Copy the completions of the present shard from `first` on, in order of their ends."""
         return list(self._finished)[first:]
 
-    def share_queue(self) -> None:
-        """Give up every other request that waits for room, between two engine steps."""
-        self._shares_queue = True
-
-    def drain_released(self) -> list[str]:
-        """Return the requests released since the last call."""
-        return _taken(self._released)
-
     def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
         """Add sequences to train the drafter on."""
         self._new_texts.extend(texts)
-
-    def offer(self, offer: DrafterWeights) -> None:
-        """Offer drafter weights, which are adopted before the next completions."""
-        known = self._offer
-        if known is None or offer.version > known.version:
-            self._offer = offer
-
-    def drafter_version(self) -> int | None:
-        """Return the version of the drafter in use; None without one that can be trained."""
-        return None if self._served is None else self._served.version
 
     # ---- between two steps
 
@@ -305,23 +276,6 @@ class Worker:
             self.on_step(self._progress)
         if self._stop.is_set():
             raise Stopped
-
-    def _release(self, num_running: int) -> None:
-        if not self._shares_queue:
-            return
-        self._shares_queue = False
-        found = self._components.generator.unfinished()
-        begun = sum(len(tokens) > prompt_len for _, tokens, prompt_len in found)
-        queued = [name for name, tokens, prompt_len in found if len(tokens) == prompt_len]
-        for name in queued[max(num_running - begun, 0) :: 2]:
-            self._components.generator.abort(name)
-            self._released.append(name)
-
-    def _take_offer(self) -> None:
-        offer, served = self._offer, self._served
-        # An offer that came as a rollout ended may be older than the weights adopted since.
-        if offer is not None and (served is None or offer.version > served.version):
-            self.adopt(offer)
 
     def _texts_of(self, learns: bool) -> Statistics | None:
         """Return the empty sums of a rollout; None if nothing learns from them."""

@@ -20,10 +20,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
-from longtail.cluster.records import GroupSettings, PolicyState, Progress, TaskResult
+from longtail.cluster.records import PolicyState, Progress, TaskResult
 from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.states import State, WorkerStates
 from longtail.cluster.workers.worker import Worker
+from longtail.config.rl import RunConfig
+from longtail.drafter.weights import DrafterWeights
 from longtail.errors import AGAIN, ClusterError, LostWorkerError
 
 R = TypeVar("R")
@@ -79,18 +81,20 @@ class WorkerPool:
     def __init__(
         self,
         processes: Processes,
-        settings: GroupSettings,
+        config: RunConfig,
         log: Callable[[str], None],
         on_replaced: Callable[[int], None],
     ) -> None:
         self.processes, self._log, self._on_replaced = processes, log, on_replaced
         self.size = processes.size
-        self._timeout_s, self._is_sharded = settings.cluster.worker_timeout_s, settings.is_sharded
-        self._min_workers = settings.cluster.min_workers or self.size
+        self._timeout_s, self._is_sharded = config.cluster.worker_timeout_s, config.is_sharded
+        self._min_workers = config.cluster.min_workers or self.size
         self.states = WorkerStates(self.size, self.now)
         self._watched = {worker: _Watched(self.now()) for worker in range(self.size)}
         self._lost: dict[int, str] = {}
         """Reason for each loss that `wait` has not returned yet."""
+        self.drafter: DrafterWeights | None = None
+        """Drafter that new processes adopt; None: that of the run's beginning."""
         self._without_policy: list[int] = []
         """New processes that are ready for a copy of the policy."""
         self._losses = 0
@@ -344,7 +348,8 @@ class WorkerPool:
             names = ", ".join(map(str, self.workers(State.ABSENT)))
             raise ClusterError(
                 f"cluster.workers = {self.size}: for {self._timeout_s:.0f} s there has been "
-                f"no room for worker {names} ({self.processes.room()}); start more hosts, or lower "
+                f"no room for worker {names}: each needs a processor of Ray and its GPUs, worker 0 "
+                "on the driver's host (see `ray status`); start more hosts, or lower "
                 f"cluster.workers or cluster.min_workers, then {AGAIN}"
             )
 
@@ -369,7 +374,7 @@ class WorkerPool:
             worker = self._without_policy.pop(0)
             process = self._watched[worker]
             process.needs_policy, process.gets_policy = False, True
-            self._send(worker, Worker.continue_run, policy)
+            self._send(worker, Worker.continue_run, policy, self.drafter)
 
     def _policy(self) -> PolicyState | None:
         """Return the policy of a worker that has it; None if none answers now.

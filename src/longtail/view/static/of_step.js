@@ -66,7 +66,7 @@ export class OfStep {
     const isShown = this.view !== null;
     for (const node of [this.picker, ...this.plots]) node.hidden = !isShown;
     if (!isShown) {
-      this.rollout.say(`speculation.jsonl of ${name} has no such step: it did not speculate, or its oldest lines were dropped`);
+      this.rollout.say(`speculation.jsonl of ${name} has no such step: it did not speculate`);
       fill(this.switches);
       this.rollout.show(null);
       return;

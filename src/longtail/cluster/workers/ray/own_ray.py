@@ -8,7 +8,6 @@
 Nothing outlives this process: `reaper.py` ends all of this Ray when its owner ends in any way.
 """
 
-import atexit
 import logging
 import os
 import re
@@ -102,22 +101,6 @@ class OwnRay:
         self._reaper.kill()
         self._reaper.communicate()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def disconnect(*, has_head: bool) -> None:
-    """Leave a cluster. After the loss of its head this process ends with exit code 1."""
-    if has_head:
-        ray.shutdown()
-    else:
-        atexit.unregister(ray_worker.shutdown)
-        atexit.register(end_at_once)
-
-
-def end_at_once() -> None:
-    """End this process with exit code 1: Ray's own end waits for its head, or crashes."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Workers as Ray actors (extra `cluster`).
 
 Without an address this starts a Ray of its own on this machine (`own_ray`), and stops it at
-the end. Else its workers are on the hosts of a cluster. What several workers are sent is stored in
-Ray once, and comes to each host once. Ray pickles what passes between processes: use a cluster that
-you trust, as Ray itself requires (SECURITY.md).
+the end. Else its workers are on the hosts of a cluster: worker 0 on the driver's, where it writes
+the run's directory, the others spread, one processor each, with their GPUs. Workers of a host that
+dies start on hosts that have room. What several workers are sent is stored in Ray once, and comes
+to each host once. Ray pickles what passes between processes: use a cluster that you trust, as Ray
+itself requires (SECURITY.md).
 """
 
 import logging
@@ -21,12 +23,10 @@ from longtail.cluster.records import Progress, TaskResult
 from longtail.cluster.workers.processes import Place, Processes
 from longtail.cluster.workers.ray import hosts
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
-from longtail.cluster.workers.ray.own_ray import OwnRay, disconnect, quietly
-from longtail.cluster.workers.ray.places import Places, check_answers
-from longtail.cluster.workers.ray.watch import end_with_ray
+from longtail.cluster.workers.ray.own_ray import OwnRay, quietly
+from longtail.cluster.workers.ray.watch import check_answers, end_with_ray
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
-from longtail.rl.learner_metrics import LearnerReport
 
 R = TypeVar("R")
 
@@ -42,15 +42,6 @@ class _Call(NamedTuple):
 
     worker: int
     task: str
-
-
-class _Stored(NamedTuple):
-    """An object in Ray."""
-
-    content: object
-    reference: Any
-    hosts: set[str]
-    """Hosts other than the driver's that it was sent to."""
 
 
 @final
@@ -85,11 +76,13 @@ class RayProcesses(Processes):
         self._start_ray(address)
         send_tensors_as_arrays()
         self._kit = kit
-        self._places = Places(address, size, gpus) if address else None
-        self._files: dict[Path, dict[str, _Stored]] = {}
-        """Files of directories, while workers are made that lack them."""
-        self._stored: dict[int, _Stored] = {}
-        """Objects that were sent last: the next worker may be sent the same."""
+        self._is_cluster = bool(address)
+        self._hosts: dict[int, str] = {}
+        """Address of each worker's host in a cluster; none while it waits for room."""
+        self._files: dict[Path, dict[str, Any]] = {}
+        """Files of directories in Ray, while workers are made that lack them."""
+        self._stored: dict[int, tuple[object, Any]] = {}
+        """Objects that were sent last, with their references: the next worker may be sent them."""
         self._num_teams = 0
         self._running: dict[Any, _Call] = {}
         self._absent: dict[int, Any] = {}
@@ -102,10 +95,6 @@ class RayProcesses(Processes):
         """Return the workers whose processes wait for room on a host."""
         return frozenset(self._absent)
 
-    def room(self) -> str:
-        """Return what a worker needs, and what Ray has."""
-        return "" if self._places is None else self._places.room()
-
     def start(self, worker: int, task: Callable[..., object], *args: object) -> None:
         """Send the task to the worker."""
         assert all(worker != each.worker for each in self._running.values()), "it is at work"
@@ -115,8 +104,6 @@ class RayProcesses(Processes):
     def wait(self, timeout_s: float) -> list[TaskResult]:
         """Return the tasks that have ended; wait only if there is none."""
         self._log_output()
-        if self._places is not None:
-            self._places.check()
         calls = [*self._running, *self._absent.values()]
         if not calls:
             time.sleep(timeout_s)
@@ -141,7 +128,6 @@ class RayProcesses(Processes):
             try:
                 left_s = max(deadline - time.monotonic(), 0.0)
                 found[worker] = cast(R, self._answer(worker, reference, left_s))
-                self._count(worker, message.__name__, reference, set())
             except ClusterError as error:
                 found[worker] = error
         return found
@@ -173,15 +159,9 @@ class RayProcesses(Processes):
         host, port = self._answer(0, self._in_message_thread(self._actors[0].free_address).remote())
         return f"tcp://{host}:{port}"
 
-    def drain_traffic(self) -> dict[str, float]:
-        """Return the bytes that have passed between hosts since the last call, by kind."""
-        return {} if self._places is None else self._places.drain_traffic()
-
     def replace(self, worker: int) -> None:
         """Kill the worker's process and start another."""
-        if self._places is not None:
-            self._places.wait_for_head()
-            self._places.hosts.pop(worker, None)
+        self._hosts.pop(worker, None)
         ray.kill(self._actors[worker])
         self._progress.pop(worker, None)
         self._running = {ref: each for ref, each in self._running.items() if each.worker != worker}
@@ -190,9 +170,8 @@ class RayProcesses(Processes):
 
     def close(self) -> None:
         """End all workers; the last such object also disconnects from Ray, or stops its own."""
-        if self._places is None or self._places.has_head:  # else each call would wait for it
-            for actor in self._actors:
-                ray.kill(actor)
+        for actor in self._actors:
+            ray.kill(actor)
         self._log_output()
         self._running.clear()
         self._users.discard(id(self))
@@ -203,7 +182,7 @@ class RayProcesses(Processes):
             self._own_ray.close()
             RayProcesses._own_ray = None
         elif self._has_connected:
-            disconnect(has_head=self._places is None or self._places.has_head)
+            ray.shutdown()
         RayProcesses._has_connected = False
 
     def _log_output(self) -> None:
@@ -225,8 +204,10 @@ class RayProcesses(Processes):
                 RayProcesses._has_connected = True
             else:
                 RayProcesses._own_ray = OwnRay(self.size)
-            own = self._own_ray
-            RayProcesses._may_end = end_with_ray(own.hush if own else lambda: None)
+            own, head = self._own_ray, str(ray.get_runtime_context().gcs_address)
+            RayProcesses._may_end = (
+                end_with_ray(lambda: None, head) if own is None else end_with_ray(own.hush)
+            )
         except Exception as error:  # Ray raises any
             what = f"cluster.address = {address!r}" if address else "cluster.workers"
             raise ClusterError(
@@ -238,44 +219,55 @@ class RayProcesses(Processes):
     def _actor(self, worker: int) -> Any:
         remote: Any = ray.remote  # its stubs do not know concurrency groups
         remote = remote(concurrency_groups={_MESSAGES: 2}, max_restarts=0)
-        # Several runs may share this machine.
-        own = {"num_cpus": 0, "num_gpus": self._gpus}
-        where = own if self._places is None else self._places.options(worker)
-        actor = remote(Actor).options(**where).remote()
-        if self._places is None:
+        if not self._is_cluster:  # several runs may share this machine
+            actor = remote(Actor).options(num_cpus=0, num_gpus=self._gpus).remote()
             self._make_worker(worker, actor, {})
-        else:
-            self._absent[worker] = actor.free_address.remote()
+            return actor
+        here = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
+        actor = (
+            remote(Actor)
+            .options(
+                num_cpus=1,
+                num_gpus=self._gpus,
+                resources={} if worker else {f"node:{here}": 0.001},
+                scheduling_strategy="SPREAD",
+            )
+            .remote()
+        )
+        self._absent[worker] = actor.free_address.remote()
         return actor
 
     def _make_worker(
         self, worker: int, actor: Any, files: Mapping[Path, Mapping[str, Any]]
     ) -> None:
         """Start the first task of a worker. `files` of directories are in Ray."""
-        places = self._places
-        sharing = self.size if places is None else places.sharing(places.hosts[worker])
-        place = Place(worker=worker, sharing=sharing)
+        place = Place(worker=worker, sharing=self._sharing(worker))
         reference = actor.make.remote(self._make, place, self._kit, files)
         self._running[reference] = _Call(worker, "make")
+
+    def _sharing(self, worker: int) -> int:
+        """Return the number of workers on a worker's host: its even share, or those it has."""
+        if not self._is_cluster:
+            return self.size
+        nodes = [each for each in ray.nodes() if each["Alive"]]  # type: ignore[no-untyped-call]
+        num_hosts = sum("CPU" in each["Resources"] for each in nodes)
+        here = list(self._hosts.values()).count(self._hosts[worker])
+        return max(-(-self.size // max(num_hosts, 1)), here)
 
     def _send_files(self, worker: int, folders: Sequence[Path]) -> None:
         """Make a worker whose host lacks directories; each is stored in Ray once."""
         assert self._kit is not None, "only other hosts lack files"
-        files: dict[Path, dict[str, Any]] = {}
         for folder in folders:
             try:
                 if folder not in self._files:
                     read = hosts.read(folder, self._kit.folders[folder])
-                    stored = {name: _Stored(None, ray.put(read[name]), set()) for name in read}
-                    self._files[folder] = stored
+                    self._files[folder] = {name: ray.put(read[name]) for name in read}
             except RayError as error:
                 raise ClusterError(
                     f"{folder} does not fit into Ray's object store ({_first_line(error)}); copy "
                     "it to every host, or start Ray with a larger --object-store-memory"
                 ) from error
-            for file in self._files[folder].values():
-                self._count(worker, "make", file.reference, file.hosts)
-            files[folder] = {name: each.reference for name, each in self._files[folder].items()}
+        files = {folder: self._files[folder] for folder in folders}
         self._make_worker(worker, self._actors[worker], files)
 
     def _ended(self, reference: Any) -> TaskResult | None:
@@ -287,12 +279,9 @@ class RayProcesses(Processes):
             self._files = {}
         try:
             result = ray.get(reference, timeout=_ANSWER_S)
-            self._count(worker, task, reference, set())
             if task == "make" and result:
                 self._send_files(worker, result)
                 return None
-            if self._places is not None and isinstance(result, LearnerReport):
-                self._places.count_gradients(result.sent_bytes)
             return TaskResult(worker=worker, result=result)
         except RayTaskError as error:
             cause = error.cause
@@ -306,17 +295,15 @@ class RayProcesses(Processes):
 
     def _arrived(self, worker: int) -> TaskResult | None:
         """Make the worker, whose process has found room."""
-        assert self._places is not None, "only workers on a cluster wait for room"
         try:
-            self._places.hosts[worker] = ray.get(self._absent.pop(worker), timeout=_ANSWER_S)[0]
+            self._hosts[worker] = ray.get(self._absent.pop(worker), timeout=_ANSWER_S)[0]
         except RayError as error:
             return self._lost(worker, error)
         self._make_worker(worker, self._actors[worker], {})
         return None
 
     def _lost(self, worker: int, error: Exception) -> TaskResult:
-        hosts_of = {} if self._places is None else self._places.hosts
-        where = f" on {hosts_of[worker]}" if worker in hosts_of else ""
+        where = f" on {self._hosts[worker]}" if worker in self._hosts else ""
         reason = ClusterError(f"worker {worker}{where} is gone: {_first_line(error)}")
         return TaskResult(worker=worker, error=reason, is_lost=True)
 
@@ -332,19 +319,13 @@ class RayProcesses(Processes):
         try:
             for index, each in enumerate(args):
                 if not _is_small(each):
-                    stored = before.get(id(each)) or _Stored(each, ray.put(each), set())
-                    self._stored[id(each)], sent[index] = stored, stored.reference
-                    name = getattr(args[0], "__name__", "")
-                    self._count(worker, name, stored.reference, stored.hosts)
+                    stored = before.get(id(each)) or (each, ray.put(each))
+                    self._stored[id(each)], sent[index] = stored, stored[1]
             return method.remote(*sent)
         except RayError as error:
             raise ClusterError(
                 f"what is for worker {worker} cannot be sent: {_first_line(error)}"
             ) from error
-
-    def _count(self, worker: int, task: str, reference: Any, have: set[str]) -> None:
-        if self._places is not None:
-            self._places.count(worker, task, reference, have)
 
     def _answer(self, worker: int, reference: Any, timeout_s: float = _ANSWER_S) -> Any:
         try:
