@@ -319,8 +319,7 @@ class WorkerPool:
         self.processes.replace(worker)
         self._complete_s = self.now()
         self._begin_start(worker)
-        if worker in self._without_policy:
-            self._without_policy.remove(worker)
+        self._without_policy = [each for each in self._without_policy if each != worker]
         self._on_replaced(worker)
         self._follow_room()
 
