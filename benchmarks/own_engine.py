@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter
+from longtail.engine.report import RolloutReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.drafter import Drafter
@@ -79,7 +79,7 @@ class OwnEngine:
     def begin(self, first: int, num_texts: int) -> None:
         """Submit the texts of a turn, from number `first` on."""
         self._requests = self._subject.requests(num_texts, first=first)
-        self._meter, self._done = RolloutMeter(), dict[str, Completion]()
+        self._meter, self._done = RolloutReport(), dict[str, Completion]()
         self._tuner.begin_turn()
         self._seconds = self._cpu_seconds = self._least_s = 0.0
         for request in self._requests:
@@ -103,7 +103,7 @@ class OwnEngine:
             seconds=self._seconds,
             cpu_seconds=self._cpu_seconds,
             num_tokens=sum(map(len, texts)),
-            accept_length=self._meter.report().accept_length,
+            accept_length=self._meter.accept_length,
             texts=texts,
             seconds_share=_share(*self._tuner.seconds),
             nodes_share=_share(*self._tuner.nodes),

@@ -21,8 +21,8 @@ import torch
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import open_engine, open_model
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.engine.growing import GrowingEngine
-from longtail.engine.request import requests_of
+from longtail.engine.request import EngineLimits, requests_of
+from longtail.engine.shared import SharedEngine
 from longtail.engine.text import Piece, stream
 from longtail.errors import ConfigError, RequestError
 from longtail.generator import StepReport
@@ -38,6 +38,9 @@ PromptInput = str | Sequence[Mapping[str, Any]]
 model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
+
+_STEP_TOKENS = 512
+"""Most tokens of an engine step."""
 
 
 @final
@@ -71,12 +74,12 @@ class Engine:
         self.tokenizer = read_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
-        self._engines = GrowingEngine(
-            lambda limits: open_engine(self._open(), limits, drafter),
-            self.tokenizer.decode,
+        limits = EngineLimits(
             max_running=max_running,
+            max_step_tokens=max(_STEP_TOKENS, max_running),
             max_len=self.max_positions,
         )
+        self._engine = SharedEngine(lambda: open_engine(self._open(), limits, drafter))
         self._calls = count()
 
     def encode(self, prompt: PromptInput, max_tokens: int) -> tuple[int, ...]:
@@ -120,7 +123,7 @@ class Engine:
         each = cast("Sequence[PromptInput]", [prompts] if is_one else prompts)
         requests = self._requests(each, params or SamplingParams(), n, seed)
         done: dict[str, Completion] = {}
-        with closing(self._engines.run(requests, on_step)) as reports:
+        with closing(self._engine.run(requests, on_step)) as reports:
             for report in reports:
                 done.update((completion.request_id, completion) for completion in report.finished)
         return [done[request.request_id] for request in requests]
@@ -135,7 +138,7 @@ class Engine:
     ) -> "TextStream":
         """Return an iterator over the pieces of one completion, as they are generated."""
         (request,) = self._requests([prompt], params or SamplingParams(), 1, seed)
-        reports = self._engines.run([request], on_step)
+        reports = self._engine.run([request], on_step)
         return TextStream(stream(reports, self.tokenizer.decode, request))
 
     def _requests(

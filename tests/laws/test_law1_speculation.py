@@ -1,36 +1,50 @@
-"""Law 1: speculation never changes a text: with any drafter, tree and switching, the plain one's.
+"""Law 1: speculation never changes a text: with any drafter, tree, tuner, clock and switching.
 
 Exact in float64; to the bit in float32 and bfloat16 on native kernels (test_law4_bits.py), and with
 other products the share of texts that differ is bounded (there, too).
 
 The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
 Drafters are scripted (tests/support/drafters.py): they know how the texts go on, so trees are
-right, wrong or mixed on purpose, and run on behind the end of a text as if it went on.
+right, wrong or mixed on purpose, and run on behind the end of a text as if it went on. Clocks make
+up what steps take, so that tuners change their minds often.
 """
 
 import dataclasses
 import functools
+import random
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import final
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longtail.drafter.eagle.drafter import EagleDrafter
+from longtail.engine import profile
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import StepReport
 from longtail.model.transformer import Family
 from longtail.sampling import noise_key
+from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
+from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
+from longtail.tuner.records import Batch, Plan
+from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, FinishReason, Request
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged
+from support.eagle_requests import make_layer
 from support.engine_requests import known_texts, request_of
 from support.tiny_models import tiny_model
+from support.worked import reach_probabilities
 
 FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TREE = Strategy(depth=6, width=3, size=9)
@@ -193,20 +207,100 @@ SKETCHES = st.lists(
 )
 
 
+@final
+class SureDrafter(ScriptedDrafter):
+    """Says how likely its nodes are, by a seed, rightly or not."""
+
+    def draft(self, requests, strategy, noise):
+        trees = super().draft(requests, strategy, noise)
+        return [
+            self._sure(tree, each, strategy) for tree, each in zip(trees, requests, strict=True)
+        ]
+
+    def _sure(self, tree: DraftTree, request: Draftable, strategy: Strategy) -> DraftTree:
+        rng = random.Random(f"{request.request_id}/{len(request.tokens)}")
+        sure = [rng.choice((0.2, 0.7, 0.95, 1.0)) for _ in tree.tokens]
+        likely = dataclasses.replace(tree, reach=reach_probabilities(tree.parents, sure))
+        kept = keep_reached(ranked(likely), strategy.thresholds.verify)
+        return prune(kept, strategy.num_nodes)
+
+
+@final
+class ErraticTuner(Tuner):
+    """Anything that a tuner may do, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._num_drafters = 1
+
+    def begin(self, costs, num_drafters):
+        self._num_drafters = num_drafters
+
+    def plan(self, batch: Batch) -> Plan:
+        rng = self._random
+        if rng.random() < 0.3:
+            return Plan(strategy=None, is_probe=rng.random() < 0.5)
+        width = rng.choice((1, 2, 3))
+        strategy = Strategy(
+            depth=rng.randint(1, 8), width=width, size=rng.randint(8, 20), beam=rng.choice((0, 1))
+        )
+        drafters = rng.sample(range(self._num_drafters), rng.randint(1, self._num_drafters))
+        few = rng.choice((None, None, 1, 3))
+        return Plan(strategy=strategy, drafters=tuple(sorted(drafters)), num_requests=few)
+
+    def select_nodes(self, batch, plan, proposals):
+        spent, room = [], batch.room
+        for tree in merge_proposals(proposals):
+            kept = prune(tree, min(self._random.randint(0, tree.size), room))
+            spent.append(kept)
+            room -= kept.size
+        return spent
+
+
+@final
+class MadeUpClock:
+    """Seconds by a seed: steps of a millisecond, proposals of less, stalls of both."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        self._now += self._random.lognormvariate(-7.0, 1.5)
+        return self._now
+
+
+@pytest.fixture(autouse=True)
+def _made_up_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure nothing."""
+    curve = TimeCurve((1, 8, 64), (1e-3, 1.5e-3, 6e-3))
+    costs = CostModel(curve, pair_s=1e-7, node_pair_s=2e-8)
+    draft = DraftCost(start_s=1e-5, request_s=1e-6, level_s=1e-5, row_s=1e-6)
+    monkeypatch.setattr(profile, "measure_steps", lambda *_: deepcopy(costs))
+    monkeypatch.setattr(profile, "measure_drafts", lambda *_: draft)
+
+
+TUNERS = {
+    "budget": lambda seed: BudgetTuner(),
+    "erratic": ErraticTuner,
+    "off": lambda seed: OffTuner(),
+    "tree": lambda seed: FixedTuner(TREE),
+    "few": lambda seed: FixedTuner(Strategy(depth=1), max_running=4),
+    "wide": lambda seed: FixedTuner(Strategy(depth=12, width=4, size=14)),
+}
 TURNS = st.builds(
     SimpleNamespace,
-    drafter=st.sampled_from([None, 0, 1, 2]),
-    shape=st.sampled_from([TREE, Strategy(depth=1), Strategy(depth=12, width=4, size=14)]),
+    drafters=st.sampled_from([(), (0,), (1,), (2,), (3,), (4,), (1, 3), (0, 4), (3, 2)]),
+    tuner=st.sampled_from(sorted(TUNERS)),
     coupled=st.booleans(),
-    max_running=st.sampled_from([0, 0, 4]),
     leaves=st.sampled_from([None, None, *range(12)]),
     returns=st.booleans(),
 )
-"""Events before a step: another drafter (None: none), an abort, and a request that returns."""
+"""Events before a step: other drafters (none: plain decoding), an abort, a request that returns."""
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     family=st.sampled_from(FAMILIES),
     sketches=SKETCHES,
@@ -221,26 +315,28 @@ def test_nothing_that_happens_between_steps_changes_a_text(
     """Trees as hypothesis likes them; drafters come, go and come back, and so do requests."""
     given, engine = task(family), make_engine(family, limits)
     drafters = [
-        ScriptedDrafter(given.texts, script, heedless=True, informed=False)
-        for script in (listed(sketches), RIGHT, ragged(2))
+        *(
+            ScriptedDrafter(given.texts, script, heedless=True, informed=False)
+            for script in (listed(sketches), RIGHT, ragged(2))
+        ),
+        SureDrafter(given.texts, ragged(5), informed=False),
+        EagleDrafter(make_layer(engine.model, "eagle1"), engine.model),
     ]
     plain = {done.request_id: done for done in given.plain}
     done: dict[str, Completion] = {}
     pending = sorted(zip(arrivals, range(12), strict=True))
-    turns, clock = {**turns, 0: first}, 0
+    turns, step = {**turns, 0: first}, 0
     while pending or engine.num_unfinished:
-        while pending and pending[0][0] <= clock:
+        while pending and pending[0][0] <= step:
             engine.submit(given.requests[pending.pop(0)[1]])
-        if (turn := turns.get(clock)) is not None:
-            speculation = None
-            if turn.drafter is not None:
-                speculation = Speculation.fixed(
-                    drafters[turn.drafter],
-                    turn.shape,
-                    coupled=turn.coupled,
-                    max_running=turn.max_running,
-                )
-            engine.speculate(speculation)
+        if (turn := turns.get(step)) is not None:
+            speculation = Speculation(
+                drafters=tuple(drafters[each] for each in turn.drafters),
+                tuner=TUNERS[turn.tuner](step),
+                coupled=turn.coupled,
+                clock=MadeUpClock(step),
+            )
+            engine.speculate(speculation if turn.drafters else None)
             if turn.leaves is not None:
                 request = given.requests[turn.leaves]
                 if engine.is_unfinished(request.request_id):
@@ -249,6 +345,33 @@ def test_nothing_that_happens_between_steps_changes_a_text(
                         engine.submit(request)
         if engine.num_unfinished:
             done.update((each.request_id, each) for each in engine.step().finished)
-        clock += 1
+        step += 1
     assert engine.kv_usage().free == engine.kv_usage().total
     assert_same_texts([*done.values()], [plain[name] for name in done])
+
+
+def test_switching_computes_no_token_twice():
+    """On, off, on: beside the nodes that were wrong, the flat tokens of plain decoding."""
+
+    @final
+    class Alternating(Tuner):
+        def __init__(self) -> None:
+            self._step = 0
+
+        def plan(self, batch):
+            self._step += 1
+            return Plan(strategy=Strategy(depth=3) if self._step % 2 else None)
+
+    given, counted = task("qwen3"), []
+    for tuner in (OffTuner(), Alternating()):
+        engine = make_engine("qwen3")
+        drafter = ScriptedDrafter(given.texts, ragged(5), informed=False)
+        engine.speculate(Speculation(drafters=(drafter,), tuner=tuner, clock=MadeUpClock(1)))
+        _, steps = write(engine, given.requests)
+        drafted = sum(each.num_drafted for step in steps for each in step.verified)
+        accepted = sum(each.num_accepted for step in steps for each in step.verified)
+        counted.append((sum(step.num_tokens for step in steps) - drafted + accepted, accepted > 0))
+    (plain, off), (switched, on) = counted
+    assert (off, on) == (False, True)
+    # A last draft may be accepted past the end of a text; nothing else is computed more often.
+    assert 0 <= switched - plain <= 3 * len(given.texts)

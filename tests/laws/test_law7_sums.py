@@ -14,7 +14,7 @@ from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import TextSums
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.report import RolloutMeter
+from longtail.engine.report import RolloutReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.kernels import native
@@ -63,10 +63,10 @@ def _write(
     learned: Sums | None = None,
 ) -> Sums:
     """Return the sums over what an engine writes."""
-    meter = RolloutMeter()
+    meter = RolloutReport()
     engine, texts = _engine(limits, strategy, learned)
     engine.generate(requests, meter.add)
-    assert strategy is None or meter.report().accept_length > 1.3, "texts also end in drafts"
+    assert strategy is None or meter.accept_length > 1.3, "texts also end in drafts"
     return texts.take()
 
 

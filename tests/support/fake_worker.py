@@ -7,7 +7,7 @@ to their next step.
 
 import math
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -18,7 +18,7 @@ from longtail.cluster.workers.worker import Stopped
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
-from longtail.engine.report import RolloutMeter
+from longtail.engine.report import RolloutReport
 from longtail.errors import NonFiniteError, ProcessGroupError
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport
@@ -177,7 +177,7 @@ class FakeWorker:
                 raise Stopped
         return ShardResult(
             completions=tuple(self._finished),
-            report=replace(RolloutMeter().report(), num_generated=self._num_written),
+            report=RolloutReport(num_generated=self._num_written),
             series=None,
         )
 

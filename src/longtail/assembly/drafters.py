@@ -193,7 +193,7 @@ def weightless(name: str, *, field: str = "speculation.drafter") -> Drafter:
         made = make()
         if not isinstance(made, Drafter):
             raise ConfigError("it is no subclass of longtail.speculation.drafter.Drafter")
-        made.curve.calibration_error()
+        made.curve.table()
         for method in ("propose", "observe", "learn", "forget", "refresh"):
             expected = inspect.signature(getattr(Drafter, method)).parameters
             inspect.signature(getattr(made, method)).bind(*list(expected)[1:])

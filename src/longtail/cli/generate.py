@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from longtail.api import Engine, PromptInput, TextStream
 from longtail.cli.options import GenerateOptions
-from longtail.engine.report import RolloutMeter, RolloutReport
+from longtail.engine.report import RolloutReport
 from longtail.engine.text import Piece
 from longtail.errors import ConfigError, RequestError
 from longtail.system.device import set_threads
@@ -39,14 +39,16 @@ def run(args: GenerateOptions) -> int:
         stop=tuple(args.stop),
     )
     prompt = _prompt(engine, args)
-    meter = RolloutMeter()
+    report = RolloutReport()
     if args.n == 1 and not args.json:
-        stream = engine.stream(prompt, params, seed=args.seed, on_step=meter.add)
+        stream = engine.stream(prompt, params, seed=args.seed, on_step=report.add)
         completions = [_print_stream(stream, colour=args.show_drafts)]
     else:
-        completions = engine.generate([prompt], params, n=args.n, seed=args.seed, on_step=meter.add)
+        completions = engine.generate(
+            [prompt], params, n=args.n, seed=args.seed, on_step=report.add
+        )
         _print(completions, as_json=args.json)
-    _summarize(completions, meter.report())
+    _summarize(completions, report)
     return 0
 
 

@@ -11,16 +11,14 @@ rewards, learning or files. It takes new weights only while no request is in pro
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
-from jaxtyping import Float
 from torch import Tensor
 
+from longtail.engine import profile
 from longtail.engine.batch import Results, Scheduled, accept_drafts, flatten
 from longtail.engine.kv_cache import KVUsage, make_kv
-from longtail.engine.profile import Profiler
 from longtail.engine.request import ActiveRequest, ActiveRequests, EngineLimits
-from longtail.engine.runner import ModelRunner
+from longtail.engine.runner import ModelRunner, RunnerOutput
 from longtail.engine.scheduler import Scheduler
 from longtail.engine.speculation.speculator import Speculation, SpeculationReport, Speculator
 from longtail.engine.text import Decode
@@ -28,21 +26,10 @@ from longtail.errors import RequestError
 from longtail.generator import StepReport
 from longtail.model.hf.weights import write_hf
 from longtail.model.transformer import Transformer
-from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
+from longtail.speculation.drafter import NO_TAPS, Taps
 from longtail.speculation.tree import Accepted
+from longtail.tuner.cost import CostModel
 from longtail.types import Request
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Computed:
-    """Result of a step."""
-
-    num_tokens: int
-    accepted: Mapping[str, Accepted]
-    features: Float[Tensor, "tokens features"] | None
-    results: Results
-    forward_s: float
-    sample_s: float
 
 
 class RolloutEngine(ActiveRequests):
@@ -73,9 +60,8 @@ class RolloutEngine(ActiveRequests):
             self._kv, max_running=limits.max_running, max_step_tokens=limits.max_step_tokens
         )
         self._runner = ModelRunner(model, self._kv)
-        self._profiler = Profiler(model, limits)
-        self._begun: tuple[Speculation, Sequence[Drafter]] | None = None
-        """Speculation and drafters with which the tuner began."""
+        self._costs: CostModel | None = None
+        """Costs of steps; None before they are measured."""
         self._speculator: Speculator | None = None
         self.speculate(speculation)
 
@@ -83,7 +69,8 @@ class RolloutEngine(ActiveRequests):
         """Use this speculation from the next step on, None: plain decoding; tokens do not change.
 
         Replaced drafters forget the requests in progress; new ones follow the present weights.
-        Step costs are measured when they are first needed, in about a second.
+        Costs of steps are measured when they are first needed, in about a second, those of drafters
+        each time.
         """
         before, drafters = self._speculator, () if speculation is None else speculation.ready
         if before is not None:
@@ -94,11 +81,15 @@ class RolloutEngine(ActiveRequests):
         self._speculator = None
         if speculation is None:
             return
-        costs = self._profiler.measure(drafters) if speculation.needs_costs else None
-        if self._begun is None or self._begun[0] is not speculation or self._begun[1] != drafters:
-            speculation.tuner.begin(costs, len(drafters))  # one that returns keeps its state
-        self._begun = speculation, drafters
-        self._speculator = Speculator(speculation, self.model.config, costs, before)
+        costs, model, limits = None, self.model, self._limits
+        if speculation.needs_costs:
+            self._costs = costs = self._costs or profile.measure_steps(model, limits)
+            costs.drafts = [profile.measure_drafts(each, model, limits) for each in drafters]
+        speculation.tuner.begin(costs, len(drafters))
+        store = speculation.features
+        if store is not None and (before is None or before.speculation.features is not store):
+            store.clear()  # the weights may have changed meanwhile
+        self._speculator = Speculator(speculation, model.config, costs)
 
     @property
     def speculation(self) -> Speculation | None:
@@ -155,23 +146,22 @@ class RolloutEngine(ActiveRequests):
         started = time.perf_counter()
         scheduled, speculator = self._schedule(), self._speculator
         if speculator is None:
-            done, speculated = self._compute(scheduled, NO_TAPS), SpeculationReport()
+            (out, accepted, results), speculated = self._compute(scheduled), SpeculationReport()
         else:
             spare = self._limits.max_step_tokens - sum(each.num_tokens for each in scheduled)
-            drafted = speculator.draft(scheduled, self._runner.sampler, spare, self._kv.try_grow)
-            done = self._compute(drafted, speculator.observations.taps)
-            speculated = speculator.record(
-                drafted, done.accepted, done.features, is_last=not self._active
-            )
+            scheduled = speculator.draft(scheduled, self._runner.sampler, spare, self._kv.try_grow)
+            out, accepted, results = self._compute(scheduled, speculator.observations.taps)
+            is_last = not self._active
+            speculated = speculator.record(scheduled, accepted, out.features, is_last=is_last)
         return StepReport(
-            num_tokens=done.num_tokens,
+            num_tokens=sum(each.num_tokens + each.draft.size for each in scheduled),
             num_running=len(scheduled),
-            emitted=tuple(done.results.emitted),
-            finished=tuple(done.results.finished),
-            failed=tuple(done.results.failed),
+            emitted=tuple(results.emitted),
+            finished=tuple(results.finished),
+            failed=tuple(results.failed),
             step_s=time.perf_counter() - started,
-            forward_s=done.forward_s,
-            sample_s=done.sample_s,
+            forward_s=out.forward_s,
+            sample_s=out.sample_s,
             draft_s=speculated.draft_s,
             draft_forward_s=speculated.draft_forward_s,
             tuner_s=speculated.tuner_s,
@@ -186,7 +176,9 @@ class RolloutEngine(ActiveRequests):
         assert scheduled, "step() needs an unfinished request"
         return scheduled
 
-    def _compute(self, scheduled: Sequence[Scheduled], taps: Taps) -> _Computed:
+    def _compute(
+        self, scheduled: Sequence[Scheduled], taps: Taps = NO_TAPS
+    ) -> tuple[RunnerOutput, Mapping[str, Accepted], Results]:
         """Run a step with its drafts, verify them, and append the tokens that it yields."""
         batch = flatten(scheduled)
         sampled = [each for each in scheduled if each.draws]
@@ -198,14 +190,7 @@ class RolloutEngine(ActiveRequests):
             active, name = each.active, each.active.request_id
             if results.append(active, accepted[name].tokens, logprobs[name], self._decode):
                 self._remove(active)
-        return _Computed(
-            num_tokens=len(batch.tokens),
-            accepted=accepted,
-            features=out.features,
-            results=results,
-            forward_s=out.forward_s,
-            sample_s=out.sample_s,
-        )
+        return out, accepted, results
 
     def _commit(self, scheduled: Sequence[Scheduled], accepted: Mapping[str, Accepted]) -> None:
         """Count tokens computed for good, and move accepted nodes to their slots in the KV.

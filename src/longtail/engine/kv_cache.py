@@ -66,8 +66,8 @@ class KVUsage:
 class KVCache:
     """One row per request, in one tensor for all layers; an unknown request owns nothing.
 
-    Tokens are accounted in blocks of `block_size`. The tensor grows with its longest row, and its
-    memory is touched only where tokens are written.
+    Tokens are accounted in blocks of `block_size`. The tensor grows with its longest row and with
+    the number of rows in use, and its memory is touched only where tokens are written.
     """
 
     def __init__(
@@ -89,12 +89,14 @@ class KVCache:
         self._max_rows, self._max_len = max_rows, max_len
         self._kernels = select_kernels(dtype, config.head_dim)
         self._config, self._dtype = config, dtype
-        self._storage = self._allocate(min(max_len, 8 * block_size))
+        self._storage = self._allocate(min(max_rows, 8), min(max_len, 8 * block_size))
 
-    def _allocate(self, row_len: int) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
+    def _allocate(
+        self, num_rows: int, row_len: int
+    ) -> Shaped[Tensor, "layers 2 rows row_len kv_heads head_dim"]:
         """Return a zeroed tensor, whose memory is committed when it is first written."""
         c = self._config
-        shape = (c.num_layers, 2, self._max_rows, row_len, c.num_kv_heads, c.head_dim)
+        shape = (c.num_layers, 2, num_rows, row_len, c.num_kv_heads, c.head_dim)
         # calloc, unlike torch.zeros, writes no pages, and most of them are never used.
         size = torch.empty((), dtype=self._dtype).element_size()
         flat = np.zeros(int(np.prod(shape)) * size, dtype=np.uint8)
@@ -114,20 +116,24 @@ class KVCache:
         self._blocks[request_id] = owned + missing
         if is_new:
             self._rows[request_id] = self._free_rows.pop()
-        if num_tokens > self._storage.shape[3]:
-            self._widen(num_tokens)
+        num_rows, row_len = self._storage.shape[2:4]
+        if self._rows[request_id] >= num_rows or num_tokens > row_len:
+            self._enlarge(self._rows[request_id] + 1, num_tokens)
         return True
 
-    def _widen(self, num_tokens: int) -> None:
-        """Replace the tensor by one with rows at least half as long again; copy owned tokens."""
-        old = self._storage
-        wanted = max(num_tokens, old.shape[3] * 3 // 2)
-        self._storage = self._allocate(
-            min(self._max_len, self._blocks_for(wanted) * self._block_size)
-        )
+    def _enlarge(self, num_rows: int, num_tokens: int) -> None:
+        """Replace the tensor by one with more or longer rows; copy owned tokens."""
+        old, (rows, row_len) = self._storage, self._storage.shape[2:4]
+        if num_rows > rows:
+            num_rows = min(self._max_rows, max(num_rows, 2 * rows))
+        if num_tokens > row_len:
+            wanted = max(num_tokens, row_len * 3 // 2)
+            num_tokens = min(self._max_len, self._blocks_for(wanted) * self._block_size)
+        self._storage = self._allocate(max(num_rows, rows), max(num_tokens, row_len))
         for request_id, row in self._rows.items():
-            held = min(self._blocks[request_id] * self._block_size, old.shape[3])
-            self._storage[:, :, row, :held] = old[:, :, row, :held]
+            if row < rows:
+                held = min(self._blocks[request_id] * self._block_size, row_len)
+                self._storage[:, :, row, :held] = old[:, :, row, :held]
 
     def try_share(
         self, source_id: str, target_id: str, *, num_shared: int, num_tokens: int

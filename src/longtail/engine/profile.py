@@ -1,4 +1,4 @@
-"""The profiler: it measures the costs of engine steps and drafts before the first request.
+"""Measurement of the costs of engine steps and drafts, before the first request.
 
 It runs the engine's own step on synthetic requests with a separate KV cache. The fastest of
 repeated measurements counts, since other load only slows them. A second is enough, or two turns of
@@ -9,7 +9,6 @@ take too long are interpolated or extrapolated.
 import time
 from collections.abc import Mapping, Sequence
 from typing import final
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -36,30 +35,9 @@ _REPEATS = 3
 _NEEDED_REPEATS = 2
 _SHORT, _LONG, _A_STEP = 32, 512, 4
 """Tokens of context, and tokens per step of a drafted request."""
+_LONG_REQUESTS = 8
+"""Most requests of a step that measures the cost of context."""
 _SHAPES = (Strategy(depth=1), Strategy(depth=6, width=2, size=12, beam=1))
-
-
-@final
-class Profiler:
-    """The costs of one engine: steps and each drafter are measured once, when first needed."""
-
-    def __init__(self, model: Transformer, limits: EngineLimits) -> None:
-        self._model, self._limits = model, limits
-        self.costs: CostModel | None = None
-        """The cost model; None before `measure`."""
-        self._using: Sequence[Drafter] = ()
-        self._drafts: WeakKeyDictionary[Drafter, DraftCost] = WeakKeyDictionary()
-
-    def measure(self, drafters: Sequence[Drafter]) -> CostModel:
-        """Return the cost model for these drafters; costs known from earlier use are kept."""
-        costs = self.costs or measure_steps(self._model, self._limits)
-        self._drafts.update(zip(self._using, costs.drafts, strict=True))
-        for drafter in drafters:
-            if drafter not in self._drafts:
-                self._drafts[drafter] = measure_drafts(drafter, self._model, self._limits)
-        costs.drafts = [self._drafts[drafter] for drafter in drafters]
-        self.costs, self._using = costs, tuple(drafters)
-        return costs
 
 
 @torch.inference_mode()
@@ -79,8 +57,8 @@ def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
                 took = steps.step(count, steps.short)
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)
-    curve = TimeCurve(knots, without_stalls(knots, [seconds[count] for count in knots]))
-    num = max(1, min(steps.num_requests, largest // 4))
+    curve = TimeCurve(knots, [seconds[count] for count in knots])
+    num = max(1, min(steps.num_requests, _LONG_REQUESTS, largest // 4))
     requests_s, drafts_s = steps.context_s(num), steps.context_s(4 * num)
     pairs = num * max(steps.long - steps.short, 1)
     return CostModel(
@@ -97,21 +75,6 @@ def _expected_s(seconds: Mapping[int, float], count: int) -> float:
         return seconds[min(larger)]
     largest = max(seconds, default=count)
     return seconds.get(largest, 0.0) * count / largest
-
-
-def without_stalls(counts: Sequence[int], seconds: Sequence[float]) -> list[float]:
-    """Lower measurements above both neighbours, which are stalls of the machine.
-
-    Example: counts (1, 2, 3), seconds (1.0, 9.0, 2.0): the second is at most a tenth over 1.5
-    """
-    kept = list(seconds)
-    for _ in range(2):
-        for i in range(1, len(kept) - 1):
-            share = (counts[i] - counts[i - 1]) / (counts[i + 1] - counts[i - 1])
-            between = kept[i - 1] + share * (kept[i + 1] - kept[i - 1])
-            if kept[i] > kept[i + 1]:  # below it, a step up: rows are computed in blocks
-                kept[i] = min(kept[i], 1.1 * max(between, kept[i - 1]))
-    return kept
 
 
 @torch.inference_mode()

@@ -1,7 +1,7 @@
 """Reports of rollouts: counts, seconds and acceptance of drafts."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from longtail.generator import StepReport
@@ -10,9 +10,9 @@ _PARTS_S = ("engine_s", "forward_s", "sample_s", "draft_s", "draft_forward_s", "
 """Fields that are means over engines in `merge_reports`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class RolloutReport:
-    """Counts and seconds of a rollout."""
+    """Counts and seconds of a rollout, the sums over its steps."""
 
     seconds: float = 0.0
     engine_s: float = 0.0
@@ -40,6 +40,28 @@ class RolloutReport:
     """Largest number of running requests."""
     running_s: float = 0.0
     """Request-seconds: the number of running requests summed over time."""
+
+    def add(self, step: StepReport) -> None:
+        """Add a step."""
+        self.seconds += step.step_s
+        self.engine_s += step.step_s
+        self.forward_s += step.forward_s
+        self.sample_s += step.sample_s
+        self.draft_s += step.draft_s
+        self.draft_forward_s += step.draft_forward_s
+        self.tuner_s += step.tuner_s
+        self.running_s += step.step_s * step.num_running
+        self.max_running = max(self.max_running, step.num_running)
+        self.num_steps += 1
+        self.num_generated += len(step.emitted)
+        self.num_computed += step.num_tokens
+        for each in step.verified:
+            self.num_drafted += each.num_drafted
+            self.num_accepted += each.num_accepted
+            self.num_verified += 1
+            if each.turn:
+                self.num_accepted_later += each.num_accepted
+                self.num_verified_later += 1
 
     @property
     def tokens_per_s(self) -> float:
@@ -91,50 +113,17 @@ def merge_reports(reports: Sequence[RolloutReport], seconds: float) -> RolloutRe
 
     Counts and slots are sums; seconds of work are means.
     """
-    rows = [asdict(report) for report in reports]
-    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
-    means = {name: totals[name] / len(rows) for name in _PARTS_S}
+    totals = _totals(reports)
+    means = {name: totals[name] / len(reports) for name in _PARTS_S}
     return RolloutReport(**totals | means | {"seconds": seconds})
 
 
 def join_reports(reports: Sequence[RolloutReport]) -> RolloutReport:
     """Join the reports of rollouts that ran one after another: sums, and the most slots."""
+    most = max(report.max_running for report in reports)
+    return RolloutReport(**_totals(reports) | {"max_running": most})
+
+
+def _totals(reports: Sequence[RolloutReport]) -> dict[str, Any]:
     rows = [asdict(report) for report in reports]
-    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
-    return RolloutReport(**totals | {"max_running": max(row["max_running"] for row in rows)})
-
-
-@dataclass(slots=True)
-class RolloutMeter:
-    """Sums step reports to a rollout report."""
-
-    _sums: dict[str, Any] = field(default_factory=lambda: asdict(RolloutReport()))
-
-    def add(self, step: StepReport) -> None:
-        """Add a step."""
-        later = [each for each in step.verified if each.turn]
-        added = {
-            "seconds": step.step_s,
-            "engine_s": step.step_s,
-            "forward_s": step.forward_s,
-            "sample_s": step.sample_s,
-            "draft_s": step.draft_s,
-            "draft_forward_s": step.draft_forward_s,
-            "tuner_s": step.tuner_s,
-            "running_s": step.step_s * step.num_running,
-            "num_steps": 1,
-            "num_generated": len(step.emitted),
-            "num_computed": step.num_tokens,
-            "num_drafted": sum(each.num_drafted for each in step.verified),
-            "num_accepted": sum(each.num_accepted for each in step.verified),
-            "num_verified": len(step.verified),
-            "num_accepted_later": sum(each.num_accepted for each in later),
-            "num_verified_later": len(later),
-        }
-        for name, value in added.items():
-            self._sums[name] += value
-        self._sums["max_running"] = max(self._sums["max_running"], step.num_running)
-
-    def report(self) -> RolloutReport:
-        """Return the report of all steps so far."""
-        return RolloutReport(**self._sums)
+    return {name: sum(row[name] for row in rows) for name in rows[0]}

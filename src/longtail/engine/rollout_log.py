@@ -8,7 +8,7 @@ it.
      "switches": [[1, true, "predicted 1.21x of plain decoding at 64 running"]]}
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, final
 
@@ -19,20 +19,36 @@ _MICROSECONDS = 6
 TRAINING, EVALUATION = "training", "evaluation"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@final
+@dataclass(slots=True, kw_only=True)
 class RolloutSeries:
-    """A rollout in columns with one entry per engine step."""
+    """A rollout in columns with one entry per engine step, of steps that speculate.
 
-    seconds: tuple[float, ...]
-    """Engine seconds from the start of the rollout to the end of each step, to the microsecond."""
-    running: tuple[int, ...]
-    drafts: tuple[int, ...]
+    `add` runs in the engine's hot loop: it only appends.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    """Engine seconds of each step."""
+    running: list[int] = field(default_factory=list)
+    drafts: list[int] = field(default_factory=list)
     """Number of verified drafts; 0 in a plain step."""
-    nodes: tuple[int, ...]
+    nodes: list[int] = field(default_factory=list)
     """Number of nodes of those drafts."""
-    accepted: tuple[int, ...]
-    switches: tuple[tuple[int, Switch], ...]
+    accepted: list[int] = field(default_factory=list)
+    switches: list[tuple[int, Switch]] = field(default_factory=list)
     """Step indices at which the engine starts or stops drafting."""
+
+    def add(self, step: StepReport) -> None:
+        """Add a step; steps without speculation are skipped."""
+        if not step.speculates:
+            return
+        if step.switch is not None:
+            self.switches.append((len(self.seconds), step.switch))
+        self.seconds.append(step.step_s)
+        self.running.append(step.num_running)
+        self.drafts.append(len(step.verified))
+        self.nodes.append(sum(each.num_drafted for each in step.verified))
+        self.accepted.append(sum(each.num_accepted for each in step.verified))
 
     @property
     def mean_nodes(self) -> float:
@@ -42,49 +58,16 @@ class RolloutSeries:
     def line(self, kind: str, worker: int) -> dict[str, Any]:
         """Return the line of the log, without its step.
 
+        Its seconds are from the start of the rollout to the end of each step, to the microsecond.
         The slowest worker's line of a training step comes last and is read.
         """
-        columns = ("seconds", "running", "drafts", "nodes", "accepted")
         return {
             "kind": kind,
             "worker": worker,
-            **{name: list(getattr(self, name)) for name in columns},
+            "seconds": [round(second, _MICROSECONDS) for second in accumulate(self.seconds)],
+            "running": self.running,
+            "drafts": self.drafts,
+            "nodes": self.nodes,
+            "accepted": self.accepted,
             "switches": [[index, each.drafts, each.reason] for index, each in self.switches],
         }
-
-
-@final
-class RolloutLog:
-    """Collects one rollout. `add` runs in the engine's hot loop: it only appends."""
-
-    def __init__(self) -> None:
-        self._seconds: list[float] = []
-        self._counts: list[tuple[int, int, int, int]] = []
-        self._switches: list[tuple[int, Switch]] = []
-
-    def add(self, step: StepReport) -> None:
-        """Add a step; steps without speculation are skipped."""
-        if not step.speculates:
-            return
-        if step.switch is not None:
-            self._switches.append((len(self._seconds), step.switch))
-        nodes = accepted = 0
-        for each in step.verified:
-            nodes += each.num_drafted
-            accepted += each.num_accepted
-        self._seconds.append(step.step_s)
-        self._counts.append((step.num_running, len(step.verified), nodes, accepted))
-
-    def series(self) -> RolloutSeries | None:
-        """Return the series; None if the engine does not speculate."""
-        if not self._seconds:
-            return None
-        running, drafts, nodes, accepted = zip(*self._counts, strict=True)
-        return RolloutSeries(
-            seconds=tuple(round(second, _MICROSECONDS) for second in accumulate(self._seconds)),
-            running=running,
-            drafts=drafts,
-            nodes=nodes,
-            accepted=accepted,
-            switches=tuple(self._switches),
-        )

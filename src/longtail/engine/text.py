@@ -7,6 +7,7 @@ of tokens behind a whole character does not depend on those before (`Tokenizer.d
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from typing import final
 
@@ -141,52 +142,31 @@ class AcceptedSpans:
         self, completions: Iterable[Completion], decode: Decode
     ) -> dict[str, tuple[int, ...]]:
         """Return begin, end, begin, end, ... in characters of each text with accepted drafts."""
-        texts = TokenTexts(decode)
+        cached = cache(decode)
+
+        def decode_once(tokens: Sequence[int]) -> str:
+            return cached(tuple(tokens))
+
         return {
-            each.request_id: texts.characters(each.tokens, each.text, places)
+            each.request_id: characters(each.tokens, each.text, places, decode_once)
             for each in completions
             if (places := self._places.get(each.request_id))
         }
 
 
-@final
-class TokenTexts:
-    """Texts of tokens, decoded once each.
+def characters(
+    tokens: Sequence[int], text: str, places: Sequence[int], decode: Decode
+) -> tuple[int, ...]:
+    """Convert numbers of tokens to numbers of characters of their text.
 
-    Tokens that are parts of a character are decoded together.
+    The text may end before the tokens do: stop strings and tokens after the end are cut. A
+    character of several tokens belongs to the last of them. Returns () for a text to which the
+    texts of its tokens do not add up.
     """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._texts: dict[tuple[int, ...], str] = {}
-
-    def characters(
-        self, tokens: Sequence[int], text: str, places: Sequence[int]
-    ) -> tuple[int, ...]:
-        """Convert numbers of tokens to numbers of characters of their text.
-
-        The text may end before the tokens do: stop strings and tokens after the end are cut. A
-        character of several tokens belongs to the last of them. Returns () for a text to which
-        the texts of its tokens do not add up.
-        """
-        pieces = self.pieces(tokens)
-        if not "".join(pieces).startswith(text):
-            return ()
-        ends = [0, *accumulate(map(len, pieces))]
-        return tuple(min(ends[min(place, len(tokens))], len(text)) for place in places)
-
-    def pieces(self, tokens: Sequence[int]) -> list[str]:
-        """Return the text that each token completes; joined, they are the text of all."""
-        pieces: list[str] = []
-        part: tuple[int, ...] = ()
-        for token in tokens:
-            part = (*part, token)
-            if part not in self._texts:
-                self._texts[part] = self._decode(part)
-            text = self._texts[part]
-            is_whole = not text.endswith("\ufffd") or len(part) == _CONTEXT
-            pieces.append(text if is_whole else "")
-            part = () if is_whole else part
-        if part:  # the text ends inside a character
-            pieces[-1] = text
-        return pieces
+    reader = Reader(decode, ())
+    pieces = [reader.feed([token]) for token in tokens]
+    whole = "".join(pieces)
+    if not (whole.startswith(text) or text.startswith(whole)):
+        return ()
+    ends = [0, *accumulate(map(len, pieces))]
+    return tuple(min(ends[min(place, len(tokens))], len(text)) for place in places)

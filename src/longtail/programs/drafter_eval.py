@@ -103,7 +103,6 @@ def _measurements(
                 "num_verified": len(drafts),
                 "acceptance_rate_by_depth": _rates(drafts),
                 "accept_length_by_position": _by_position(drafts),
-                "calibration_error": drafter.calibration_error,
                 "differing_share": different / len(plain),
             }
 
@@ -244,9 +243,9 @@ def _setting(measured: Mapping[str, Any]) -> tuple[str, str, str]:
 def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
     deepest = max(len(each["acceptance_rate_by_depth"]) for each in found)
     depths = [f"d{depth}" for depth in range(1, deepest + 1)]
-    title = "accept length, acceptance rate by depth, calibration error, texts that differ"
+    title = "accept length, acceptance rate by depth, texts that differ"
     table = Table(title=title, title_justify="left")
-    for name in ("", "draft", "noise", "length", *depths, "ece", "differ"):
+    for name in ("", "draft", "noise", "length", *depths, "differ"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in found:
         rates = [f"{rate:.2f}" for rate in each["acceptance_rate_by_depth"]]
@@ -255,7 +254,6 @@ def _print_table(found: Sequence[Mapping[str, Any]]) -> None:
             f"{each['accept_length']:.2f}",
             *rates,
             *([""] * (deepest - len(rates))),
-            f"{each['calibration_error']:.3f}",
             f"{each['differing_share']:.1%}",
         )
     Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)

@@ -39,10 +39,7 @@ class ConfidenceCurve:
         confidence = (hits + w * sigmoid * trust) / (trials + w)                       of the bin
         trust      = (hits + 2) / (sum of sigmoid over trials + 2)                 over all bins
 
-    `learn` only counts; the table is computed at the next use. `calibration_error` compares each
-    outcome with the table before the outcome was learned: the mean of |predicted - observed| over
-    ten bins of predictions, weighted by their counts (expected calibration error, Naeini et al.
-    2015).
+    `learn` only counts; the table is computed at the next use.
     """
 
     def __init__(self) -> None:
@@ -52,9 +49,6 @@ class ConfidenceCurve:
         # Counts since the table was computed.
         self._new_hits, self._new_trials = [0] * len(_BINS), [0] * len(_BINS)
         self._is_stale = False
-        self._predicted = [0.0] * 10
-        self._observed = [0] * 10
-        self._counts = [0] * 10
 
     def table(self) -> list[float]:
         """Return the confidence of each bin; bin i holds margins from EDGES[i - 1] to EDGES[i]."""
@@ -79,28 +73,13 @@ class ConfidenceCurve:
         for node in path:
             hits[place(EDGES, margins[node - 1])] += 1
 
-    def calibration_error(self) -> float:
-        """Return the expected calibration error of all predictions so far; 0 without any."""
-        if self._is_stale:
-            self._update()
-        total = sum(self._counts)
-        if not total:
-            return 0.0
-        gaps = (abs(p - o) for p, o in zip(self._predicted, self._observed, strict=True))
-        return math.fsum(gaps) / total
-
     def _update(self) -> None:
-        """Compare new counts with their predictions, then compute a new table."""
+        """Compute a new table with the new counts."""
         for index in _BINS:
             trials, hits = self._new_trials[index], self._new_hits[index]
             if not trials:
                 continue
             self._new_trials[index] = self._new_hits[index] = 0
-            predicted = self._table[index]
-            place = min(int(predicted * 10), 9)
-            self._predicted[place] += predicted * trials
-            self._observed[place] += hits
-            self._counts[place] += trials
             fade = _fade(self._trials[index] + trials)
             self._hits[index] = (self._hits[index] + hits) * fade
             self._trials[index] = (self._trials[index] + trials) * fade

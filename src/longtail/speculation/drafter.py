@@ -169,7 +169,7 @@ class Drafter(abc.ABC):
     """Proposes drafts; owns its state of the requests in progress."""
 
     forward_s = 0.0
-    """Seconds of the drafter's own forward passes so far."""
+    """Seconds of the drafter's own models so far."""
 
     def __init__(self) -> None:
         self.curve = ConfidenceCurve()
@@ -224,8 +224,3 @@ class Drafter(abc.ABC):
     @abc.abstractmethod
     def refresh(self) -> None:
         """Follow the target's weights, which changed in place; no request is in progress."""
-
-    @property
-    def calibration_error(self) -> float:
-        """Expected calibration error of node confidences so far."""
-        return self.curve.calibration_error()

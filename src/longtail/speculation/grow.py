@@ -49,13 +49,12 @@ class GrowingDrafter(Drafter):
             return trees
         if noise is not None and len(ready) < len(requests):
             noise = noise.rows(ready)
-        asked, drafts = [requests[at] for at in ready], None
+        asked, drafts, started = [requests[at] for at in ready], None, time.perf_counter()
         if strategy.num_expanded == 1 and strategy.width <= 2:
-            started = time.perf_counter()
             drafts = self._chains(asked, strategy, noise)
-            self.forward_s += time.perf_counter() - started
         if drafts is None:
             drafts = self.grow(asked, strategy, noise)
+        self.forward_s += time.perf_counter() - started
         for at, tree in zip(ready, drafts, strict=True):
             trees[at] = tree
         return trees
@@ -65,11 +64,8 @@ class GrowingDrafter(Drafter):
         self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
     ) -> list[DraftTree]:
         """Draft level by level for observed requests: any tree shape."""
-        walker = self._walker(requests)
         scoring = Scoring(requests=requests, noise=noise, draft_ids=self._draft_ids)
-        trees = grow(walker, scoring, strategy, self.curve)
-        self.forward_s += walker.seconds
-        return trees
+        return grow(self._walker(requests), scoring, strategy, self.curve)
 
     @abc.abstractmethod
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -98,9 +94,6 @@ class GrowingDrafter(Drafter):
 
 class Walker(abc.ABC):
     """A drafter's model, evaluated level by level for several requests at once."""
-
-    seconds = 0.0
-    """Seconds of passes so far."""
 
     @abc.abstractmethod
     def root(self) -> Float[Tensor, "requests vocab"]:
@@ -192,9 +185,7 @@ def grow(
     requests, thresholds = scoring.requests, strategy.thresholds
     last, table = deepest(requests, strategy), torch.tensor(curve.table(), dtype=torch.float64)
     limits = torch.tensor([[each.max_depth] for each in requests])
-    started = time.perf_counter()
     logits = walker.root()
-    walker.seconds += time.perf_counter() - started
     numbers = torch.zeros_like(limits)
     reach = torch.ones(limits.shape, dtype=torch.float64)
     levels: list[_Level] = []
@@ -221,9 +212,7 @@ def grow(
             tokens=level.tokens.gather(1, best).reshape(-1),
             parents=(best // strategy.width).reshape(-1),
         )
-        started = time.perf_counter()
         logits = walker.descend(frontier)
-        walker.seconds += time.perf_counter() - started
     found = _Level(*(torch.cat(parts, 1) for parts in zip(*levels, strict=True)))
     return _trees(found, strategy)
 

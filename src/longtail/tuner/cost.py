@@ -43,7 +43,10 @@ _OTHER_SHARE = 0.3
 
 @final
 class TimeCurve:
-    """Seconds by number of tokens: piecewise linear and not decreasing."""
+    """Seconds by number of tokens: piecewise linear and not decreasing.
+
+    A measurement above that of a larger count is a stall of the machine, and is lowered to it.
+    """
 
     def __init__(self, counts: Sequence[int], seconds: Sequence[float]) -> None:
         assert len(counts) == len(seconds) >= 1, "a curve needs a measurement"

@@ -145,14 +145,14 @@ def test_preferred_texts_come_first_in_each_pass_and_in_a_measurement() -> None:
     numbers, held = _learned(23), _held()[:4]
     liked = {*numbers[3:17:2], held[0], held[2]}
     buffer = _buffer([_snapshot(n, 9) for n in (*numbers, *held)])
-    buffer.prefer(lambda tokens, prompt_len: tokens[0] // FAR in liked and prompt_len == PROMPT_LEN)
+    buffer.prefer(lambda tokens: tokens[0] // FAR in liked)
     first = liked & set(numbers)
     for _ in range(3):
         drawn = [_numbers(buffer.batch(9))[0] for _ in numbers]
         assert set(drawn) == set(numbers)
         assert set(drawn[: len(first)]) == first
     assert set(_numbers(buffer.heldout(18))) == {held[0], held[2]}
-    buffer.prefer(lambda tokens, _: tokens[0] // FAR not in liked)
+    buffer.prefer(lambda tokens: tokens[0] // FAR not in liked)
     assert set(_numbers(buffer.heldout(18))) == {held[1], held[3]}
 
 

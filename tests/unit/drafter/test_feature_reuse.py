@@ -78,11 +78,11 @@ class Forgetful:
 
     store: FeatureStore
 
-    def has(self, tokens: Sequence[int], prompt_len: int) -> bool:
-        return self.store.has(tokens, prompt_len)
+    def has(self, tokens: Sequence[int]) -> bool:
+        return self.store.has(tokens)
 
-    def find(self, tokens: Sequence[int], prompt_len: int) -> None:
-        assert len(tokens) >= prompt_len
+    def find(self, tokens: Sequence[int]) -> None:
+        """Find nothing."""
 
 
 def write(engine: RolloutEngine) -> list[TextSnapshot]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.growing import GrowingEngine
 from longtail.engine.request import EngineLimits
+from longtail.engine.shared import SharedEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Piece, stream
 from longtail.errors import RequestError
@@ -61,8 +61,7 @@ def test_a_stop_ends_a_completion(request_, tokens, text):
 
 
 def reading(engine: RolloutEngine, request: Request) -> Generator[Piece | Completion]:
-    one = GrowingEngine(lambda _: engine, DECODE, max_running=4, max_len=64)
-    return stream(one.run([request]), DECODE, request)
+    return stream(SharedEngine(lambda: engine).run([request]), DECODE, request)
 
 
 def test_a_stream_marks_drafted_pieces():

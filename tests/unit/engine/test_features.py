@@ -62,11 +62,9 @@ def room_for(num_rows: int) -> int:
     return -(-num_rows * ROW * 4 // 3)
 
 
-def assert_kept(
-    store: FeatureStore, model: Transformer, text: Sequence[int], prompt_len: int
-) -> None:
+def assert_kept(store: FeatureStore, model: Transformer, text: Sequence[int]) -> None:
     """All rows but the last belong to the text; the last row is NaN."""
-    rows = store.find(text, prompt_len)
+    rows = store.find(text)
     assert rows is not None, "the text is not whole"
     assert len(rows) == len(text)
     assert rows[-1].isnan().all()
@@ -99,8 +97,8 @@ def test_every_row_belongs_to_its_token_with_any_draft(family, script, limits, p
     assert (scheduler.num_preemptions > before[0]) == (limits is CROWDED)
     assert (scheduler.num_shared_tokens > before[1]) == (prompts != "apart")
     texts = [(*r.prompt_tokens, *each.tokens) for r, each in zip(requests, done, strict=True)]
-    for request, text in zip(requests, texts, strict=True):
-        assert_kept(store, model, text, len(request.prompt_tokens))
+    for text in texts:
+        assert_kept(store, model, text)
     # Each token once, however often it was computed; what is shared, once for all.
     num_rows, num_tokens = store.num_bytes // ROW, sum(len(text) - 1 for text in texts)
     assert num_rows == num_tokens if prompts == "apart" else num_rows < num_tokens
@@ -110,17 +108,15 @@ def test_a_window_of_a_text_is_found_only_where_it_is_a_beginning() -> None:
     """Inside a text, features depend on what a window does not hold."""
     model, requests = tiny_model(dtype=torch.float64), make_requests()[3:4]
     engine, store = make_engine(model)
-    (text,), prompt_len = write(engine, requests), len(requests[0].prompt_tokens)
-    for end in range(prompt_len, len(text)):
-        assert_kept(store, model, text[:end], prompt_len)
-    for start in range(1, 5):
-        for shown in range(1, 5):
-            assert store.find(text[start:], shown) is None
+    (text,) = write(engine, requests)
+    for end in range(2, len(text)):
+        assert_kept(store, model, text[:end])
+    assert all(store.find(text[start:]) is None for start in range(1, 5))
     changed = (*text[:-3], (text[-3] + 1) % 128, *text[-2:])
-    assert store.find(changed, prompt_len) is None
-    assert store.find(text[:-2], prompt_len) is not None
-    assert store.find((*text, 5), prompt_len) is None
-    assert store.find(text[:1], 1) is None
+    assert store.find(changed) is None
+    assert store.find(text[:-2]) is not None
+    assert store.find((*text, 5)) is None
+    assert store.find(text[:1]) is None
 
 
 def test_an_aborted_text_stays_and_its_name_may_be_used_again() -> None:
@@ -136,7 +132,7 @@ def test_an_aborted_text_stays_and_its_name_may_be_used_again() -> None:
     (text,) = write(engine, [second])
     assert text[: len(aborted)] != aborted
     for each in (aborted, text):
-        assert_kept(store, model, each, len(first.prompt_tokens))
+        assert_kept(store, model, each)
 
 
 @pytest.mark.parametrize("aside", [False, True], ids=["in place", "set aside"])
@@ -153,10 +149,10 @@ def test_other_weights_leave_no_feature_of_the_old_ones(aside) -> None:
     engine.load_policy(1, hf_rows(other).items())
     engine.speculate(speculation)
     assert store.num_bytes == 0
-    for request, text in zip(requests, texts, strict=True):
-        assert store.find(text, len(request.prompt_tokens)) is None
-    for request, text in zip(requests, write(engine, requests), strict=True):
-        assert_kept(store, model, text, len(request.prompt_tokens))
+    for text in texts:
+        assert store.find(text) is None
+    for text in write(engine, requests):
+        assert_kept(store, model, text)
 
 
 @pytest.mark.slow
@@ -174,9 +170,9 @@ def test_memory_is_bounded_and_dropped_texts_are_missing() -> None:
         assert max(sizes) <= max_bytes
         found = 0
         for request, each in zip(requests, done, strict=True):
-            text, prompt_len = (*request.prompt_tokens, *each.tokens), len(request.prompt_tokens)
-            if store.find(text, prompt_len) is not None:
-                assert_kept(store, model, text, prompt_len)
+            text = (*request.prompt_tokens, *each.tokens)
+            if store.find(text) is not None:
+                assert_kept(store, model, text)
                 found += 1
         assert found == len(requests) if num_rows == whole else found < len(requests)
         store.clear()
@@ -200,11 +196,11 @@ def test_a_prompt_that_was_cut_short_goes_on_behind_a_siblings() -> None:
     store = FeatureStore(Taps(final=True), 10**4)
     one, other = in_progress(6, 7, 8, 9), in_progress(6, 6, 6)
     store.add(step_of(one, 0, 2))
-    assert store.find(one.tokens[:3], 3) is None, "half a prompt is no prompt"
+    assert store.find(one.tokens[:4]) is None
     store.add(step_of(other, 0, 6))
     store.add(step_of(one, 5, 8))
     for active, num_computed in ((one, 8), (other, 6)):
-        rows = store.find(active.tokens[: num_computed + 1], 6)
+        rows = store.find(active.tokens[: num_computed + 1])
         assert rows is not None
         assert rows[:-1, 0].tolist() == list(range(num_computed))
 
@@ -214,5 +210,5 @@ def test_a_text_without_its_beginning_takes_no_memory() -> None:
     active = in_progress(3, *range(4, 9))
     store.add(step_of(active, 4, 5))
     store.add(step_of(active, 5, 7))
-    assert store.find(active.tokens, 3) is None
+    assert store.find(active.tokens) is None
     assert store.num_bytes == 0

@@ -3,13 +3,18 @@
 Tokens are words, bytes, or bytes decoded a run at a time.
 """
 
-from collections.abc import Callable, Sequence
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from longtail.engine.text import Decode, Reader, TokenTexts, ends_in_stop, final_text, find_stop
+from longtail.engine.text import (
+    Decode,
+    Reader,
+    characters,
+    ends_in_stop,
+    final_text,
+    find_stop,
+)
 from support.fakes import decode_pieces
 from support.tiny_models import sentencepiece_tokenizer
 
@@ -50,12 +55,9 @@ def test_streamed_pieces_join_to_the_text_even_of_broken_bytes(tokens):
 
 
 @given(tokens=st.lists(st.integers(0, SENTENCEPIECE.vocab_size - 1), min_size=1, max_size=40))
-def test_tokens_of_sentencepiece_are_streamed_and_measured_as_they_are_decoded(tokens):
+def test_tokens_of_sentencepiece_are_streamed_as_they_are_decoded(tokens):
     """A newline that is a byte was lost beside a cut character; first spaces were in no piece."""
-    text = SENTENCEPIECE.decode(tokens)
-    assert in_steps(tokens, SENTENCEPIECE.decode) == text
-    assume("\ufffd" not in text)  # of more than eight such bytes the pieces may differ
-    assert "".join(TokenTexts(SENTENCEPIECE.decode).pieces(tokens)) == text
+    assert in_steps(tokens, SENTENCEPIECE.decode) == SENTENCEPIECE.decode(tokens)
 
 
 @pytest.mark.parametrize("gap", [1, 20])
@@ -92,52 +94,33 @@ def test_the_streamed_text_is_the_final_text(text, stops):
     assert shown + reader.finish(final) == final
 
 
-WORDS = (" a", " bc", " def", "g", "", " ", "h i", "\n")
 SYMBOLS = ("a", " b", "\u00e9", b"\xe2\x82", b"\xac", "\U0001f600", b" c\xc3", b"\xa9")
-
-
-concatenated = decode_pieces(WORDS)
 as_bytes = decode_pieces(SYMBOLS)
-"""Byte-level tokenizers: a character may have several tokens."""
+"""A byte-level tokenizer: a character may have several tokens."""
 
 
-@pytest.mark.parametrize("decode", [concatenated, as_bytes])
-def test_spans_of_whole_characters_are_exact(decode: Callable[[Sequence[int]], str]) -> None:
-    pieces = TokenTexts(decode)
-
-    @given(
-        tokens=st.lists(st.integers(0, 7), min_size=1, max_size=30),
-        places=st.lists(st.integers(0, 34), max_size=6).map(sorted),
-        cut=st.integers(0, 3),
-    )
-    def law(tokens: list[int], places: list[int], cut: int) -> None:
-        whole = decode(tokens)
-        assume("\ufffd" not in whole)
-        text = whole[: len(whole) - cut]
-        found = pieces.characters(tokens, text, places)
-        if not "".join(pieces.pieces(tokens)).startswith(text):
-            assert found == ()  # a cut character, which no token completes
-            return
-        assert list(found) == sorted(found)
-        for place, at in zip(places, found, strict=True):
-            before = decode(tokens[:place])
-            if whole.startswith(before):  # no character is cut in two here
-                assert at == min(len(before), len(text))
-
-    law()
+@given(
+    tokens=st.lists(st.integers(0, 7), min_size=1, max_size=30),
+    places=st.lists(st.integers(0, 34), max_size=6).map(sorted),
+    cut=st.integers(0, 3),
+)
+def test_spans_of_whole_characters_are_exact(tokens, places, cut) -> None:
+    whole = as_bytes(tokens)
+    assume("\ufffd" not in whole)
+    text = whole[: len(whole) - cut]
+    found = characters(tokens, text, places, as_bytes)
+    assert list(found) == sorted(found)
+    for place, at in zip(places, found, strict=True):
+        before = as_bytes(tokens[:place])
+        if whole.startswith(before):  # no character is cut in two here
+            assert at == min(len(before), len(text))
 
 
 def test_a_character_of_several_tokens_belongs_to_the_last_of_them() -> None:
     tokens = [0, 2, 3, 4, 1, 6, 7]  # a, e with accent, two thirds and the rest of a euro sign, ...
     text = as_bytes(tokens)
     assert text == "a\u00e9\u20ac b c\u00e9"
-    texts = TokenTexts(as_bytes)
-    assert texts.pieces(tokens) == ["a", "\u00e9", "", "\u20ac", " b", "", " c\u00e9"]
     places = [0, 3, 3, 4, 5, 6, 6, 99]
-    assert texts.characters(tokens, text, places) == (0, 2, 2, 3, 5, 5, 5, 8)
-    assert texts.characters(tokens, text.upper(), places) == ()
-    assert texts.pieces([3, 4, 3]) == [
-        "",
-        "\u20ac",
-        "\ufffd",
-    ]  # from its first token on, cut behind
+    assert characters(tokens, text, places, as_bytes) == (0, 2, 2, 3, 5, 5, 5, 8)
+    assert characters(tokens, text.upper(), places, as_bytes) == ()
+    assert characters([4, *tokens], as_bytes([4, *tokens]), [1, 2], as_bytes) == (0, 2)

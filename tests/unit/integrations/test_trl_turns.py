@@ -1,11 +1,9 @@
 """A trainer's prompts and rollouts: noise keys over processes and turns, and metrics."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from longtail.engine.report import RolloutMeter
+from longtail.engine.report import RolloutReport
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.session import SessionMetrics
 from longtail.integrations.trl.turns import Batch, Turns
@@ -81,9 +79,7 @@ def test_a_second_batch_of_one_step_has_keys_of_its_own() -> None:
 def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     ranks = Ranks(0, 1, torch.device("cpu"))
     metrics = SessionMetrics(ranks)
-    report = replace(
-        RolloutMeter().report(), num_generated=30, num_drafted=20, num_accepted=6, num_verified=10
-    )
+    report = RolloutReport(num_generated=30, num_drafted=20, num_accepted=6, num_verified=10)
     assert metrics.drain() == {}
     for seconds in (2.0, 4.0):
         ranks.add("rollouts", 1.0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longtail.engine.text import TokenTexts
+from longtail.engine.text import Reader
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.model import save_model
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
@@ -96,7 +96,8 @@ def test_markup_in_pairs_is_text_even_if_it_is_special():
     tokens = [1, *range(last - 6, last), 2]  # <s>, these names, </s>
     assert tokenizer.decode(tokens) == "<think></think>[THINK][/THINK]"
     assert set(tokenizer.ends.special) == {"<unk>", "<s>", "</s>", "<|turn|>", "<end>"}
-    assert "".join(TokenTexts(tokenizer.decode).pieces(tokens)) == tokenizer.decode(tokens)
+    reader = Reader(tokenizer.decode, ())
+    assert "".join(reader.feed([token]) for token in tokens) == tokenizer.decode(tokens)
 
 
 def test_special_tokens_may_lack_an_embedding_but_not_those_of_a_text():

@@ -7,7 +7,7 @@ import pytest
 
 from longtail.cluster.records import RolloutResult, ShardResult, TaskResult
 from longtail.config.rl import RunSection, load
-from longtail.engine.report import RolloutMeter
+from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import TRAINING, RolloutSeries
 from longtail.generator import Switch
 from longtail.rl.grading.pool import Graded
@@ -24,12 +24,12 @@ ROLLOUT = Rollout(
 )
 
 SERIES = RolloutSeries(
-    seconds=(0.004, 0.007),
-    running=(8, 8),
-    drafts=(0, 8),
-    nodes=(0, 19),
-    accepted=(0, 11),
-    switches=((1, Switch(drafts=True, reason="it pays")),),
+    seconds=[0.004, 0.003],
+    running=[8, 8],
+    drafts=[0, 8],
+    nodes=[0, 19],
+    accepted=[0, 11],
+    switches=[(1, Switch(drafts=True, reason="it pays"))],
 )
 
 
@@ -39,7 +39,7 @@ def _record(
     drafted: Mapping[str, tuple[int, ...]] | None = None,
 ) -> StepRecord:
     """Return the records of a step of one worker."""
-    report = RolloutMeter().report()
+    report = RolloutReport()
     shard = ShardResult(completions=(), report=report, series=series, drafted=drafted or {})
     shards = (TaskResult(worker=0, result=shard),)
     rollout = RolloutResult(completions=(), shards=shards, spots=(), seconds=1.0)

@@ -1,12 +1,11 @@
 from dataclasses import replace
 
-from longtail.engine.report import RolloutMeter, merge_reports
+from longtail.engine.report import RolloutReport, merge_reports
 from longtail.run.step_metrics import rollout_metrics
 from longtail.types import Completion
 from support.rollouts import completion
 
-REPORT = replace(
-    RolloutMeter().report(),
+REPORT = RolloutReport(
     **{"seconds": 2.0, "engine_s": 2.0, "forward_s": 1.0, "sample_s": 0.5, "running_s": 6.0},
     **{"num_steps": 10, "num_generated": 40, "num_computed": 50, "max_running": 4},
 )

@@ -24,8 +24,8 @@ from longtail.cluster.workers.components import WorkerComponents
 from longtail.drafter.training.buffer import TextSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.drafter.weights import DrafterWeights
-from longtail.engine.report import RolloutMeter
-from longtail.engine.rollout_log import RolloutLog
+from longtail.engine.report import RolloutReport
+from longtail.engine.rollout_log import RolloutSeries
 from longtail.engine.text import AcceptedSpans
 from longtail.errors import NonFiniteError
 from longtail.generator import StepReport
@@ -76,14 +76,14 @@ class Worker:
 
         `learns`: the result has the sums over these completions, if the drafter learns from sums.
         """
-        generator, meter, log = self._components.generator, RolloutMeter(), RolloutLog()
+        generator, report, series = self._components.generator, RolloutReport(), RolloutSeries()
         accepted, texts = AcceptedSpans(), self._texts_of(learns)
         names, self._finished = {each.request_id for each in requests}, []
         self._progress = Progress(beats=self._beats)
 
         def on_step(step: StepReport) -> None:
-            meter.add(step)
-            log.add(step)
+            report.add(step)
+            series.add(step)
             accepted.add(step)
             step.raise_failure(names)
             self._on_step(step)
@@ -101,8 +101,8 @@ class Worker:
                 generator.abort(name)
         return ShardResult(
             completions=tuple(completions),
-            report=meter.report(),
-            series=log.series(),
+            report=report,
+            series=series if series.seconds else None,
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
             sums=None if texts is None else texts.take(),
         )

@@ -145,10 +145,10 @@ class DrafterBuffer:
                 self._put(key, tokens, text.prompt_len, text.is_finished, drawn)
                 self._evict()
 
-    def prefer(self, is_preferred: Callable[[Sequence[int], int], bool]) -> None:
-        """Draw the texts first for whose tokens and prompt length `is_preferred` is true now."""
+    def prefer(self, is_preferred: Callable[[Sequence[int]], bool]) -> None:
+        """Draw the texts first for whose tokens `is_preferred` is true now."""
         for kept in self._texts.values():
-            kept.is_preferred = is_preferred(kept.tokens.tolist(), kept.prompt_len)
+            kept.is_preferred = is_preferred(kept.tokens.tolist())
 
     def batch(self, num_tokens: int, *, max_len: int | None = None) -> tuple[TextWindow, ...]:
         """Draw training texts of at most `num_tokens` tokens in all; empty if there are none.

@@ -93,10 +93,10 @@ def _rank(replica: Replica) -> float:
 class StateStore(Protocol):
     """The target's states at the tokens of texts that an engine generated."""
 
-    def has(self, tokens: Sequence[int], prompt_len: int) -> bool:
+    def has(self, tokens: Sequence[int]) -> bool:
         """Return whether the states of a text are there."""
 
-    def find(self, tokens: Sequence[int], prompt_len: int) -> Tensor | None:
+    def find(self, tokens: Sequence[int]) -> Tensor | None:
         """Return the states of a text at each token, under the target's present weights, or None.
 
         They are those of `eagle.target_states.training_taps`. The last row is never read.
@@ -257,7 +257,7 @@ class SpotTrainer:
         self._trainer.reader.found = found = dict[tuple[int, ...], Tensor]()
         if self._store is not None:
             for each in chosen:
-                states = self._store.find(each.text.tokens, each.text.prompt_len)
+                states = self._store.find(each.text.tokens)
                 if states is not None:
                     found[each.tokens] = states[each.start : each.start + len(each.tokens)]
         return chosen

@@ -29,17 +29,13 @@ _STEPS_READ = 8
 
 @final
 class Observations:
-    """Tokens that the readers have not read yet. Some readers may be missing.
-
-    `before` are those of an earlier speculation, whose tokens its successor still observes.
-    """
+    """Tokens that the readers have not read yet. Some readers may be missing."""
 
     def __init__(
         self,
         drafters: Sequence[Drafter],
         statistics: Statistics | None,
         store: FeatureStore | None,
-        before: "Observations | None",
     ) -> None:
         self._drafters, self._statistics, self._store = drafters, statistics, store
         self.taps = NO_TAPS
@@ -51,10 +47,6 @@ class Observations:
         self._written = ObservationQueue(max_bytes=sys.maxsize)
         self._finished: list[str] = []
         """Finished requests that drafters without taps still remember."""
-        if before is not None and before.taps == self.taps:
-            self._queue.inherit(before._queue)
-        if store is not None and (before is None or before._store is not store):
-            store.clear()  # the weights may have changed meanwhile
 
     @property
     def num_waiting(self) -> int:
@@ -108,9 +100,9 @@ class Observations:
         self._forget_finished()
 
     def detach(self, successors: Sequence[Drafter], unfinished: Iterable[str]) -> None:
-        """Remove all requests from the drafters that are not among the successors."""
+        """Pass all waiting tokens; remove the requests from drafters without successor."""
+        self.send()
         self._read_written()
-        self._forget_finished()
         for drafter in self._drafters:
             if not any(drafter is each for each in successors):
                 for request_id in unfinished:

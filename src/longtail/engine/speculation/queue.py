@@ -92,11 +92,6 @@ class ObservationQueue:
         ):
             self._num_bytes -= _size(self._steps.popleft().features)
 
-    def inherit(self, other: "ObservationQueue") -> None:
-        """Append the steps of another queue."""
-        for step in other._steps:
-            self.add(step)
-
     def clear(self) -> None:
         """Drop all steps."""
         self._steps.clear()
@@ -109,8 +104,7 @@ class ObservationQueue:
         step that ends a prompt is the last of its batch: siblings of that prompt come later.
         """
         steps = list(self._steps)
-        self._steps.clear()
-        self._num_bytes = 0
+        self.clear()
         part: list[Computed] = []
         for step in steps:
             part.append(step)

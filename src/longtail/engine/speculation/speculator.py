@@ -11,7 +11,7 @@ never preempts a request. All cuts of drafts after `Drafter.propose` are made he
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import final
 
 from jaxtyping import Float
@@ -92,20 +92,22 @@ class SpeculationReport:
     tuner_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Step:
-    """A step that is planned, with the drafts proposed for it."""
+    """A step: its plan, the drafts proposed for it, then its draws and its outcome."""
 
     began_s: float
     batch: Batch
     plan: Plan
     requests: Sequence[ActiveRequest] = ()
     """Requests for which drafts are proposed, in order."""
-    proposals: Sequence[Sequence[DraftTree]] = ()
+    proposals: list[list[DraftTree]] = field(default_factory=list)
     """Trees by drafter of the plan, then by request."""
-    timings: tuple[DraftTiming, ...] = ()
+    timings: list[DraftTiming] = field(default_factory=list)
     catch_up_s: float = 0.0
     """Seconds in which drafters observed the tokens of several steps, after a pause of drafting."""
+    accepted: Mapping[str, Accepted] = field(default_factory=dict)
+    outcome: Outcome | None = None
 
 
 @final
@@ -120,12 +122,10 @@ class Speculator:
         speculation: Speculation,
         config: ModelConfig,
         costs: CostModel | None,
-        before: "Speculator | None",
     ) -> None:
         self.speculation, self.drafters = speculation, speculation.ready
-        observed: Observations | None = None if before is None else before.observations
         self.observations: Observations = Observations(
-            self.drafters, speculation.texts, speculation.features, observed
+            self.drafters, speculation.texts, speculation.features
         )
         assert costs is not None or not speculation.needs_costs, "costs are measured first"
         self._costs = costs
@@ -137,8 +137,8 @@ class Speculator:
         self._watch, self._forward_before = Stopwatch(), 0.0
         self._step: _Step | None = None
         """The step in progress."""
-        self._feedback: tuple[_Step, Mapping[str, Accepted], Outcome] | None = None
-        """The previous step, its draws and its outcome."""
+        self._previous: _Step | None = None
+        """The step before, until its feedback is applied."""
         self._is_drafting = True
         """Whether the last plan drafts; probes do not count."""
         self._switch: Switch | None = None
@@ -158,16 +158,9 @@ class Speculator:
             step = self._step = self._plan(scheduled, spare_tokens)
             if not step.requests:
                 return scheduled
-            step = self._step = self._propose(step, sampler)
+            self._propose(step, sampler)
             drafts = self._select(step, try_grow)
-            return [
-                Scheduled(
-                    active=each.active,
-                    num_tokens=each.num_tokens,
-                    draft=drafts.get(each.active, EMPTY),
-                )
-                for each in scheduled
-            ]
+            return [replace(each, draft=drafts.get(each.active, EMPTY)) for each in scheduled]
 
     def record(
         self,
@@ -190,10 +183,11 @@ class Speculator:
             verified = tuple(_verified(each, accepted[each.active.request_id]) for each in drafted)
             step, self._step = self._step, None
             apart_s = sum(each.seconds for each in step.timings) + step.catch_up_s + learned_s
-            outcome = Outcome(
+            step.accepted, self._previous = accepted, step
+            step.outcome = Outcome(
                 batch=step.batch,
                 plan=step.plan,
-                timings=step.timings,
+                timings=tuple(step.timings),
                 catch_up_s=step.catch_up_s,
                 num_drafts=len(drafted),
                 num_nodes=sum(each.num_drafted for each in verified),
@@ -201,7 +195,6 @@ class Speculator:
                 num_expected=sum((sum(each.draft.reach) for each in drafted), 0.0),
                 verify_s=self._clock() - step.began_s - apart_s,
             )
-            self._feedback = step, accepted, outcome
             switch, self._switch = self._switch, None
             if is_last:
                 self.end()
@@ -247,38 +240,32 @@ class Speculator:
                 if plan is not PLAIN and not plan.is_probe and drafts != self._is_drafting:
                     self._is_drafting = drafts
                     self._switch = Switch(drafts=drafts, reason=plan.reason)
-        if plan.strategy is None:
-            return _Step(began_s=began_s, batch=batch, plan=plan)
-        requests = [
-            each.active
-            for each in scheduled
-            if each.draws and each.num_tokens == 1 and self._depth_limit(each.active) > 0
-        ]
-        return _Step(
-            began_s=began_s, batch=batch, plan=plan, requests=requests[: plan.num_requests]
-        )
+        step = _Step(began_s=began_s, batch=batch, plan=plan)
+        if plan.strategy is not None:
+            requests = [each.active for each in scheduled if each.draws and each.num_tokens == 1]
+            usable = [each for each in requests if self._depth_limit(each) > 0]
+            step.requests = usable[: plan.num_requests]
+        return step
 
-    def _propose(self, step: _Step, sampler: Sampler) -> _Step:
-        """Return the step with each drafter's proposals, cut to the depth that can be used.
+    def _propose(self, step: _Step, sampler: Sampler) -> None:
+        """Ask each drafter for proposals, cut to the depth that can be used.
 
         Drafters observe first. That is part of the first one's seconds, unless drafting paused.
         """
         assert step.plan.strategy is not None, "only a plan that drafts has requests"
         started_s, paused = self._clock(), self.observations.num_waiting > 1
         self.observations.send()
-        catch_up_s = self._clock() - started_s if paused else 0.0
-        started_s += catch_up_s
+        if paused:
+            step.catch_up_s = self._clock() - started_s
+            started_s += step.catch_up_s
         noise = sampler.for_drafts(step.requests) if self.speculation.coupled else None
         draftable = [each.draftable(self._depth_limit(each)) for each in step.requests]
-        proposals: list[list[DraftTree]] = []
-        timings: list[DraftTiming] = []
         for index in step.plan.drafters:
             found = self.drafters[index].propose(draftable, step.plan.strategy, noise)
             trees = [
                 cut_depth(tree, each.max_depth) for tree, each in zip(found, draftable, strict=True)
             ]
-            depths = [tree.depth for tree in trees]
-            ended_s = self._clock()
+            depths, ended_s = [tree.depth for tree in trees], self._clock()
             timing = DraftTiming(
                 drafter=index,
                 num_requests=len(trees),
@@ -287,9 +274,8 @@ class Speculator:
                 seconds=ended_s - started_s,
             )
             started_s = ended_s
-            proposals.append(trees)
-            timings.append(timing)
-        return replace(step, proposals=proposals, timings=tuple(timings), catch_up_s=catch_up_s)
+            step.proposals.append(trees)
+            step.timings.append(timing)
 
     def _select(
         self, step: _Step, try_grow: Callable[[str, int], bool]
@@ -310,13 +296,13 @@ class Speculator:
         A drafter learns how far its proposals match, nodes not verified included. The drafters'
         seconds are a cost of the drafts that they learn from, and count towards that step.
         """
-        if self._feedback is None:
+        step, self._previous = self._previous, None
+        if step is None or step.outcome is None:
             return 0.0
-        started_s = self._clock()
-        (step, accepted, outcome), self._feedback = self._feedback, None
+        started_s, outcome = self._clock(), step.outcome
         for timing, trees in zip(step.timings, step.proposals, strict=True):
             kept = [
-                (tree, accepted[active.request_id].tokens)
+                (tree, step.accepted[active.request_id].tokens)
                 for tree, active in zip(trees, step.requests, strict=True)
                 if tree.size
             ]

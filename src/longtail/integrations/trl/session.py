@@ -19,8 +19,8 @@ from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.config.rl import SpotSection
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.engine import RolloutEngine
-from longtail.engine.growing import GrowingEngine
-from longtail.engine.report import RolloutMeter, RolloutReport
+from longtail.engine.report import RolloutReport
+from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.integrations.trl.patches import Ranks
@@ -33,6 +33,8 @@ from longtail.types import Completion, Request, SamplingParams
 
 FOLDER = "longtail"
 """Name of the drafter's folder in a checkpoint of the trainer."""
+_STEP_TOKENS = 512
+"""Most tokens of an engine step."""
 
 
 @final
@@ -55,18 +57,16 @@ class Session:
     ) -> None:
         self.target, self.ranks = target, ranks
         self._drafter, self._learns = drafter, learns
-        model, decode = target.model, target.tokenizer.decode
-        self.max_len = min(max_len, model.config.max_positions)
+        self.max_len = min(max_len, target.model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-        self._engines = GrowingEngine(
-            lambda limits: RolloutEngine(model, decode, limits, policy_version=self._num_pulls),
-            decode,
+        self._limits = EngineLimits(
             max_running=max_running,
+            max_step_tokens=max(_STEP_TOKENS, max_running),
             max_len=self.max_len,
         )
+        self._engine: RolloutEngine | None = None
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
-        self._num_pulls = 0
         self._speculation: Speculation | None = None
         self._initial: LoadedDrafter | None = None
         self._texts: Statistics | None = None
@@ -77,20 +77,21 @@ class Session:
 
     def pull(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Take the trainer's weights, by Hugging Face's names; the first ones open drafters."""
-        number = self._num_pulls + 1
-        if (engine := self._engines.present) is None:
-            write_hf(self.target.model, parameters, f"pull {number}")
-        else:
-            engine.load_policy(number, parameters)
-        self._num_pulls = number
-        if number == 1:
-            self._open_drafters()
+        if self._engine is not None:
+            self._engine.load_policy(self._engine.policy_version + 1, parameters)
+            return
+        model = self.target.model
+        write_hf(model, parameters, "pull 1")
+        decode = self.target.tokenizer.decode
+        self._engine = RolloutEngine(model, decode, self._limits, policy_version=1)
+        self._open_drafters()
 
     def generate(
         self, prompts: Sequence[Tokens], params: SamplingParams, batch: Batch
     ) -> list[Completion]:
         """Return one completion of each prompt, in order; drafters learn none of evaluations."""
-        assert self._num_pulls, "weights were pulled"
+        engine = self._engine
+        assert engine is not None, "weights were pulled"
         samples, is_first = self._turns.begin(prompts, batch)
         begins = is_first and batch.is_training
         if begins:
@@ -109,14 +110,13 @@ class Session:
         ]
         if self._texts is not None:
             self._texts.is_on = batch.is_training
-        meter, began = RolloutMeter(), time.perf_counter()
+        report, began = RolloutReport(), time.perf_counter()
         with compute_threads(self._threads):
-            engine = self._engines.ready(requests)
             if engine.speculation is not self._speculation:
                 engine.speculate(self._speculation)
-            completions = engine.generate(requests, meter.add)
+            completions = engine.generate(requests, report.add)
         if batch.is_training:
-            self._metrics.add(meter.report(), time.perf_counter() - began)
+            self._metrics.add(report, time.perf_counter() - began)
         if begins and self.ranks.size == 1:
             self._exchange()
         self._turns.end(samples, [each.tokens for each in completions])
@@ -173,10 +173,10 @@ class Session:
 
     def _load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
         assert self._speculation is not None, "there is a drafter"
-        if (engine := self._engines.present) is None:
+        if self._engine is None or self._engine.speculation is None:
             self._speculation.load_weights(tensors)
         else:
-            engine.load_drafter(tensors)
+            self._engine.load_drafter(tensors)
 
     def drafter(self) -> LoadedDrafter | None:
         """Copy the drafter in use; None without one that has weights."""
