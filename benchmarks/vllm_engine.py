@@ -164,8 +164,8 @@ def _export(drafter: str, subject: Subject, options: Options, place: Path) -> di
     loaded = read_drafter(drafter, target, torch.float32)
     if loaded is None:
         raise ConfigError(f"speculation.drafter = {drafter!r}: it has no weights to export")
-    loaded = loaded.as_eagle()
-    write_layout(place, rounded(loaded, DTYPES[options.dtype]), target.model)
+    loaded = rounded(loaded, DTYPES[options.dtype])
+    write_layout(place, loaded, target.model)
     return {"drafter": str(place), "method": loaded.kind.vllm}
 
 

@@ -58,7 +58,7 @@ RUN = (
 """A worker decodes two at a time, and one of two has twice as many requests: the other idles."""
 LEARNERS = {
     "full weights": (),
-    "adapters": ("--learner.lora.rank=8", "--learner.lora.dropout=0.1"),
+    "adapters": ("--learner.lora.rank=8",),
     "dynamic sampling": ("--learner.loss=dapo", "--learner.max_refills=1"),
     "shards": ("--learner.sharding=full",),
     "episodes": (

@@ -27,7 +27,8 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.formats.eagle_files import export_drafter, load_published
+from longtail.drafter.formats.eagle_files import load_published
+from longtail.drafter.formats.layouts import export_drafter
 from longtail.drafter.ridge.layer import RidgeConfig
 from longtail.drafter.ridge.sums import TextSums
 from longtail.errors import LongtailError
@@ -37,16 +38,11 @@ from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.transformer import Transformer
 from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import DrafterStore
-from longtail.run.summary import read_metrics, summarize_run
 from longtail.speculation.strategy import Strategy
-from longtail.system.cache import build_once
-from longtail.view.report import render
-from longtail.view.run_files import open_runs
 from support.causal import random_model
 from support.eagle_requests import ridge_layer, text
 from support.engine_requests import draftable, features_of, observed
 from support.published import our_drafter, target_of_six
-from support.synthetic_run import append_steps
 from support.tiny_models import save_tiny, tiny_model, tiny_tokenizer
 
 CONFIG = '[model]\npath = "m"\n'
@@ -106,7 +102,7 @@ def read_drafter(path: Path) -> Any:
 
 
 def export(path: Path) -> None:
-    export_drafter(path, eagle(), target(), tokenizer(), torch.float32)
+    export_drafter(path, eagle(), target(), torch.float32)
 
 
 def read_export(path: Path) -> Any:
@@ -141,7 +137,7 @@ def sizes(tensors: dict[str, Tensor]) -> dict[str, list[float]]:
 
 
 def write_state(path: Path) -> None:
-    tensors = {"drafter/w": torch.linspace(0, 1, 100), "buffer/tokens": torch.arange(9).int()}
+    tensors = {"drafter/w": torch.linspace(0, 1, 100)}
     for step in (1, 2):
         DrafterStore(path).save(step, DrafterState(tensors=tensors, numbers={"version": 3}))
 
@@ -160,25 +156,6 @@ def read_adapters(path: Path) -> Any:
     return sizes(dict(adapted().read(path)))
 
 
-def cached(path: Path) -> Any:
-    """Build an entry of the cache, or use what is there."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LONGTAIL_CACHE", str(path))
-        return (build_once("kernels", "one", build) / "kernel.c").read_text()
-
-
-def build(path: Path) -> None:
-    path.mkdir()
-    (path / "kernel.c").write_text("int x;" * 99)
-
-
-def read_logs(path: Path) -> Any:
-    assert "</html>" in render(open_runs([str(path)])[0])
-    return summarize_run(
-        read_metrics(path / "metrics.jsonl"), steps=2, reward_after=1.0, seconds=1.0
-    )
-
-
 PLACES = {
     "ridge drafter": Place(lambda path: ridge().save(path), read_drafter),
     "eagle drafter": Place(lambda path: eagle().save(path), read_drafter),
@@ -187,8 +164,6 @@ PLACES = {
     "run": Place(write_run, read_run, has_digests=True),
     "drafter of a run": Place(write_state, read_state, has_digests=True),
     "adapters": Place(lambda path: adapted().save(path, ()), read_adapters),
-    "cache": Place(cached, cached, has_digests=True),
-    "logs": Place(lambda path: append_steps(path, 1, 2), read_logs),
 }
 
 

@@ -52,12 +52,11 @@ VARIANTS = {
             "--rollout.temperature=0.9",
         ],
     ),
-    "adapters with dropout, KL, several updates": (
+    "adapters, KL, several updates": (
         EVALUATED + GRADED + 5,
         [
             "--learner.lora.rank=16",
             "--learner.learning_rate=0.05",
-            "--learner.lora.dropout=0.1",
             "--learner.kl_coef=0.01",
             "--learner.gradient_checkpointing=true",
         ],

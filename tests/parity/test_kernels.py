@@ -4,6 +4,8 @@ Both read the same float32 or bfloat16 numbers. Native arithmetic is float32, so
 by a few roundings of 2**-24 of its terms, and by 2**-9 of itself when it is stored in bfloat16.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from longtail.model.kernels import native
-from longtail.model.kernels.ops import Kernels, NativeKernels, Places, select_kernels, text_places
+from longtail.model.kernels.ops import (
+    HeadNorms,
+    Kernels,
+    NativeKernels,
+    Places,
+    select_kernels,
+    text_places,
+)
 from longtail.model.rope import Rope, RopeConfig, Rotation
 
 CPU = torch.device("cpu")
@@ -86,20 +95,17 @@ def test_rotate_is_its_definition(tokens, kv_heads, group, head_dim, dtype, seed
     heads = kv_heads * group
     qkv = random(seed, tokens, heads + 2 * kv_heads, head_dim, dtype=dtype, scale=3.0)
     weights = 1 + 0.3 * random(seed + 1, 2, head_dim, dtype=dtype)
-    q_weight, k_weight = weights if normed else (None, None)
+    norms = HeadNorms(heads, 1e-6, *(weights if normed else ()))
     positions = torch.randint(100_000, (tokens,), generator=torch.Generator().manual_seed(seed))
     kernels = native_kernels(dtype)
     rope = Rope(head_dim, RopeConfig())
     rotation = rope.rotation(positions, kernels.rotation_dtype(dtype))
     exact = TORCH.rotate(
         qkv.double(),
-        heads,
-        None if q_weight is None else q_weight.double(),
-        None if k_weight is None else k_weight.double(),
-        1e-6,
+        HeadNorms(heads, 1e-6, *(weights.double() if normed else ())),
         Rotation(cos=rotation.cos.double(), sin=rotation.sin.double()),
     )
-    mine = kernels.rotate(qkv, heads, q_weight, k_weight, 1e-6, rotation)
+    mine = kernels.rotate(qkv, norms, rotation)
     for one, other in zip(mine, exact, strict=True):
         assert one.shape == other.shape
         assert_same(one, other, terms=other.abs().amax(-1, keepdim=True))
@@ -176,7 +182,7 @@ def test_store_and_attend_rows(case):
         exact_keys[row, slot] = keys[t].double()  # one by one: the last of two at one place stays
         exact_values[row, slot] = values[t].double()
     kernels = native_kernels(dtype)
-    kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
+    kernels.store_rows(keys, values, key_rows, value_rows, places)
     assert key_rows.double().equal(exact_keys)
     assert value_rows.double().equal(exact_values)
 
@@ -284,6 +290,7 @@ def test_native_kernels_are_chosen_where_they_exist(monkeypatch):
     assert type(select_kernels(torch.float64, 64)) is Kernels
     assert type(select_kernels(torch.float32, 48)) is Kernels
     monkeypatch.setenv("LONGTAIL_NATIVE", "0")
+    monkeypatch.setattr(native, "_loaded", native._loaded.__wrapped__)
     native.functions.cache_clear()
     assert type(select_kernels(torch.float32, 64)) is Kernels
     assert native.unavailable_because() == "LONGTAIL_NATIVE=0 is set"
@@ -310,7 +317,7 @@ def test_a_missing_compiler_is_reported_once(monkeypatch, caplog):
     monkeypatch.delenv("LONGTAIL_NATIVE", raising=False)
     monkeypatch.setattr(native.platform, "system", lambda: "Linux")
     monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    native._warn_once.cache_clear()
+    monkeypatch.setattr(native, "_loaded", cache(native._loaded.__wrapped__))
     for dtype in (*DTYPES, *DTYPES):
         assert native.functions.__wrapped__(dtype) is None
         assert native.layout.__wrapped__(dtype) is None

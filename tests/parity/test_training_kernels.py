@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import native, products
-from longtail.model.kernels.ops import Kernels
-from longtail.model.kernels.products import _prefers_onednn, training_product
+from longtail.model.kernels.ops import HeadNorms, Kernels
+from longtail.model.kernels.products import training_product
 from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Transformer
@@ -96,9 +96,9 @@ def test_rotate_and_its_gradients(tokens, heads, group, half, normed, seed):
     dim, num_heads = 2 * half, heads * group
     qkv, *weights = tensors(seed, (tokens, num_heads + 2 * heads, dim), (dim,), (dim,))
     rotation = Rope(dim, RopeConfig()).rotation(torch.arange(tokens), torch.float32)
-    norms = weights if normed else (None, None)
+    norms = HeadNorms(num_heads, 1e-5, *(weights if normed else ()))
     found = both(
-        lambda kernels: torch.cat(tuple(kernels.rotate(qkv, num_heads, *norms, 1e-5, rotation)), 1),
+        lambda kernels: torch.cat(tuple(kernels.rotate(qkv, norms, rotation)), 1),
         [qkv, *(weights if normed else ())],
         seed,
     )
@@ -177,21 +177,6 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
         gradients(fast, own, seed), gradients(plain, own, seed), strict=True
     ):
         torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("vendor", "width", "onednn"),
-    [
-        ("GenuineIntel", "AVX512", False),
-        ("AuthenticAMD", "AVX512", True),
-        ("AuthenticAMD", "AVX2", False),
-        ("", "DEFAULT", True),
-    ],
-)
-def test_mkl_computes_where_it_uses_whole_vectors(vendor, width, onednn, monkeypatch):
-    monkeypatch.setattr(products.machine, "cpu_vendor", lambda: vendor)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: width)
-    assert _prefers_onednn.__wrapped__() == onednn
 
 
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):

@@ -14,7 +14,7 @@ from longtail.assembly.drafters import read_drafter
 from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.trainer import RidgeTrainer
+from longtail.drafter.ridge.trainer import RidgeTrainer, as_eagle
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_texts
@@ -42,7 +42,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     assert eagle3 is not None
     losing = eagle3.copied()
     losing.layer.norm.weight.data.neg_()
-    drafters = {"eagle3": eagle3, "losing": losing, "ridge": _ridge(prompts, asked).as_eagle()}
+    drafters = {"eagle3": eagle3, "losing": losing, "ridge": _ridge(prompts, asked)}
     for name, loaded in drafters.items():
         _write(root / name, loaded, target)
     job: dict[str, Any] = {name: str(root / name) for name in (*drafters, "saved")}
@@ -70,7 +70,7 @@ def _ridge(prompts: Sequence[tuple[int, ...]], asked: Namespace) -> LoadedDrafte
     trainer.step(list(pack_texts(texts, 1024)))
     eagle = read_drafter(str(toy.DRAFTERS["eagle1"]), target, torch.float32)
     assert eagle is not None
-    return replace(eagle, layer=trainer.layer, draft_ids=None)
+    return replace(eagle, layer=as_eagle(trainer.layer), draft_ids=None)
 
 
 def _write(path: Path, loaded: Any, target: Any) -> None:

@@ -151,11 +151,11 @@ def make_drafting(
 
     `target` has the states that it reads when it is trained by gradient.
     """
-    renewable_ids = drafter.draft_ids if drafter.head is None else None
+    changing_ids = None if drafter.kind.sums is None else drafter.draft_ids
     drafting = Drafting(
         served=DrafterWeights(
             version=0,
-            tensors=copy_parameters(drafter.layer, renewable_ids),
+            tensors=copy_parameters(drafter.layer, changing_ids),
             num_tokens=drafter.training.tokens,
             vocab_size=target.config.vocab_size,
         ),

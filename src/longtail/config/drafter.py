@@ -25,6 +25,8 @@ from longtail.config.sections import (
 )
 from longtail.system.machine import MAX_INT32
 
+Slots = Annotated[int, Field(ge=1, le=16)]
+
 
 class TargetSection(Section):
     """The model that the drafter drafts for; its weights do not change."""
@@ -43,7 +45,7 @@ class DrafterSection(Section):
     """`eagle3` reads three hidden states and learns the target's distribution; `eagle1` reads the
     last hidden state and learns to predict the next one, too; `ridge` predicts the states of a
     block of tokens by least squares, from one pass over the data and without a step size."""
-    slots: Annotated[int, Field(ge=1, le=16)] = 6
+    slots: Slots = 6
     """ridge: number of tokens of a block."""
     layers: tuple[Annotated[int, Field(le=MAX_INT32)], ...] = ()
     """eagle3: layers of the target whose input is read, in rising order; empty uses layer 2, the

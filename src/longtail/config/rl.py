@@ -30,7 +30,6 @@ from longtail.config.sections import (
     Samples,
     Seconds,
     Section,
-    Share,
     Table,
     Temperature,
     Text,
@@ -181,8 +180,6 @@ class LoraSection(Section):
     """Scale of the adapters, times the rank."""
     targets: Annotated[tuple[Name, ...], Field(min_length=1)] = ("all-linear",)
     """Modules with an adapter, by the ends of their names; `all-linear` is all but the head."""
-    dropout: Share = 0.0
-    """Fraction of an adapter's inputs that is dropped in passes with a gradient."""
 
 
 class LearnerSection(OptimizerSection):
@@ -194,7 +191,7 @@ class LearnerSection(OptimizerSection):
     unless `lora` is set, which needs `transformers`."""
     lora: LoraSection | None = None
     """Adapters (LoRA by `peft`, extra `lora`) that learn beside frozen weights: {rank = 16, alpha =
-    32, targets = ["all-linear"], dropout = 0}, each with this default; unset trains all weights."""
+    32, targets = ["all-linear"]}, each with this default; unset trains all weights."""
     loss: Name = Field(default="grpo", description=f"Policy-gradient loss: {choices(LOSSES)}.")
     advantage: Name | None = Field(
         default=None, description=f"Advantages: {choices(ADVANTAGES)}; unset, those of the loss."

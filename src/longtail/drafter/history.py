@@ -127,11 +127,8 @@ class _Root:
         lead over an unseen token: PPM's method C (Moffat 1990) takes the odds against one as count
         / distinct tokens; by measurement they grow with the context's length squared.
         """
-        if self.noise is None:
-            scored = [(log(count), token) for token, count in known.items()]
-        else:
-            noise = self.noise(level)
-            scored = [(log(count) + noise(token), token) for token, count in known.items()]
+        noise = (lambda token: 0.0) if self.noise is None else self.noise(level)
+        scored = [(log(count) + noise(token), token) for token, count in known.items()]
         scored.sort(reverse=True)
         safe = log(sum(known.values()) * length * length / len(known))
         (best, first), (second, _) = scored[:2]

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from longtail.config.drafter import DrafterTrainConfig
+from longtail.config.sections import Amount
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.data.examples import Example
 from longtail.speculation.drafter import Drafter, Taps
@@ -27,7 +28,7 @@ class DraftConfig(abc.ABC):
     recipe: str
     """Name of its kind."""
     target: ModelConfig
-    draft_vocab_size: int = 0
+    draft_vocab_size: Amount = 0
     """Number of tokens that can be drafted; 0: all."""
 
     @property
@@ -39,10 +40,6 @@ class DraftConfig(abc.ABC):
     def max_depth(self) -> int | None:
         """Most tokens of a chain; None: no limit."""
         return None
-
-    def ranges(self) -> dict[str, bool]:
-        """Return whether each field that is not the target's is in its range."""
-        return {}
 
 
 class DraftLayer(nn.Module):
@@ -65,8 +62,6 @@ class DraftLayer(nn.Module):
 class DepthReport:
     """Agreement of drafter and target on given text, at depth 1, 2, ..."""
 
-    agreement: tuple[float, ...] = ()
-    """Fraction of tokens with the same most likely token."""
     overlap: tuple[float, ...] = ()
     """Mean of sum_v min(p, q)."""
 
@@ -80,10 +75,9 @@ class DepthReport:
         return total
 
     @staticmethod
-    def of(scores: Float[Tensor, "2 depths"], counts: Sequence[int]) -> "DepthReport":
-        """Return the means of sums over `counts` rows: agreement and overlap."""
-        agreement, overlap = (scores / torch.tensor(counts)).tolist()
-        return DepthReport(agreement=tuple(agreement), overlap=tuple(overlap))
+    def of(overlaps: Float[Tensor, "depths"], counts: Sequence[int]) -> "DepthReport":
+        """Return the means of sums over `counts` rows."""
+        return DepthReport(overlap=tuple((overlaps / torch.tensor(counts)).tolist()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

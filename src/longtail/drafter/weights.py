@@ -41,16 +41,6 @@ class DrafterWeights:
     vocab_size: int = MAX_INT32
     """Number of the target's tokens."""
 
-    def has_parameters_of(self, other: "DrafterWeights") -> bool:
-        """Return whether only the draft vocabulary may differ."""
-        mine, theirs = without_ids(self.tensors), other.tensors
-        return all(name in theirs and torch.equal(mine[name], theirs[name]) for name in mine)
-
-
-def without_ids(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a drafter's parameters alone."""
-    return {name: tensor for name, tensor in tensors.items() if name != DRAFT_IDS}
-
 
 def copy_parameters(
     layer: nn.Module, draft_ids: Int[Tensor, "draft"] | None = None
@@ -68,7 +58,7 @@ def check_parameters(
     The ids of a draft vocabulary may be among both.
     """
     ids, where = wanted_ids(vocab_size), "state of another drafter"
-    wanted = {name: Kind(shape=tuple(each.shape)) for name, each in without_ids(own).items()}
+    wanted = {n: Kind(shape=tuple(each.shape)) for n, each in own.items() if n != DRAFT_IDS}
     try:
         require(where, kinds_of(tensors), wanted | dict.fromkeys({DRAFT_IDS} & tensors.keys(), ids))
     except ConfigError as error:

@@ -16,9 +16,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from longtail.model.attention import Attention
-from longtail.model.kernels.decoder import LayerWeights, NativeDecoder
+from longtail.model.kernels.decoder import NativeDecoder
 from longtail.model.kernels.linear import Linear, pack_layers
-from longtail.model.kernels.ops import CachedAttention, Kernels, NativeKernels, select_kernels
+from longtail.model.kernels.ops import (
+    CachedAttention,
+    HeadNorms,
+    Kernels,
+    NativeKernels,
+    select_kernels,
+)
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.drafter import NO_TAPS, Taps
@@ -81,14 +87,11 @@ class SelfAttention(nn.Module):
         self, x: Float[Tensor, "tokens hidden"], context: "Context"
     ) -> Float[Tensor, "tokens hidden"]:
         """Project, normalise, rotate, attend, project back."""
-        heads = context.kernels.rotate(
-            self.qkv(x).view(x.shape[0], -1, self._head_dim),
-            self._num_heads,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            self._eps,
-            context.rotation,
-        )
+        norms = HeadNorms(self._num_heads, self._eps)
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = HeadNorms(self._num_heads, self._eps, self.q_norm.weight, self.k_norm.weight)
+        qkv = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        heads = context.kernels.rotate(qkv, norms, context.rotation)
         attended = context.attention.attend(
             self._layer, heads.queries, heads.keys, heads.values, self._window
         )
@@ -286,24 +289,14 @@ def _native_decoder(model: Transformer) -> NativeDecoder | None:
     for index, layer in enumerate(model.layers):
         assert isinstance(layer, DecoderLayer)
         own, mlp = layer.attention, layer.feed_forward
-        packed = [each.native for each in (own.qkv, own.output, mlp.gate_up, mlp.down)]
-        products = [each for each in packed if each is not None]
-        if len(products) < len(packed):
+        linear = {"qkv": own.qkv, "output": own.output, "gate_up": mlp.gate_up, "down": mlp.down}
+        packed = {name: each.native for name, each in linear.items()}
+        if None in packed.values():
             return None
-        qkv, output, gate_up, down = products
-        layers.append(
-            LayerWeights(
-                attention_norm=layer.attention_norm.weight.detach(),
-                q_norm=None if own.q_norm is None else own.q_norm.weight.detach(),
-                k_norm=None if own.k_norm is None else own.k_norm.weight.detach(),
-                feed_forward_norm=layer.feed_forward_norm.weight.detach(),
-                qkv=qkv,
-                output=output,
-                gate_up=gate_up,
-                down=down,
-                window=config.window(index),
-            )
-        )
+        norms = {"attention_norm": layer.attention_norm, "q_norm": own.q_norm}
+        norms |= {"k_norm": own.k_norm, "feed_forward_norm": layer.feed_forward_norm}
+        weights = {n: None if norm is None else norm.weight.detach() for n, norm in norms.items()}
+        layers.append({**weights, **packed, "window": config.window(index)})
     return NativeDecoder(
         layers,
         model.norm.weight.detach(),

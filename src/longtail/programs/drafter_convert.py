@@ -6,7 +6,8 @@ from pathlib import Path
 
 from longtail.assembly.drafters import check_names, read_drafter
 from longtail.assembly.engine import open_model
-from longtail.drafter.formats.eagle_files import export_drafter, is_published, load_published
+from longtail.drafter.formats.eagle_files import is_published, load_published
+from longtail.drafter.formats.layouts import export_drafter
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs.drafter_eval import default_target
@@ -52,13 +53,8 @@ def run_export(args: argparse.Namespace) -> int:
     if loaded is None:
         raise ConfigError(f"{args.drafter}: it has no weights to export")
     dtype = DTYPES[args.export_dtype] if args.export_dtype else loaded.layer.dtype
-    loaded = export_drafter(Path(args.out), loaded, target.model, target.tokenizer, dtype)
-    options = {
-        "method": loaded.kind.vllm,
-        "model": args.out,
-        "num_speculative_tokens": 4,
-    }
-    recipe = loaded.layer.config.recipe
-    print(f"{recipe} drafter: {args.out}; the files were read back and hold the same tensors")
+    loaded = export_drafter(Path(args.out), loaded, target.model, dtype)
+    options = {"method": loaded.kind.vllm, "model": args.out, "num_speculative_tokens": 4}
+    print(f"{loaded.layer.config.recipe} drafter: {args.out}")
     print(f"vllm serve {target.directory} --speculative-config '{json.dumps(options)}'")
     return 0

@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import tomllib
-from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import product
@@ -45,8 +44,6 @@ from longtail.system.device import set_threads
 from longtail.types import Completion, Request, SamplingParams
 
 _MAX_RUNNING = 16
-_POSITIONS = (0, 50, 150, 300, 600, 1000)
-"""Starts of the ranges of positions (generated tokens before the step)."""
 _WIDTH = 110
 _PARENTS = 3
 """Number of folders above a drafter among which its run is."""
@@ -102,7 +99,6 @@ def _measurements(
                 "accept_length": _accept_length(drafts),
                 "num_verified": len(drafts),
                 "acceptance_rate_by_depth": _rates(drafts),
-                "accept_length_by_position": _by_position(drafts),
                 "differing_share": different / len(plain),
             }
 
@@ -110,14 +106,6 @@ def _measurements(
 def _accept_length(drafts: Sequence[Verified]) -> float:
     """Return the mean tokens per verified draft, bonus token included; 0 without any."""
     return 1 + sum(each.num_accepted for each in drafts) / len(drafts) if drafts else 0.0
-
-
-def _by_position(drafts: Sequence[Verified]) -> dict[str, float]:
-    """Return the accept length of each range of positions with drafts."""
-    found: dict[int, list[Verified]] = {start: [] for start in _POSITIONS}
-    for each in drafts:
-        found[_POSITIONS[bisect_right(_POSITIONS, each.position) - 1]].append(each)
-    return {str(start): _accept_length(own) for start, own in found.items() if own}
 
 
 def _rates(drafts: Sequence[Verified]) -> list[float]:

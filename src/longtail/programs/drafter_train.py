@@ -60,6 +60,7 @@ class DrafterTraining(steps.Training):
     batches: ExampleBatches
     corpus: Corpus
     target: TargetIdentity
+    about: tuple[str, ...]
     num_tokens: int = 0
     """Tokens trained, those before a resume included."""
     depths: DepthReport | None = None
@@ -105,18 +106,14 @@ class DrafterTraining(steps.Training):
         }
 
     def measure(self) -> dict[str, float]:
-        """Measure agreement and overlap by depth on held-out texts."""
+        """Measure the overlap by depth on held-out texts."""
         if not self.corpus.heldout:
             return {}
         packed = pack_texts(self.corpus.heldout, self.config.train.tokens_per_micro_batch)
         num_depths = max(_MEASURED_DEPTHS, self._num_unrolled)
         self.depths = depths = self.trainer.evaluate(packed, num_depths)
-        named = {"agreement": depths.agreement, "overlap": depths.overlap}
-        return {"heldout/accept_len": depths.accept_len} | {
-            f"heldout/{name}_{depth}": value
-            for name, values in named.items()
-            for depth, value in enumerate(values, 1)
-        }
+        overlaps = {f"heldout/overlap_{n}": each for n, each in enumerate(depths.overlap, 1)}
+        return {"heldout/accept_len": depths.accept_len} | overlaps
 
     def save(self, directory: RunDirectory) -> None:
         """Write a checkpoint."""
@@ -125,7 +122,6 @@ class DrafterTraining(steps.Training):
             steps=self.steps,
             tokens=self.num_tokens,
             unroll_steps=self._num_unrolled,
-            agreement=() if depths is None else depths.agreement,
             overlap=() if depths is None else depths.overlap,
             accept_len=None if depths is None else depths.accept_len,
         )
@@ -142,20 +138,6 @@ class DrafterTraining(steps.Training):
 
         state = {"cursor": self.batches.state(), "tokens": self.num_tokens}
         directory.save(self.steps, save_policy, trainer.tensors(), state)
-
-    def title(self) -> str:
-        """Return drafter and texts."""
-        layer, corpus = self.trainer.layer, self.corpus
-        count = sum(parameter.numel() for parameter in layer.parameters())
-        return (
-            f"{layer.config.recipe} drafter of {self.config.target.path}: {count:,} parameters, "
-            f"{len(corpus.training)} texts, {len(corpus.heldout)} held out"
-        )
-
-    def left_out(self) -> str:
-        """Return the number of rows that are too long or too short."""
-        why = "rows are left out: the prompt is too long, or the text is too short"
-        return f"{self.corpus.num_dropped} {why}" if self.corpus.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step, and that of its measurement."""
@@ -247,8 +229,16 @@ def assemble(
         trainer = kind.trainer(lessons, *kind.fresh(drafter, lessons), None)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
+    layer, dropped = trainer.layer, corpus.num_dropped
+    count = sum(parameter.numel() for parameter in layer.parameters())
+    title = (
+        f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
+        f"{len(corpus.training)} texts, {len(corpus.heldout)} held out"
+    )
+    why = f"{dropped} rows are left out: the prompt is too long, or the text is too short"
     return DrafterTraining(
         config=config,
+        about=(title, *([why] if dropped else [])),
         trainer=trainer,
         batches=ExampleBatches(
             corpus.training,

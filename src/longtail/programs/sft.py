@@ -45,8 +45,7 @@ class FineTuning(steps.Training):
     trainer: SftLearner
     batches: ExampleBatches
     heldout: tuple[Example, ...]
-    num_dropped: int
-    """Number of examples over `data.max_len`, which are left out."""
+    about: tuple[str, ...]
 
     @property
     def total_steps(self) -> int:
@@ -76,16 +75,6 @@ class FineTuning(steps.Training):
 
         state = {"cursor": self.batches.state()}
         directory.save(self.steps, save_policy, self.trainer.tensors(), state)
-
-    def title(self) -> str:
-        """Return model and data."""
-        config, parameters = self.config, sum(p.numel() for p in self.model.parameters())
-        return f"{config.model.path}: {parameters:,} parameters, {config.data.source}"
-
-    def left_out(self) -> str:
-        """Return the number of examples that are too long."""
-        over = f"examples over {self.config.data.max_len} tokens are left out (data.drop_long)"
-        return f"{self.num_dropped} {over}" if self.num_dropped else ""
 
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
         """Return the line of a step."""
@@ -126,7 +115,8 @@ def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
     encoder = Encoder.of(tokenizer, config.data, now)
     examples, num_dropped, origin = _examples(config, tokenizer, encoder)
     cut = len(examples) - min(_MAX_HELDOUT, len(examples) // _HELDOUT_ONE_IN)
-    own = config.train
+    own, parameters = config.train, sum(p.numel() for p in model.parameters())
+    over = f"examples over {config.data.max_len} tokens are left out (data.drop_long)"
     return FineTuning(
         config=config,
         model=model,
@@ -134,7 +124,10 @@ def assemble(config: SftConfig, now: datetime | None = None) -> FineTuning:
         trainer=SftLearner(model, own),
         batches=ExampleBatches(examples[:cut], own.batch_tokens, config.run.seed, origin),
         heldout=tuple(examples[cut:]),
-        num_dropped=num_dropped,
+        about=(
+            f"{config.model.path}: {parameters:,} parameters, {config.data.source}",
+            *([f"{num_dropped} {over}"] if num_dropped else []),
+        ),
     )
 
 

@@ -22,6 +22,8 @@ class Training(abc.ABC):
     """Model, batches and held-out data of a training program."""
 
     trainer: SftLearner | LayerTrainer
+    about: tuple[str, ...]
+    """Lines for the console: what is trained on what, and which data are left out."""
 
     @property
     def steps(self) -> int:
@@ -48,14 +50,6 @@ class Training(abc.ABC):
     @abc.abstractmethod
     def save(self, directory: RunDirectory) -> None:
         """Write a checkpoint, with the measurement of this step if there is one."""
-
-    @abc.abstractmethod
-    def title(self) -> str:
-        """Return what is trained on what."""
-
-    @abc.abstractmethod
-    def left_out(self) -> str:
-        """Return which data are left out; empty if none."""
 
     @abc.abstractmethod
     def lines(self, metrics: dict[str, float], *, is_due: bool) -> list[str]:
@@ -89,8 +83,8 @@ def run(
                 console.log(f"{checkpoint.policy}: its steps are done{more if is_given else ''}")
                 return 0
         first = f", resumed after step {training.steps}" if training.steps else ""
-        console.log(f"{training.title()}, run directory {config.run.dir}{first}")
-        for line in filter(None, (*costs(config), training.left_out())):
+        title, *others = training.about
+        for line in (f"{title}, run directory {config.run.dir}{first}", *costs(config), *others):
             console.log(line)
         return _train(config, directory, training, console)
 

@@ -3,7 +3,7 @@
     runs/example/drafter/
       initial/                  drafter directory of the drafter at the start of the run
       step_000010/
-        tensors.safetensors     the drafter's own weights, and its training texts or their sums
+        tensors.safetensors     the drafter's own weights, and the sums that they follow from
         state.json              version and cursors, and digests of both files
       .new-step_000020/         being written
 

@@ -1,7 +1,7 @@
 """Drafters that vLLM runs for a training run; EAGLE's files and weights by vLLM's names."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
-from longtail.drafter.weights import DRAFT_IDS, load_parameters
+from longtail.drafter.weights import load_parameters
 from longtail.model.transformer import Transformer
 from longtail.tuner.tuner import Tuner
 from longtail.vllm.guards import chains
@@ -42,15 +42,14 @@ def eagle_drafter(
     loaded: LoadedDrafter, target: Transformer, dtype: torch.dtype, tuner: Tuner, path: Path
 ) -> VllmDrafter:
     """Write a drafter's first weights into a new directory for vLLM."""
-    made = rounded(loaded.copied().as_eagle(), dtype)
+    made = rounded(loaded.copied(), dtype)
     assert made.kind.vllm is not None, "vLLM runs EAGLE"
     write_layout(path, made, target)
 
     def by_vllms_names(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         new = loaded.copied()
         load_parameters(new.layer, tensors)
-        new = replace(new, draft_ids=tensors.get(DRAFT_IDS, new.draft_ids))
-        return to_tensors(rounded(new.as_eagle(), dtype), target, dtype)
+        return to_tensors(rounded(new, dtype), target, dtype)
 
     return VllmDrafter(
         method=made.kind.vllm,

@@ -110,7 +110,7 @@ def test_a_run_on_a_gpu_builds_no_kernels_of_the_cpu_engine(monkeypatch, tmp_pat
     monkeypatch.setattr(precision, "run_device", lambda config: torch.device("cuda"))
     monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device: True)
     monkeypatch.setattr(native, "layout", built)
-    monkeypatch.setattr(native, "_available", built)
+    monkeypatch.setattr(native, "_loaded", built)
     config = precision.decided(train(tmp_path))
     assert choice(config) == ("bfloat16", True)
     assert precision.costs(config) == []

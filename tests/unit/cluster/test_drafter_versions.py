@@ -6,24 +6,14 @@ import pytest
 import torch
 
 from longtail.cluster.work.drafter_versions import MIN_GAIN, DrafterVersions
-from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
-from longtail.drafter.weights import DRAFT_IDS, DrafterWeights, weighted_mean
+from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.drafter.weights import weighted_mean
 from support.fake_worker import drafter
 from support.spot_training import replica
 
 
-def versions(
-    tokens: tuple[int, ...] = (2, 3), served: DrafterWeights | None = None
-) -> DrafterVersions:
-    """The versions of a drafter after a rollout of these tokens."""
-    buffer = DrafterBuffer(10**6, seed=0)
-    buffer.add(
-        TextSnapshot(
-            request_id=f"p{index}@0#0", tokens=(1, *tokens), prompt_len=1, step=1, is_finished=True
-        )
-        for index in range(40)
-    )
-    return DrafterVersions(served or drafter(0, 2.0), buffer)
+def versions() -> DrafterVersions:
+    return DrafterVersions(drafter(0, 2.0), DrafterBuffer(10**6, seed=0))
 
 
 @pytest.mark.parametrize("gain", [-0.1, 0.0, MIN_GAIN / 2, math.nan, math.inf])
@@ -85,14 +75,3 @@ def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
     assert offer.tensors["w"].item() == 4.0
     decisions = one.drain_decisions()
     assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
-
-
-def test_a_draft_vocabulary_is_renewed_when_the_texts_have_moved():
-    tensors = {"w": torch.tensor([1.0]), DRAFT_IDS: torch.tensor([5, 6])}
-    one = versions((5, 5, 7), DrafterWeights(version=0, tensors=tensors))
-    offer = one.offer([])
-    assert offer is not None
-    assert offer.tensors[DRAFT_IDS].tolist() == [5, 7]
-    assert offer.tensors["w"] is one.published.tensors["w"]
-    one.publish(offer)
-    assert one.offer([]) is None, "it covers all tokens now"

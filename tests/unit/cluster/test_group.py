@@ -138,19 +138,13 @@ def test_a_drafter_of_another_shape_is_refused():
     state = group.drafter_state()
     assert state is not None
     weight, before = state.tensors["drafter/w"], group.drafter.versions.published
-    tokens = state.tensors["buffer/tokens"]
     for change in (
         {"tensors": {**state.tensors, "drafter/more": weight}},
         {"tensors": {**state.tensors, "drafter/w": weight[None]}},
         {"tensors": {**state.tensors, "drafter/w": weight.long()}},
-        {"tensors": {"drafter/w": weight}},
         {"tensors": {**state.tensors, "drafter/draft_ids": torch.tensor([0, VOCABULARY])}},
-        {"tensors": {**state.tensors, "buffer/tokens": tokens.long()}},
-        {"tensors": {**state.tensors, "buffer/tokens": tokens - int(tokens.min()) - 1}},
-        {"tensors": {**state.tensors, "buffer/tokens": tokens + VOCABULARY}},
         {"numbers": {}},
         {"numbers": {**state.numbers, "version": "new"}},
-        {"numbers": {**state.numbers, "buffer": []}},
     ):
         with pytest.raises(CheckpointError):
             group.restore_drafter(replace(state, **change))

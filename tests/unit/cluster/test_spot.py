@@ -54,7 +54,7 @@ def test_spot_workers_receive_each_text_once_and_longer_versions_of_unfinished_o
     assert finished == {"p1@0#0": 1, "p2@0#0": 1}
 
 
-def test_restored_texts_are_sent_to_spot_workers(tmp_path):
+def test_a_restored_drafter_is_served_and_learns_on():
     pool = ScriptedPool(2)
     group = begun(pool)
     step(group, 1)
@@ -65,7 +65,7 @@ def test_restored_texts_are_sent_to_spot_workers(tmp_path):
     assert resumed.drafter.versions.published.version == state.numbers["version"]
     assert all(each.served.version == state.numbers["version"] for each in again.workers)
     resumed.rollout(2, requests(50, 10, first=5))
-    assert {each.step for each in again.workers[1].received} == {1, 2}
+    assert {each.step for each in again.workers[1].received} == {2}
     step(resumed, 3)
     assert resumed.drafter.versions.published.version > state.numbers["version"]
 

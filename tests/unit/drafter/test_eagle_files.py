@@ -13,10 +13,9 @@ from torch import Tensor
 from longtail.assembly.drafters import Target, open_drafter
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.formats import eagle_files
-from longtail.drafter.formats.eagle_files import export_drafter, load_published
-from longtail.drafter.formats.layouts import layers_of, to_config
-from longtail.errors import CheckpointError, ConfigError
+from longtail.drafter.formats.eagle_files import load_published
+from longtail.drafter.formats.layouts import export_drafter, layers_of, to_config
+from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields
 from longtail.model.hf.weights import SINGLE_FILE, read_tensors
@@ -146,7 +145,7 @@ def load(path, target: Target, **more):
 
 
 def export(path, target: Target, loaded, dtype=torch.float32):
-    return export_drafter(path, loaded, target.model, target.tokenizer, dtype)
+    return export_drafter(path, loaded, target.model, dtype)
 
 
 def both_scores(path, loaded, target: Target):
@@ -179,7 +178,6 @@ def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, form):
     assert (None if again.draft_ids is None else again.draft_ids.tolist()) == (
         list(DRAFT_IDS) if reduced else None
     )
-    assert again.trained_on == loaded.trained_on
     assert replace(again.layer.config, feature_scale=1.0) == loaded.layer.config
     assert same(folded(loaded), folded(again))
     assert [each.name for each in tmp_path.iterdir()] == ["d"]
@@ -190,35 +188,6 @@ def test_an_exported_drafter_is_imported_bit_for_bit(tmp_path, target, form):
     # Sums of some hundred terms of size 1 in float64, in another order.
     torch.testing.assert_close(theirs[:, drafted], mine, rtol=0, atol=1e-12)
     torch.testing.assert_close(their_feature, feature, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["norm.weight", "midlayer.self_attn.k_proj.weight", "d2t"])
-def test_an_export_that_reads_back_differently_is_not_put_in_its_place(
-    tmp_path, target, monkeypatch, name
-):
-    def spoil(path, *rest):
-        write(path, *rest)
-        tensors = read_tensors(path)
-        tensors[name].view(-1)[0] += 1
-        save(tensors, path / SINGLE_FILE)
-
-    write = eagle_files.write_layout
-    monkeypatch.setattr(eagle_files, "write_layout", spoil)
-    loaded = our_drafter(target.model, target.tokenizer, reduced=True)
-    with pytest.raises((CheckpointError, ConfigError)):
-        export(tmp_path / "d", target, loaded)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_bfloat16_export_keeps_the_ids_whole(tmp_path, target):
-    loaded = our_drafter(target.model, target.tokenizer, reduced=True)
-    export(tmp_path / "d", target, loaded, torch.bfloat16)
-    found = read_tensors(tmp_path / "d")
-    assert found["fc.weight"].dtype == torch.bfloat16
-    assert found["d2t"].tolist() == [1, 4, 5, 27, 60, 95]
-    assert found["t2d"].nonzero().flatten().tolist() == list(DRAFT_IDS)
-    rows = target.model.head.weight[list(DRAFT_IDS)].to(torch.bfloat16)
-    assert torch.equal(found["lm_head.weight"], rows)
 
 
 def test_an_export_has_the_fields_that_vllm_loads(target):

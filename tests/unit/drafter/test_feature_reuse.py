@@ -148,18 +148,3 @@ def test_a_window_has_the_states_of_its_whole_text() -> None:
             torch.testing.assert_close(states, expected, rtol=0.0, atol=1e-12)
             cut.add((window.start > 0, len(window.tokens) < len(window.text.tokens)))
     assert cut == {(False, False), (False, True), (True, True)}
-
-
-def test_a_measured_text_is_computed_once_and_measures_the_same():
-    place = Workplace.at("eagle1")
-    spot = place.spot(reuses=False)
-    texts = [Example(tokens=text.tokens, prompt_len=text.prompt_len) for text in place.own[-2:]]
-    packs = pack_texts(texts, 100)
-    trainer = spot._trainer
-    expected = trainer.evaluate(packs, 2)
-    place.num_computed = 0
-    with trainer.reader.reading_once():
-        assert [trainer.evaluate(packs, 2) for _ in range(3)] == [expected] * 3
-    assert place.num_computed == sum(len(text.tokens) for text in texts)
-    assert trainer.evaluate(packs, 2) == expected  # afterwards the target may change
-    assert place.num_computed == 2 * sum(len(text.tokens) for text in texts)

@@ -1,19 +1,12 @@
-"""Names of models: what each stands for, and one clear sentence where it stands for nothing.
+"""Names of models: what each stands for, and one clear sentence where it stands for nothing."""
 
-Models of the hub come through its own client, from a stand-in of the hub on this machine.
-"""
-
-import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import shutil
 from pathlib import Path
-from threading import Thread
 
+import huggingface_hub
 import pytest
-from huggingface_hub import close_session
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
 
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config
@@ -22,99 +15,12 @@ from longtail.model.sources.hub import is_hub_id, resolve
 from support.gguf_files import VOCAB_SIZE, tokens, write_gguf
 from support.tiny_models import save_tiny, tiny_model
 
-COMMIT = "1234567890" * 4
-BRANCHES = ("main", "v2", COMMIT)
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@dataclass
-class FakeHub:
-    """Repositories by id, each with its files; requests are recorded.
-
-    Example: FakeHub(files={"owner/name": {"config.json": b"{}"}})
-    """
-
-    files: Mapping[str, Mapping[str, bytes]]
-    gated: frozenset[str] = frozenset()
-    is_down: bool = False
-    asked: list[str] = field(default_factory=list)
-
-    def downloads(self) -> set[str]:
-        """Return the names of all files that were sent."""
-        sent = [path for path in self.asked if path.startswith("GET:") and "/resolve/" in path]
-        return {path.rpartition("/")[2] for path in sent}
-
-
-def _answer(hub: FakeHub, method: str, path: str) -> tuple[int, dict[str, str], bytes]:
-    """Return status, headers and content of the answer to a request."""
-    hub.asked.append(f"{method}:{path}")
-    if hub.is_down:
-        return 503, {}, b"down"
-    words = path.partition("?")[0].strip("/").split("/")
-    if words[:2] == ["api", "models"]:
-        return _about(hub, "/".join(words[2:4]), words[4:])
-    repository, name = "/".join(words[:2]), "/".join(words[4:])
-    if repository in hub.gated:
-        return 403, {"X-Error-Code": "GatedRepo"}, b""
-    content = hub.files.get(repository, {}).get(name)
-    if content is None:  # the client asks for more than models
-        return 404, {"X-Error-Code": "EntryNotFound"}, b""
-    digest = hashlib.sha256(content).hexdigest()
-    return 200, {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT}, content
-
-
-def _about(hub: FakeHub, repository: str, words: list[str]) -> tuple[int, dict[str, str], bytes]:
-    if repository not in hub.files:
-        return 401, {"X-Error-Code": "RepoNotFound"}, b""
-    revision = words[1] if len(words) > 1 else "main"
-    if revision not in BRANCHES:
-        return 404, {"X-Error-Code": "RevisionNotFound"}, b""
-    files = hub.files[repository]
-    if words[:1] == ["tree"]:
-        rows = [
-            {"type": "file", "path": name, "size": len(content), "oid": "0" * 40}
-            for name, content in files.items()
-        ]
-        return 200, {}, json.dumps(rows).encode()
-    siblings = [{"rfilename": name} for name in files]
-    about = {"_id": "1", "id": repository, "sha": COMMIT, "siblings": siblings}
-    return 200, {}, json.dumps(about).encode()
-
-
-@contextmanager
-def serve(hub: FakeHub) -> Iterator[str]:
-    """Serve the hub on a port of this machine, and yield its address."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def _send(self) -> None:
-            status, headers, content = _answer(hub, self.command, self.path)
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-        do_GET = do_HEAD = _send  # noqa: N815  (the names that http.server calls)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def use(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path, *, offline: bool) -> None:
-    """Point huggingface_hub at the server of an address."""
-    from huggingface_hub import constants
-
+def unreachable(monkeypatch: pytest.MonkeyPatch, cache: Path, *, offline: bool) -> None:
+    """Point huggingface_hub at an address where nothing listens, and at a cache."""
+    address = "http://127.0.0.1:9"
     template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
@@ -122,84 +28,69 @@ def use(monkeypatch: pytest.MonkeyPatch, address: str, cache: Path, *, offline: 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
 
-pytestmark = pytest.mark.filterwarnings("ignore")
-
-
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """Files of a repository: a model, and what is never fetched."""
-    folder = tmp_path_factory.mktemp("repository")
-    save_tiny(folder)
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    left = ("pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors", "README.md")
-    return found | dict.fromkeys((*left, "consolidated.safetensors"), b"x")
-
-
-@pytest.fixture
-def hub(files, tmp_path, monkeypatch) -> Iterator[FakeHub]:
-    """A hub with a model, one behind a licence and one of pickles."""
-    pickled = {"config.json": files["config.json"], "pytorch_model.bin": b"x"}
-    repositories = {"owner/tiny": files, "owner/gated": files, "owner/pickled": pickled}
-    found = FakeHub(files=repositories, gated=frozenset({"owner/gated"}))
-    with serve(found) as address:
-        use(monkeypatch, address, tmp_path / "hub", offline=False)
-        monkeypatch.chdir(tmp_path)
-        yield found
-        close_session()
 
 
 def _resolve(name: str, logged: list[str] | None = None) -> Path:
     return resolve(name, "model.path", ([] if logged is None else logged).append)
 
 
-@pytest.mark.parametrize("name", ["owner/tiny", "owner/tiny@v2", f"owner/tiny@{COMMIT}"])
-def test_a_repository_is_fetched_without_pickles_and_code(hub, files, name):
-    logged: list[str] = []
-    directory = _resolve(name, logged)
-    fetched = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"}
-    assert fetched <= hub.downloads() <= {*fetched, "tokenizer_config.json", "chat_template.jinja"}
+@pytest.mark.parametrize("name", ["owner/tiny", "owner/tiny@v2"])
+def test_a_repository_is_fetched_without_pickles_and_code(tmp_path, monkeypatch, name):
+    save_tiny(whole := tmp_path / "whole")
+    kept = {path.name for path in whole.iterdir()}
+    left = ("pytorch_model.bin", "modeling_tiny.py", "onnx/model.safetensors", "README.md")
+    for file in (*left, "consolidated.safetensors"):
+        (whole / file).parent.mkdir(exist_ok=True)
+        (whole / file).write_bytes(b"x")
+    asked = []
+
+    def fetch(repository, *, revision, **patterns):
+        asked.append((repository, revision))
+        files = [str(each.relative_to(whole)) for each in whole.rglob("*") if each.is_file()]
+        for file in filter_repo_objects(files, **patterns):
+            (tmp_path / "fetched" / file).parent.mkdir(exist_ok=True)
+            shutil.copy(whole / file, tmp_path / "fetched" / file)
+        return str(tmp_path / "fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.chdir(tmp_path)
+    directory = _resolve(name)
+    assert asked == [("owner/tiny", "v2" if "@" in name else None)]
+    assert {path.name for path in directory.iterdir()} == kept
     assert load_config(directory) == tiny_model().config
-    assert load_tokenizer(directory).has_chat_template
-    assert len(logged) == 1
-    assert logged[0].startswith(f"fetching {name} from the Hugging Face hub to ")
-
-
-def test_a_fetched_repository_is_neither_fetched_nor_announced_again(hub):
-    logged: list[str] = []
-    directory = _resolve("owner/tiny")
-    hub.asked.clear()
-    assert _resolve("owner/tiny", logged) == directory
-    assert not hub.downloads()
-    assert not logged
-
-
-@pytest.mark.parametrize("why", ["offline", "down"])
-def test_the_cache_is_enough_without_the_hub(hub, tmp_path, monkeypatch, why):
-    directory = _resolve("owner/tiny@v2")
-    hub.is_down = why == "down"
-    if why == "offline":
-        use(monkeypatch, "http://127.0.0.1:9", tmp_path / "hub", offline=True)
-    assert _resolve("owner/tiny@v2") == directory
-    with pytest.raises(ConfigError, match="'owner/tiny@v3': no such directory, and "):
-        _resolve("owner/tiny@v3")
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "kind", "message"),
     [
-        ("owner/absent", "the hub has no such repository, or a private one; check the spelling, o"),
-        ("owner/tiny@v9", "owner/tiny has no revision 'v9'; give a branch, a tag or a commit of i"),
-        ("owner/gated", "needs a login: accept its licence at https://huggingface.co/owner/gated"),
-        ("owner/gated", r"`hf auth login` or set HF_TOKEN$"),
-        ("owner/pickled", "has no weights as safetensors, and other formats are not read; choose"),
+        ("o/absent", errors.RepositoryNotFoundError, "no such repository, or a private one; check"),
+        ("o/m@v9", errors.RevisionNotFoundError, "o/m has no revision 'v9'; give a branch, a tag"),
+        ("o/gated", errors.GatedRepoError, "needs a login: .* at https://huggingface.co/o/gated, "),
+        ("o/gated", errors.GatedRepoError, r"`hf auth login` or set HF_TOKEN$"),
+        (
+            "o/pickled",
+            None,
+            "has no weights as safetensors, and other formats are not read; choose",
+        ),
+        (
+            "o/broken",
+            OSError,
+            r"\(OSError: line line\); try again, which continues where it stopped",
+        ),
     ],
 )
-def test_what_cannot_be_had_is_one_clear_sentence(hub, name, message):
+def test_what_cannot_be_had_is_one_clear_sentence(tmp_path, monkeypatch, name, kind, message):
+    def fetch(*_, **__):
+        if kind is None:
+            return str(tmp_path)
+        error = kind.__new__(kind)
+        error.args = ("line\nline",)
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ConfigError, match=message) as caught:
         _resolve(name)
     assert str(caught.value).startswith(f"model.path = '{name}': ")
@@ -207,10 +98,10 @@ def test_what_cannot_be_had_is_one_clear_sentence(hub, name, message):
 
 
 def test_no_network_is_one_clear_sentence(tmp_path, monkeypatch):
-    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "hub", offline=True)
+    unreachable(monkeypatch, tmp_path / "hub", offline=True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids to ask the Hugging Face hub, w"):
         _resolve("owner/tiny")
-    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "hub", offline=False)
+    unreachable(monkeypatch, tmp_path / "hub", offline=False)
     with pytest.raises(ConfigError, match="the Hugging Face hub cannot be reached, whose cache la"):
         _resolve("owner/tiny")
 

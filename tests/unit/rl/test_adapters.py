@@ -28,9 +28,9 @@ KINDS = ("olmo2", "gemma2", "phi", "gpt_oss", "deepseek_v3")
 """Plain; capped logits; a head with a bias; experts as two kinds of layers."""
 
 
-def adapted(family: str = "olmo2", seed: int = 0, **settings: Any) -> AdaptedModel:
+def adapted(family: str = "olmo2", seed: int = 0) -> AdaptedModel:
     """A model with adapters that have learned something."""
-    model = AdaptedModel(random_model(family), LoraSection(rank=4, **settings), seed)
+    model = AdaptedModel(random_model(family), LoraSection(rank=4), seed)
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.trainable().items():
         if "lora_B" in name:
@@ -91,10 +91,7 @@ def test_frozen_matrices_in_the_dtype_of_autocast_change_no_bit(family, monkeypa
         scores = score(model, PACKED, SamplingParams(), autocast=True).logprobs
         learner = Learner(model, settings)
         learner.accumulate(batch().micro_batches[0], batch().sampling)
-        held = [module for module in model.modules() if "forward" in vars(module)]
-        assert bool(held) == (holds == "casts")
         learner.step([batch()])
-        assert not any("forward" in vars(module) for module in held)
         adapters = {name: p.detach() for name, p in model.trainable().items()}
         found.append((scores, adapters))
         assert all(p.dtype == torch.float32 for p in adapters.values())
@@ -135,10 +132,9 @@ def test_only_adapters_have_moments_and_gradients_and_the_base_stays():
     assert not any("lora" in name or "base_layer" in name for name in weights)
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_a_restored_learner_of_another_process_goes_on_alike(dropout, tmp_path):
+def test_a_restored_learner_of_another_process_goes_on_alike(tmp_path):
     settings = LearnerSection(learning_rate=0.01, kl_coef=0.1, gradient_checkpointing=True)
-    first = adapted(dropout=dropout)
+    first = adapted()
     whole = Learner(first, settings)
     whole.step([batch()])
     first.save(tmp_path, ())
@@ -146,25 +142,11 @@ def test_a_restored_learner_of_another_process_goes_on_alike(dropout, tmp_path):
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    other = AdaptedModel(random_model("olmo2"), LoraSection(rank=4, dropout=dropout), seed=5)
+    other = AdaptedModel(random_model("olmo2"), LoraSection(rank=4), seed=5)
     parts = Learner(other, settings)
     parts.restore(whole.state(), other.read(tmp_path))
     assert whole.step([batch()]).metrics == parts.step([batch()]).metrics
     assert whole.digest() == parts.digest()
-
-
-def test_dropout_acts_in_passes_with_gradients_alike_in_recomputed_ones():
-    found = []
-    for recompute in (False, True):
-        model = adapted(dropout=0.5)
-        scores = score(model, PACKED, SamplingParams(), recompute=recompute)
-        unlike = scores.logprobs.detach() - logprobs(model)
-        assert float(unlike.abs().max()) > 0.05
-        logprobs(model.reference())  # between the passes of a KL term
-        torch.autograd.backward(scores.logprobs.sum())
-        found.append([p.grad for p in model.trainable().values()])
-    for one, other in zip(*found, strict=True):
-        assert torch.allclose(one, other, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def windows(device: str) -> Learned:
 
 
 def adapters(device: str) -> Learned:
-    model, lora = random_model("olmo2"), LoraSection(rank=4, dropout=0.1)
+    model, lora = random_model("olmo2"), LoraSection(rank=4)
     return step(AdaptedModel(model.to(device), lora, 0), model.config.vocab_size)
 
 

@@ -14,7 +14,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from longtail.drafter.eagle.fresh import renewed_ids
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import DrafterGain, Replica
@@ -28,21 +27,19 @@ from longtail.drafter.weights import (
     with_prefix,
     without_prefix,
 )
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import CheckpointError
 from longtail.speculation.drafter import Sums
-from longtail.system.tensor_files import Kind, kinds_of, require
 
 MIN_GAIN = 0.003
 """Relative gain of the expected accept length from which a drafter is worth a publication."""
 _FADE = 0.9
 """Weight of a completion in the sums relative to one of the next step, whose policy is newer."""
-_RENEWED = "draft vocabulary renewed"
-_DRAFTER, _BUFFER, _SUMS = "drafter/", "buffer/", "sums/"
+_DRAFTER, _SUMS = "drafter/", "sums/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterState:
-    """The published drafter in the middle of a run, with its completions or their sums."""
+    """The published drafter in the middle of a run, with the sums that it learns from, if any."""
 
     tensors: Mapping[str, Tensor]
     numbers: Mapping[str, Any]
@@ -62,7 +59,7 @@ class DrafterState:
             drafter,
             draft_ids=tensors.get(DRAFT_IDS, drafter.draft_ids),
             sums=without_prefix(_SUMS, self.tensors),
-            training=replace(drafter.training, agreement=(), overlap=(), accept_len=known),
+            training=replace(drafter.training, overlap=(), accept_len=known),
         )
 
 
@@ -114,23 +111,17 @@ class DrafterVersions:
     # ---- offers
 
     def offer(self, replicas: Sequence[Replica]) -> DrafterWeights | None:
-        """Return the mean of the replicas that measure better; None without any.
-
-        A reduced draft vocabulary may be renewed for the texts of the rollout, with the mean or the
-        published weights.
-        """
+        """Return the mean of the replicas that measure better; None without any."""
         better = [replica for replica in replicas if self._is_better(replica)]
-        tensors, measured = dict(self.published.tensors), dict[str, Any]()
-        if better:  # local SGD: Stich 2018 (arXiv 1805.09767)
-            counts = [each.num_tokens for each in better]
-            best = max(better, key=lambda each: each.gain)
-            tensors = weighted_mean([each.weights for each in better], counts)
-            measured = {"before": best.base_accept_len, "after": best.accept_len}
-            measured["num_tokens"] = sum(counts)
-        renewed = self._renewed_ids(tensors)
-        if not (better or renewed):
+        if not better:
             return None
-        return self._new_offer(tensors | renewed, reason=_RENEWED if renewed else "", **measured)
+        counts, best = [each.num_tokens for each in better], max(better, key=lambda each: each.gain)
+        return self._new_offer(  # local SGD: Stich 2018 (arXiv 1805.09767)
+            weighted_mean([each.weights for each in better], counts),
+            before=best.base_accept_len,
+            after=best.accept_len,
+            num_tokens=sum(counts),
+        )
 
     def add_sums(self, new: Iterable[Sums]) -> int:
         """Add the sums over the completions of a step; return the number of their tokens."""
@@ -153,12 +144,6 @@ class DrafterVersions:
         self._decisions.append(self._offer)
         num_known = self.published.num_tokens + self._offer.num_tokens
         return replace(self.published, version=self._last, tensors=tensors, num_tokens=num_known)
-
-    def _renewed_ids(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the ids of a renewed draft vocabulary by their name; empty if it is as good."""
-        ids = tensors.get(DRAFT_IDS)
-        found = None if ids is None else renewed_ids(ids, self.buffer.token_counts())
-        return {} if found is None else {DRAFT_IDS: found}
 
     # ---- decisions
 
@@ -205,17 +190,15 @@ class DrafterVersions:
     # ---- state
 
     def state(self, **numbers: object) -> DrafterState:
-        """Copy the published drafter and what it learns from, with `numbers` of the caller."""
+        """Copy the published drafter and its sums, with `numbers` of the caller."""
         weights = self.published
         return DrafterState(
             tensors=with_prefix(_DRAFTER, weights.tensors)
-            | with_prefix(_BUFFER, self.buffer.tensors())
             | with_prefix(_SUMS, {} if self.sums is None else self.sums.tensors()),
             numbers={
                 "version": weights.version,
                 "num_tokens": weights.num_tokens,
                 "accept_len": self.accept_len,
-                "buffer": self.buffer.state(),
                 **numbers,
             },
         )
@@ -226,13 +209,8 @@ class DrafterVersions:
         Raises CheckpointError, with nothing changed, if it is another drafter's, or damaged.
         """
         tensors, numbers, sums = state.drafter(), state.numbers, self.sums
-        texts = without_prefix(_BUFFER, state.tensors)
         try:
             check_parameters(tensors, self.published.tensors, self.published.vocab_size)
-            wanted = Kind(shape=(None,), dtypes=("int32",), below=self.published.vocab_size)
-            require("its buffer", kinds_of(texts), {"tokens": wanted})
-            if fault := wanted.fault(texts["tokens"]):
-                raise ConfigError(f"its buffer {fault}")
             weights = replace(
                 self.published,
                 version=int(numbers["version"]),
@@ -241,8 +219,7 @@ class DrafterVersions:
             )
             if sums is not None:
                 sums = sums.restored(without_prefix(_SUMS, state.tensors))
-            self.buffer.restore(texts, numbers["buffer"])
-        except (LookupError, TypeError, ValueError) as error:  # ConfigError is one
+        except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(f"the drafter's state is another one's ({error})") from error
         self.sums = sums
         self.published, self.accept_len = weights, numbers.get("accept_len")

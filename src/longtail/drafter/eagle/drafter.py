@@ -18,11 +18,10 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.windows import Windows
-from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
-from longtail.model.kernels.draft import EagleChains, EagleWeights
+from longtail.drafter.weights import drafting_head, load_parameters
+from longtail.model.kernels.draft import EagleChains
 from longtail.model.kernels.linear import Linear
 from longtail.model.kernels.ops import NATIVE_HEAD_DIMS, Places, text_places
-from longtail.model.rope import Rotation
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Draftable, Noise, Observed, Taps
 from longtail.speculation.grow import Frontier, GrowingDrafter, Walker
@@ -79,8 +78,6 @@ class EagleDrafter(GrowingDrafter):
         load_parameters(layer, weights)
         self._layer = self._packed(layer)
         self.windows.restart()
-        if DRAFT_IDS in weights:
-            self._draft_ids = weights[DRAFT_IDS].to(self._target.device)
         self._gather_head()
 
     def _packed(self, layer: EagleLayer) -> EagleLayer:
@@ -93,26 +90,23 @@ class EagleDrafter(GrowingDrafter):
     @cached_property
     def _kernel(self) -> EagleChains | None:
         """The native draft round for the present weights, if this machine supports one."""
-        own, eagle3 = self._layer, self._config.recipe == "eagle3"
-        mlp, shape = own.feed_forward, self._config.shape
-        packed = [each.native for each in (own.fc, own.qkv, own.output, mlp.gate_up, mlp.down)]
-        packed.append(self._head.native)
-        fc, qkv, output, gate_up, down, head = packed
-        if shape.head_dim not in NATIVE_HEAD_DIMS or own.config.norm_before_residual:
+        own, shape, head = self._layer, self._config.shape, self._head.native
+        mlp, eagle3 = own.feed_forward, self._config.recipe == "eagle3"
+        linear = {"fc": own.fc, "qkv": own.qkv, "output": own.output}
+        linear |= {"gate_up": mlp.gate_up, "down": mlp.down}
+        packed = {name: each.native for name, each in linear.items()}
+        if head is None or None in packed.values() or own.config.norm_before_residual:
             return None
-        if not (fc and qkv and output and gate_up and down and head):
+        if shape.head_dim not in NATIVE_HEAD_DIMS:
             return None
-        weights = EagleWeights(
-            eagle3=eagle3, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
+        names = ("embedding_norm", "feature_norm", "norm") if eagle3 else ()
+        norms = {n: getattr(own, n).weight.detach() for n in ("feed_forward_norm", *names)}
+        return EagleChains(
+            own.rope, head, self._draft_ids, eagle3=eagle3, hidden=shape.hidden_size,
+            inner_size=shape.intermediate_size, heads=shape.num_heads, kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim, feature_size=own.config.feature_size, window=own.config.window,
-            eps=shape.norm_eps, embedding=self._target.embedding.weight.detach(), fc=fc, qkv=qkv,
-            output=output, gate_up=gate_up, down=down, inner_size=shape.intermediate_size,
-            embedding_norm=own.embedding_norm.weight.detach() if eagle3 else None,
-            feature_norm=own.feature_norm.weight.detach() if eagle3 else None,
-            feed_forward_norm=own.feed_forward_norm.weight.detach(),
-            norm=own.norm.weight.detach() if eagle3 else None,
+            eps=shape.norm_eps, embedding=self._target.embedding.weight.detach(), **packed, **norms,
         )  # fmt: skip
-        return EagleChains(weights, own.rope, head, self._draft_ids)
 
     @torch.inference_mode()
     def observe(
@@ -179,7 +173,7 @@ class _EagleWalker(Walker):
         rows, slots, tokens, positions = pending.pairs
         layer = self._layer
         features = layer.fuse_features(self._windows.features[rows, slots])
-        stored = self._store(features, tokens, layer.rotation(positions), rows, slots)
+        stored = self._store(features, tokens, positions, text_places(rows, slots))
         stream, queries = (each[pending.lasts] for each in stored)
         return self._score((stream, queries), text_places(self._rows, self._ends - 1))
 
@@ -191,8 +185,7 @@ class _EagleWalker(Walker):
             first = torch.arange(len(self._requests)).repeat_interleave(many)
             features = features[first * (len(features) // len(self._requests)) + frontier.parents]
         places = self._place(frontier)
-        rotation = self._layer.rotation(positions)
-        stored = self._store(features, frontier.tokens, rotation, places.rows, places.slots)
+        stored = self._store(features, frontier.tokens, positions, places)
         return self._score(stored, places)
 
     def _place(self, frontier: Frontier) -> Places:
@@ -212,13 +205,13 @@ class _EagleWalker(Walker):
         )
 
     def _store(
-        self, features: Tensor, tokens: Tensor, rotation: Rotation, rows: Tensor, slots: Tensor
+        self, features: Tensor, tokens: Tensor, positions: Tensor, places: Places
     ) -> _Stored:
         """Store keys and values of pairs, and return their queries."""
         layer, kept = self._layer, self._windows
         stream, attended = layer.make_input(features, self._target.embedding(tokens))
-        heads = layer.heads(attended, rotation)
-        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, rows, slots)
+        heads = layer.heads(attended, layer.rotation(positions))
+        layer.kernels.store_rows(heads.keys, heads.values, kept.keys, kept.values, places)
         return stream, heads.queries
 
     def _score(self, stored: _Stored, places: Places) -> Float[Tensor, "pairs vocab"]:

@@ -65,38 +65,3 @@ def feature_size(config: EagleConfig, target: Transformer, sample: PackedSequenc
         )
     assert features is not None, "eagle3 taps layers"
     return float(f"{features.float().square().mean().sqrt().item():.2g}")
-
-
-MIN_RISE = 0.005
-"""Rise of the fraction of covered tokens from which a vocabulary is renewed."""
-
-
-def coverage(ids: Int[Tensor, "draft"], counts: Int[Tensor, "vocab"]) -> float:
-    """Return the fraction of counted tokens that are in a vocabulary; 1 without any token."""
-    total = int(counts.sum())
-    inside = ids[ids < len(counts)]
-    return int(counts[inside].sum()) / total if total else 1.0
-
-
-def renewed_ids(
-    ids: Int[Tensor, "draft"], counts: Int[Tensor, "vocab"]
-) -> Int[Tensor, "draft"] | None:
-    """Return the commonest tokens, ascending, if they cover clearly more than `ids`; else None.
-
-    The head is the target's own rows, so other ids need no training.
-
-    `counts[token]` is the number of occurrences in recent texts; tokens beyond its end have none.
-    Among tokens that are equally common, those of `ids` are kept.
-
-    Example: renewed_ids([1, 2], counts=[0, 0, 5, 3]) is [2, 3], which covers 8 of 8 tokens, not 5
-    """
-    if coverage(ids, counts) > 1.0 - MIN_RISE:
-        return None
-    size = max(len(counts), int(ids.max()) + 1)
-    rank = torch.zeros(size, dtype=torch.int64)
-    rank[: len(counts)] = 2 * counts
-    rank[ids] += 1
-    commonest = rank.argsort(descending=True, stable=True)[: len(ids)].sort().values
-    if coverage(commonest, counts) - coverage(ids, counts) < MIN_RISE:
-        return None
-    return commonest.to(ids.dtype)

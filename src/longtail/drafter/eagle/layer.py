@@ -20,7 +20,6 @@ arXiv 2401.15077; EAGLE-3, Li et al. 2025, arXiv 2503.01840):
 The target's embedding and head are arguments: they are never copied, saved or trained.
 """
 
-import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,14 +27,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from longtail.config.sections import Amount, Positive
 from longtail.drafter.kind import DraftConfig, DraftLayer
 from longtail.model.kernels.linear import Linear, pack_layers
-from longtail.model.kernels.ops import Kernels, QueryKeyValue, select_kernels
+from longtail.model.kernels.ops import HeadNorms, Kernels, QueryKeyValue, select_kernels
 from longtail.model.kernels.training import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
 from longtail.speculation.drafter import Taps
-from longtail.system.machine import MAX_INT32
 
 Recipe = Literal["eagle1", "eagle3"]
 
@@ -52,14 +51,16 @@ class EagleConfig(DraftConfig):
     """eagle3: whether the residual is the normed feature, as in some published drafters."""
     layers: tuple[int, ...] = ()
     """eagle3: target layers whose input is tapped (low, middle, high); empty: `default_layers`."""
-    window: int = 64
+    window: Amount = 64
     """Number of pairs that a pair attends to, itself included; 0: all before it."""
-    feature_scale: float = 1.0
+    feature_scale: Positive = 1.0
     """eagle3: factor of the features before `fc`; see `fresh.fresh_drafter`."""
 
     def __post_init__(self) -> None:
         if self.recipe == "eagle3" and not self.layers:
             object.__setattr__(self, "layers", default_layers(self.target.num_layers))
+        if not all(0 <= each < self.target.num_layers for each in self.layers):
+            raise ValueError(f"layers = {self.layers}, of {self.target.num_layers}")
 
     @property
     def shape(self) -> ModelConfig:
@@ -70,14 +71,6 @@ class EagleConfig(DraftConfig):
     def taps(self) -> Taps:
         """Target states that the layer reads."""
         return Taps(final=True) if self.recipe == "eagle1" else Taps(layers=self.layers)
-
-    def ranges(self) -> dict[str, bool]:
-        """Return whether each field that is not the target's is in its range."""
-        return {
-            "layers": all(0 <= each < self.target.num_layers for each in self.layers),
-            "window": 0 <= self.window <= MAX_INT32,
-            "feature_scale": 0 < self.feature_scale < math.inf,
-        }
 
     @property
     def feature_size(self) -> int:
@@ -189,7 +182,7 @@ class EagleLayer(DraftLayer):
         """Project to queries, keys and values, and rotate queries and keys."""
         shape = self.config.shape
         qkv = self.qkv(attended).view(attended.shape[0], -1, shape.head_dim)
-        return self.kernels.rotate(qkv, shape.num_heads, None, None, shape.norm_eps, rotation)
+        return self.kernels.rotate(qkv, HeadNorms(shape.num_heads, shape.norm_eps), rotation)
 
     def finish(
         self,

@@ -33,8 +33,6 @@ class RowScores(NamedTuple):
 
     cross_entropy: Float[Tensor, "depths rows"]
     """-sum_v p(v) log q(v), nats; the only score with a gradient."""
-    agreement: Float[Tensor, "depths rows"]
-    """1 if argmax q is argmax p: acceptance at temperature 0."""
     overlap: Float[Tensor, "depths rows"]
     """sum_v min(p(v), q(v)): acceptance of an ideal coupling at temperature 1."""
 
@@ -67,8 +65,8 @@ def score_rows(
 
     `before_chunk` is called before each chunk of rows, and may raise.
 
-    With a reduced vocabulary the cross-entropy uses p restricted to it and renormalised; agreement
-    and overlap count the tokens outside as rejected.
+    With a reduced vocabulary the cross-entropy uses p restricted to it and renormalised; the
+    overlap counts the tokens outside as rejected.
     """
     found = _SoftCrossEntropy.apply(scored, teacher, before_chunk)  # type: ignore[no-untyped-call]
     return RowScores(*found)
@@ -78,10 +76,10 @@ class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, scored: Tensor, teacher: Teacher, before_chunk: Callable[[], None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         working = torch.float64 if scored.dtype == torch.float64 else torch.float32
         depths, rows, _ = scored.shape
-        found = torch.empty(3, depths, rows, dtype=working, device=scored.device)
+        found = torch.empty(2, depths, rows, dtype=working, device=scored.device)
         gradient = torch.empty_like(scored) if scored.requires_grad else None
         head, ids = teacher.head, teacher.draft_ids
         drafted, size = teacher.drafted, max(MAX_LOGITS // head.shape[0], 1)
@@ -89,7 +87,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             part = slice(start, start + size)
             before_chunk()
             logits = _product(teacher.hidden[part].to(head.dtype), head).to(working)
-            p, restricted, most_likely = _target(logits, ids)
+            p = logits.softmax(-1)
+            restricted = p if ids is None else logits[:, ids].softmax(-1)
+            p = p if ids is None else p[:, ids]
             for depth in range(depths):
                 logits = _product(scored[depth, part].to(head.dtype), drafted).to(working)
                 q = logits.softmax(-1)
@@ -98,37 +98,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 total = _at(logits, best) - _at(q, best).log()
                 products = torch.bmm(restricted[:, None], logits[:, :, None])  # in one pass
                 found[0, depth, part] = total - products[:, 0, 0]
-                found[1, depth, part] = (best == most_likely).to(working)
-                found[2, depth, part] = torch.minimum(p, q, out=logits).sum(-1)
+                found[1, depth, part] = torch.minimum(p, q, out=logits).sum(-1)
                 if gradient is not None:
                     error = q.sub_(restricted).to(head.dtype)  # d CE / d logits
                     gradient[depth, part] = (error @ drafted).to(gradient.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
-        cross_entropy, agreement, overlap = found.unbind()
-        ctx.mark_non_differentiable(agreement, overlap)
-        return cross_entropy, agreement, overlap
+        cross_entropy, overlap = found.unbind()
+        ctx.mark_non_differentiable(overlap)
+        return cross_entropy, overlap
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad[..., None].to(gradient.dtype), None, None
-
-
-def _target(
-    logits: Float[Tensor, "rows vocab"], draft_ids: Tensor | None
-) -> tuple[Float[Tensor, "rows draft"], Float[Tensor, "rows draft"], Int[Tensor, "rows"]]:
-    """Return p of the drafter's tokens, the same renormalised, and the draft id of its maximum.
-
-    The id is -1 if the most likely token is outside the draft vocabulary.
-    """
-    p, best = logits.softmax(-1), logits.argmax(-1)
-    if draft_ids is None:
-        return p, p, best
-    places = torch.full((logits.shape[-1],), -1, dtype=torch.int64, device=logits.device)
-    places[draft_ids] = torch.arange(len(draft_ids), device=logits.device)
-    return p[:, draft_ids], logits[:, draft_ids].softmax(-1), places[best]
 
 
 def _product(

@@ -60,18 +60,7 @@ class TargetReader:
         self._recipe, self._taps = taps, training_taps(taps)
         self.found: Mapping[tuple[int, ...], Tensor] = {}
         """States of texts that an engine kept, by their tokens; the last row is never read."""
-        self._kept: dict[tuple[int, ...], Tensor] | None = None
-        """States of measured texts by their tokens, in `reading_once`."""
         self._stopped: Callable[[], bool] = never
-
-    @contextmanager
-    def reading_once(self) -> Iterator[None]:
-        """Compute a text that is measured several times only once; the target must not change."""
-        self._kept = {}
-        try:
-            yield
-        finally:
-            self._kept = None
 
     @contextmanager
     def interrupted_by(self, stopped: Callable[[], bool]) -> Iterator[None]:
@@ -91,13 +80,9 @@ class TargetReader:
             raise Interrupted
 
     @torch.no_grad()
-    def read(self, packed: PackedSequences, pairs: Pairs, *, is_measured: bool = False) -> Reading:
+    def read(self, packed: PackedSequences, pairs: Pairs) -> Reading:
         """Return the states of all pairs; `packed` is on the target's device."""
         states, found = self.states(packed)
-        if is_measured and self._kept is not None:
-            tokens = packed.tokens.tolist()
-            for start, end in pairwise(packed.cu_seqlens):
-                self._kept[tuple(tokens[start:end])] = states[start:end]
         features, final = (self._taps.pick(taps, states) for taps in (self._recipe, _FINAL))
         assert features is not None, "every recipe taps something"
         assert final is not None, "the final state is tapped"
@@ -113,9 +98,9 @@ class TargetReader:
         self, packed: PackedSequences
     ) -> tuple[Float[Tensor, "tokens states"], Bool[Tensor, "texts"]]:
         """Return the states of all tokens, and whether those of a text were looked up."""
-        tokens, kept = packed.tokens.tolist(), self._kept or {}
+        tokens = packed.tokens.tolist()
         texts = [tuple(tokens[start:end]) for start, end in pairwise(packed.cu_seqlens)]
-        rows = [kept.get(text, self.found.get(text)) for text in texts]
+        rows = [self.found.get(text) for text in texts]
         found = torch.tensor([each is not None for each in rows], device=packed.tokens.device)
         lengths = [len(text) for text, each in zip(texts, rows, strict=True) if each is None]
         if not lengths:

@@ -30,7 +30,6 @@ from longtail.drafter.eagle.target_states import Interrupted, TargetReader, neve
 from longtail.drafter.eagle.unroll import Pairs, unroll
 from longtail.drafter.kind import DepthReport, TrainerReport
 from longtail.drafter.weights import (
-    DRAFT_IDS,
     check_parameters,
     copy_parameters,
     load_parameters,
@@ -62,15 +61,15 @@ class TrainerSettings:
     bfloat16 target is read in bfloat16 anyway."""
 
 
-_Sums = tuple[Float[Tensor, ""], Float[Tensor, "2 depths"], int]
-"""Sums over rows: the loss, agreement and overlap by depth, and the number of reused rows."""
+_Sums = tuple[Float[Tensor, ""], Float[Tensor, "depths"], int]
+"""Sums over rows: the loss, overlap by depth, and the number of reused rows."""
 
 
 @dataclass(slots=True)
 class _Begun:
     """The finished micro-batches of an update; the parameters hold their gradients."""
 
-    scores: Float[Tensor, "2 depths"]
+    overlaps: Float[Tensor, "depths"]
     num_done: int = 0
     loss: float = 0.0
     num_reused: int = 0
@@ -129,7 +128,7 @@ class DrafterTrainer:
                 f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
             )
         if self._begun is None:
-            self._begun = _Begun(torch.zeros(2, len(counts), dtype=torch.float64))
+            self._begun = _Begun(torch.zeros(len(counts), dtype=torch.float64))
         begun = self._begun
         try:
             with self.reader.interrupted_by(stopped):
@@ -147,7 +146,7 @@ class DrafterTrainer:
         self.steps += 1
         return TrainerReport(
             loss=begun.loss,
-            depths=DepthReport.of(begun.scores, counts),
+            depths=DepthReport.of(begun.overlaps, counts),
             grad_norm=update.grad_norm,
             learning_rate=update.learning_rate,
             num_tokens=sum(packed.num_tokens for packed in batch),
@@ -159,14 +158,14 @@ class DrafterTrainer:
         """Add the gradients of a micro-batch; interrupted, it adds nothing."""
         sums = self._forward(packed, counts)
         if sums is not None:
-            loss, scores, num_reused = sums
+            loss, overlaps, num_reused = sums
             if not loss.isfinite():
                 raise NonFiniteError(
                     f"step {self.steps}: the loss is not finite; no update was made"
                 )
             torch.autograd.backward(loss)
             begun.loss += float(loss.detach())
-            begun.scores += scores
+            begun.overlaps += overlaps
             begun.num_reused += num_reused
         begun.num_done += 1
 
@@ -186,14 +185,14 @@ class DrafterTrainer:
         """
         counts = self._counts(batch, num_depths)
         counts = counts[: counts.index(0)] if 0 in counts else counts
-        scores = torch.zeros(2, len(counts), dtype=torch.float64)
+        overlaps = torch.zeros(len(counts), dtype=torch.float64)
         with torch.no_grad(), self.reader.interrupted_by(stopped):
             for packed in batch:
                 self.reader.check()
-                sums = self._forward(packed, counts, is_measured=True)
+                sums = self._forward(packed, counts)
                 if sums is not None:
-                    scores += sums[1]
-        return DepthReport.of(scores, counts)
+                    overlaps += sums[1]
+        return DepthReport.of(overlaps, counts)
 
     def tensors(self) -> dict[str, Tensor]:
         """Copy the training state: the drafter, the optimizer's moments."""
@@ -210,14 +209,12 @@ class DrafterTrainer:
         self.steps = steps
 
     def weights(self) -> dict[str, Tensor]:
-        """Copy the drafter's parameters, and the ids of a reduced draft vocabulary."""
-        return copy_parameters(self.layer, self.draft_ids if self.head is None else None)
+        """Copy the drafter's parameters."""
+        return copy_parameters(self.layer)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the parameters and keep the moments; CheckpointError if misshapen."""
         load_parameters(self.layer, weights)
-        if DRAFT_IDS in weights:
-            self.draft_ids = weights[DRAFT_IDS].to(self._target.device)
 
     def restart(self, weights: Mapping[str, Tensor]) -> None:
         """Start from other parameters, without moments or steps; CheckpointError if misshapen."""
@@ -232,9 +229,7 @@ class DrafterTrainer:
                 counts[step] += int((pairs.trained & pairs.exist(step)).sum())
         return counts
 
-    def _forward(
-        self, packed: PackedSequences, counts: Sequence[int], *, is_measured: bool = False
-    ) -> _Sums | None:
+    def _forward(self, packed: PackedSequences, counts: Sequence[int]) -> _Sums | None:
         """Return a micro-batch's part of the batch's sums; None if no row is in the loss."""
         here = moved(packed, self._target.device)
         pairs = Pairs.of(here).for_loss(len(counts))
@@ -244,7 +239,7 @@ class DrafterTrainer:
         in_loss = pairs.chosen[chosen]
         dtype = self._target.dtype
         with self._autocast(enabled=dtype == torch.float32):  # others compute in their own
-            states = self.reader.read(here, pairs, is_measured=is_measured)
+            states = self.reader.read(here, pairs)
         self.reader.check()
         with self._autocast():
             outputs = unroll(self.layer, states.features, states.embeddings, pairs, len(counts))
@@ -259,8 +254,8 @@ class DrafterTrainer:
             drafter_head=self.head,
         )
         exist = torch.stack([pairs.exist(depth)[in_loss] for depth in range(len(counts))])
-        loss, scores = self._loss(scored, teacher, exist, counts)
-        return loss, scores, int(states.reused[in_loss].sum())
+        loss, overlaps = self._loss(scored, teacher, exist, counts)
+        return loss, overlaps, int(states.reused[in_loss].sum())
 
     def _autocast(self, *, enabled: bool = True) -> torch.autocast:
         device = self._target.device.type
@@ -272,8 +267,8 @@ class DrafterTrainer:
         teacher: Teacher,
         exist: Bool[Tensor, "depths rows"],
         counts: Sequence[int],
-    ) -> tuple[Float[Tensor, ""], Float[Tensor, "2 depths"]]:
-        """Return the loss, and the sums of agreement and overlap over rows."""
+    ) -> tuple[Float[Tensor, ""], Float[Tensor, "depths"]]:
+        """Return the loss, and the sums of the overlap over rows."""
         rows = score_rows(scored, teacher, self.reader.check)
         per_row = rows.cross_entropy
         if self.layer.config.recipe == "eagle1":
@@ -283,8 +278,7 @@ class DrafterTrainer:
         weights = [DECAY**depth / count for depth, count in enumerate(counts)]
         loss = ((per_row * exist).sum(-1) * per_row.new_tensor(weights)).sum()
         with torch.no_grad():
-            scores = torch.stack((rows.agreement, rows.overlap))
-            return loss, (scores * exist).sum(-1, dtype=torch.float64).cpu()
+            return loss, (rows.overlap * exist).sum(-1, dtype=torch.float64).cpu()
 
 
 def _optimizer(layer: EagleLayer, settings: TrainerSettings) -> Optimizer:

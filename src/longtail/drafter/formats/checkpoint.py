@@ -33,7 +33,6 @@ from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Drafter
 from longtail.system import tensor_files
 from longtail.system.files import printable, read_object, replace_folder, writing
-from longtail.system.machine import MAX_INT32
 from longtail.system.tensor_files import Kind
 
 DESCRIPTION, TENSORS = "drafter.json", "drafter.safetensors"
@@ -70,9 +69,8 @@ class TrainingRecord:
     steps: int
     tokens: int
     unroll_steps: int
-    agreement: tuple[float, ...] = ()
-    """Fraction of equal most likely tokens; empty without held-out completions."""
     overlap: tuple[float, ...] = ()
+    """Mean of sum_v min(p, q); empty without held-out completions."""
     accept_len: float | None = None
 
 
@@ -102,10 +100,6 @@ class LoadedDrafter:
             raise ConfigError(f"a {self.layer.config.recipe} drafter has no form for other engines")
         layer: EagleLayer = convert(self.layer)
         return layer
-
-    def as_eagle(self) -> "LoadedDrafter":
-        """Return the drafter in that shape."""
-        return replace(self, layer=self.eagle)
 
     def drafter(self, target: Transformer) -> Drafter:
         """Return what drafts for a target; it owns the layer."""
@@ -217,10 +211,6 @@ def _describe(path: Path) -> _Described:
         target = described["target"]
         kind = KINDS[described["recipe"]].config
         config: DraftConfig = parse_as(kind, {**described, "target": target["shape"]})
-        own = {"draft_vocab_size": 0 <= config.draft_vocab_size <= MAX_INT32}
-        for name, is_good in (config.ranges() | own).items():
-            if not is_good:
-                raise ValueError(f"{name} = {asdict(config)[name]!r:.80}")
         record = parse_as(TrainingRecord, described["training"])
         return config, parse_as(TargetIdentity, target).shown(), record
     except _MALFORMED as error:
@@ -288,10 +278,7 @@ def is_drafter(path: Path) -> bool:
 
 def target_name(path: Path) -> str:
     """Return the name of the target that a drafter was trained on."""
-    try:
-        return printable(str(_read(path)["target"]["name"]))
-    except _MALFORMED as error:
-        raise malformed(path / DESCRIPTION, error) from error
+    return _describe(path)[1].name
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Published EAGLE drafters: reading the Hugging Face layout, and an export that is read back.
+"""Published EAGLE drafters: reading the Hugging Face layout, which `layouts` writes.
 
     names        midlayer., layers.0., model. -> the parameters of `EagleLayer`, stacked
     d2t          target id = draft id + d2t[draft id]
@@ -22,32 +22,18 @@ from longtail.drafter.eagle.fresh import feature_size
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
-    TargetIdentity,
     TrainingRecord,
     identity,
-    malformed,
-    parse_as,
-    tokenizer_digest,
 )
-from longtail.drafter.formats.layouts import (
-    LAYER_IDS,
-    OWN_FIELDS,
-    SECTION,
-    layers_of,
-    parts,
-    rounded,
-    to_tensors,
-    write_layout,
-)
+from longtail.drafter.formats.layouts import LAYER_IDS, OWN_FIELDS, SECTION, layers_of, parts
 from longtail.drafter.weights import wanted_ids
-from longtail.errors import CheckpointError, ConfigError
+from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import read_fields
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.weights import read_tensors, tensor_names
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.rl.packing import lay_out
-from longtail.system.files import replace_folder, writing
 from longtail.system.tensor_files import INTEGERS, Kind, kinds_of, require
 
 LayerIds = Literal["auto", "input", "output"]
@@ -68,46 +54,6 @@ def is_published(path: Path) -> bool:
 def plain_name(name: str) -> str:
     """Return the name of a tensor without the prefixes in which the files differ."""
     return name.removeprefix("model.").replace("midlayer.", f"{_PREFIX}.", 1)
-
-
-def export_drafter(
-    out: Path,
-    loaded: LoadedDrafter,
-    target: Transformer,
-    tokenizer: Tokenizer,
-    dtype: torch.dtype,
-) -> LoadedDrafter:
-    """Write a drafter, as EAGLE, into the new directory `out` in `dtype`, read back and compared.
-
-    Changes an EAGLE layer as `rounded` does, and returns the drafter as it was written. Raises
-    ConfigError if `out` exists, CheckpointError if it cannot be written or reads back differently.
-    """
-    if out.exists():
-        raise ConfigError(f"{out} exists; remove it or choose another directory")
-    loaded = rounded(loaded.as_eagle(), dtype)
-
-    def write(folder: Path) -> None:
-        write_layout(folder, loaded, target)
-        again = load_published(folder, loaded.trained_on.name, target, tokenizer)
-        if not _are_equal(loaded, again, target):
-            raise CheckpointError(
-                f"{out}: the written files, read back, hold another drafter; nothing is exported. "
-                "This is a defect of longtail: please report it"
-            )
-
-    with writing("the drafter", out):
-        replace_folder(out, write)
-    return loaded
-
-
-def _are_equal(mine: LoadedDrafter, theirs: LoadedDrafter, target: Transformer) -> bool:
-    """Return whether two drafters have equal shapes and, in the layout, equal tensors."""
-    first, second = (to_tensors(each, target, mine.eagle.dtype) for each in (mine, theirs))
-    return (
-        replace(theirs.eagle.config, feature_scale=1.0) == mine.eagle.config
-        and first.keys() == second.keys()
-        and all(torch.equal(first[name], second[name]) for name in first)
-    )
 
 
 def load_published(
@@ -152,7 +98,7 @@ def load_published(
         layer=layer.to(target.device, dtype or stacked["fc.weight"].dtype),
         draft_ids=None if draft_ids is None else draft_ids.to(target.device),
         head=_own_head(fields, tensors.get(_HEAD), draft_ids, config, target),
-        trained_on=_trained_on(fields, name, target, tokenizer),
+        trained_on=identity(name, target, tokenizer),
         training=TrainingRecord(steps=0, tokens=0, unroll_steps=5 if eagle3 else 2),
     )
 
@@ -294,20 +240,3 @@ def _scaled(config: EagleConfig, target: Transformer, tokenizer: Tokenizer) -> E
     tokens = tokens or tuple(range(min(64, target.config.vocab_size)))
     size = feature_size(config, target, lay_out([tokens], [1]))
     return replace(config, feature_scale=2.0 ** -round(math.log2(size)) if size > 0 else 1.0)
-
-
-def _trained_on(
-    fields: Fields, name: str, target: Transformer, tokenizer: Tokenizer
-) -> TargetIdentity:
-    """Read the target of our own exports; for a drafter from elsewhere it is this one."""
-    kept = fields.section(SECTION).get("target")
-    if kept is None:
-        return identity(name, target, tokenizer)
-    try:
-        found = parse_as(TargetIdentity, kept).shown()
-    except ValueError as error:
-        raise malformed(f"{fields.where}: {SECTION}.target", error) from error
-    if found.tokenizer != (digest := tokenizer_digest(tokenizer)):
-        what = f"it was trained on {found.name}, whose tokenizer is {found.tokenizer}, not {digest}"
-        raise _misfit(fields, what)
-    return found

@@ -6,9 +6,8 @@ an offset (target id = draft id + d2t[draft id]), `t2d` marks the target tokens 
 Source: vLLM 0.32.
 """
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleConfig, default_layers
 from longtail.drafter.formats.checkpoint import LoadedDrafter
+from longtail.errors import ConfigError
 from longtail.model.hf.config import emit
+from longtail.model.hf.model import write_json
 from longtail.model.hf.weights import SINGLE_FILE, Part
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system import tensor_files
+from longtail.system.files import replace_folder, writing
 
 SECTION = "longtail"
 """Section of config.json that only `longtail drafter import` reads."""
@@ -116,29 +118,41 @@ def to_config(config: EagleConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def rounded(loaded: LoadedDrafter, dtype: torch.dtype) -> LoadedDrafter:
-    """Fold the scale and convert to the dtype of the files, in place for the layer.
+    """Return a drafter as EAGLE, in the dtype of the files, its scale folded; changes the layer.
 
     The layout of EAGLE-1 has no reduced vocabulary, so such a drafter gets the whole one.
     """
-    loaded.eagle.fold()
-    loaded.eagle.to(dtype)
-    config = loaded.eagle.config
-    if config.recipe == "eagle1" and loaded.draft_ids is not None:
-        loaded.eagle.config = replace(config, draft_vocab_size=0)
-        loaded = replace(loaded, draft_ids=None)
+    layer, ids = loaded.eagle, loaded.draft_ids
+    layer.fold()
+    layer.to(dtype)
+    if layer.config.recipe == "eagle1":
+        layer.config, ids = replace(layer.config, draft_vocab_size=0), None
     head = None if loaded.head is None else loaded.head.to(dtype)
-    return replace(loaded, head=head)
+    return replace(loaded, layer=layer, draft_ids=ids, head=head)
 
 
 def write_layout(path: Path, loaded: LoadedDrafter, target: Transformer) -> None:
     """Write config.json and the tensors of a drafter, in its dtype, into a directory."""
     path.mkdir(parents=True, exist_ok=True)
     config, dtype = loaded.eagle.config, loaded.eagle.dtype
-    tensors = to_tensors(loaded, target, dtype)
-    content = to_config(config, dtype)
-    content[SECTION] |= {"target": asdict(loaded.trained_on)}
-    tensor_files.save(tensors, path / SINGLE_FILE)
-    (path / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    tensor_files.save(to_tensors(loaded, target, dtype), path / SINGLE_FILE)
+    write_json(path / "config.json", to_config(config, dtype))
+
+
+def export_drafter(
+    out: Path, loaded: LoadedDrafter, target: Transformer, dtype: torch.dtype
+) -> LoadedDrafter:
+    """Write a drafter, as EAGLE, into the new directory `out` in `dtype`.
+
+    Changes an EAGLE layer as `rounded` does, and returns the drafter as it was written. Raises
+    ConfigError if `out` exists, CheckpointError if it cannot be written.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; remove it or choose another directory")
+    loaded = rounded(loaded, dtype)
+    with writing("the drafter", out):
+        replace_folder(out, lambda folder: write_layout(folder, loaded, target))
+    return loaded
 
 
 def _engines_default(num_layers: int) -> tuple[int, ...]:

@@ -16,11 +16,10 @@ from typing import Literal
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from longtail.config.drafter import Slots
 from longtail.drafter.kind import DraftConfig, DraftLayer
 from longtail.model.kernels.linear import Linear
 from longtail.speculation.drafter import Taps
-
-_MOST_SLOTS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +27,7 @@ class RidgeConfig(DraftConfig):
     """Shape of a ridge drafter."""
 
     recipe: Literal["ridge"] = "ridge"
-    slots: int = 6
+    slots: Slots = 6
     """Tokens of a block."""
 
     @property
@@ -40,10 +39,6 @@ class RidgeConfig(DraftConfig):
     def max_depth(self) -> int:
         """Tokens of a block."""
         return self.slots
-
-    def ranges(self) -> dict[str, bool]:
-        """Return whether each field that is not the target's is in its range."""
-        return {"slots": 1 <= self.slots <= _MOST_SLOTS}
 
 
 class RidgeLayer(DraftLayer):

@@ -91,7 +91,7 @@ class RidgeTrainer:
         """Measure on texts: each slot, given the tokens before it in the text."""
         layer, num_depths = self.layer, min(num_depths, self._layer.config.slots)
         draft_ids = self.draft_ids
-        counts, scores = [0] * num_depths, torch.zeros(2, num_depths, dtype=torch.float64)
+        counts, overlaps = [0] * num_depths, torch.zeros(num_depths, dtype=torch.float64)
         for packed in batch:
             here = moved(packed, self._target.device)
             pairs = Pairs.of(here)
@@ -108,12 +108,11 @@ class RidgeTrainer:
                 draft_ids=draft_ids,
             )
             exist = torch.stack([pairs.exist(k)[rows] for k in range(num_depths)])
-            found = score_rows(scored, teacher)
-            own = torch.stack((found.agreement, found.overlap))
-            scores += (own * exist).sum(-1, dtype=torch.float64).cpu()
+            found = score_rows(scored, teacher).overlap * exist
+            overlaps += found.sum(-1, dtype=torch.float64).cpu()
             counts = [a + int(b) for a, b in zip(counts, exist.sum(1), strict=True)]
         reached = counts.index(0) if 0 in counts else num_depths
-        return DepthReport.of(scores[:, :reached], counts[:reached])
+        return DepthReport.of(overlaps[:reached], counts[:reached])
 
     @property
     def sums(self) -> dict[str, Tensor]:

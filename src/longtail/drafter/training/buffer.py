@@ -12,13 +12,12 @@ predict ends too early. The buffer holds token ids only; features come from an e
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from longtail.errors import CheckpointError
 from longtail.rl.data.examples import Example
 from longtail.sampling import noise_key
 from longtail.types import Completion, Request
@@ -115,11 +114,6 @@ class DrafterBuffer:
         """Number of texts, held-out ones included."""
         return len(self._texts)
 
-    def token_counts(self) -> Int[Tensor, "vocab"]:
-        """Count each generated token; the last entry is the largest token that occurs."""
-        generated = [text.tokens[text.prompt_len :] for text in self._texts.values()]
-        return torch.bincount(torch.cat([torch.zeros(0, dtype=torch.int64), *generated]))
-
     def begin(self, step: int) -> None:
         """Begin a policy step; no effect if it has begun."""
         if step <= self._step:
@@ -140,10 +134,19 @@ class DrafterBuffer:
             key = (text.step, text.request_id)
             if self._is_new(key, text):
                 known = self._drop(key)
-                tokens = torch.tensor(text.tokens, dtype=torch.int32)
-                drawn = 0 if known is None else known.drawn
-                self._put(key, tokens, text.prompt_len, text.is_finished, drawn)
-                self._evict()
+                self.num_added += 1
+                self._texts[key] = _Kept(
+                    tokens=torch.tensor(text.tokens, dtype=torch.int32),
+                    prompt_len=text.prompt_len,
+                    is_finished=text.is_finished,
+                    is_heldout=_is_heldout(text.request_id),
+                    drawn=0 if known is None else known.drawn,
+                    number=self.num_added,
+                )
+                self.num_bytes += _bytes_of(len(text.tokens))
+                while self.num_bytes > self._max_bytes:
+                    oldest = min(self._texts, key=lambda k: (k[0], self._texts[k].num_generated))
+                    self._drop(oldest)
 
     def prefer(self, is_preferred: Callable[[Sequence[int]], bool]) -> None:
         """Draw the texts first for whose tokens `is_preferred` is true now."""
@@ -206,45 +209,6 @@ class DrafterBuffer:
             if kept.number > since
         ]
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Copy the tokens of all texts, concatenated."""
-        empty = torch.empty(0, dtype=torch.int32)
-        return {"tokens": torch.cat([empty, *(kept.tokens for kept in self._texts.values())])}
-
-    def state(self) -> dict[str, Any]:
-        """Return the state except for the tokens, fit for JSON."""
-        return {
-            "step": self._step,
-            "pass": self._pass,
-            "texts": [
-                {
-                    "request_id": request_id,
-                    "step": step,
-                    "num_tokens": len(kept.tokens),
-                    "prompt_len": kept.prompt_len,
-                    "is_finished": kept.is_finished,
-                    "drawn": kept.drawn,
-                }
-                for (step, request_id), kept in self._texts.items()
-            ],
-        }
-
-    def restore(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Restore a saved state; CheckpointError if `tensors` and `state` do not fit."""
-        texts, tokens = state["texts"], tensors["tokens"]
-        lengths = [int(text["num_tokens"]) for text in texts]
-        if sum(lengths) != len(tokens):
-            raise CheckpointError(
-                f"the drafter's texts have {sum(lengths)} tokens, {len(tokens)} are there"
-            )
-        self._step, self._pass = int(state["step"]), int(state["pass"])
-        self._texts, self.num_bytes = {}, 0
-        for text, part in zip(texts, torch.split(tokens, lengths), strict=True):
-            key = int(text["step"]), str(text["request_id"])
-            rest = int(text["prompt_len"]), bool(text["is_finished"]), int(text["drawn"])
-            self._put(key, part.clone(), *rest)
-        self._evict()
-
     def _is_new(self, key: Key, text: TextSnapshot) -> bool:
         """Return whether a text may be kept and is longer than its kept version."""
         known, length = self._texts.get(key), len(text.tokens)
@@ -256,32 +220,10 @@ class DrafterBuffer:
             length == len(known.tokens) and text.is_finished and not known.is_finished
         )
 
-    def _put(
-        self, key: Key, tokens: Tensor, prompt_len: int, is_finished: bool, drawn: int
-    ) -> None:
-        self.num_added += 1
-        self._texts[key] = _Kept(
-            tokens=tokens,
-            prompt_len=prompt_len,
-            is_finished=is_finished,
-            is_heldout=_is_heldout(key[1]),
-            drawn=drawn,
-            number=self.num_added,
-        )
-        self.num_bytes += _bytes_of(len(tokens))
-
     def _drop(self, key: Key) -> _Kept | None:
         kept = self._texts.pop(key, None)
         self.num_bytes -= 0 if kept is None else _bytes_of(len(kept.tokens))
         return kept
-
-    def _evict(self) -> None:
-        if self.num_bytes <= self._max_bytes:
-            return
-        for key in sorted(self._texts, key=lambda k: (k[0], self._texts[k].num_generated)):
-            self._drop(key)
-            if self.num_bytes <= self._max_bytes:
-                return
 
     def _undrawn(self, batch: Mapping[Key, TextWindow]) -> list[Key]:
         """Return the texts that this pass has not drawn, in its order."""

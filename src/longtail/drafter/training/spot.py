@@ -26,7 +26,7 @@ from longtail.drafter.eagle.target_states import Interrupted
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
-from longtail.drafter.weights import DrafterWeights, are_finite, without_ids
+from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
 from longtail.rl.packing import pack_texts
@@ -137,21 +137,15 @@ class SpotTrainer:
         """Start a replica from a published drafter; a replica of that version continues.
 
         Raises CheckpointError if the weights misfit. Unmeasured updates since an older version are
-        kept; all are if only the draft vocabulary differs.
+        kept.
         """
-        base = self._base
-        if base is not None and published.version == base.version:
+        if self._base is not None and published.version == self._base.version:
             return
-        if base is not None and base.has_parameters_of(published):
-            own = without_ids(self._trainer.weights())
-            self._trainer.load_weights({**published.tensors, **own})
-        else:
-            moved = self._unmeasured_moves()
-            self._trainer.load_weights(published.tensors)
-            added = {n: published.tensors[n].to(move.device) + move for n, move in moved.items()}
-            self._trainer.load_weights({**published.tensors, **added})
-            self._since = _SinceBase()
-        self._base = published
+        moved = self._unmeasured_moves()
+        self._trainer.load_weights(published.tensors)
+        added = {n: published.tensors[n].to(move.device) + move for n, move in moved.items()}
+        self._trainer.load_weights({**published.tensors, **added})
+        self._since, self._base = _SinceBase(), published
 
     def train(
         self,
@@ -170,8 +164,7 @@ class SpotTrainer:
         assert base is not None, "begin from a published drafter first"
         interval = _Interval(base)
         try:
-            with self._trainer.reader.reading_once():
-                reason = self._train(buffer, stopped, interval)
+            reason = self._train(buffer, stopped, interval)
         except Interrupted:
             reason = SpotEnd.STOPPED
         except NonFiniteError as error:
@@ -267,5 +260,5 @@ class SpotTrainer:
         if self._base is None or not self._since.num_unmeasured:
             return {}
         before = self._since.measured or self._base.tensors
-        own = without_ids(self._trainer.weights())
+        own = self._trainer.weights()
         return {name: each - before[name].to(each.device) for name, each in own.items()}

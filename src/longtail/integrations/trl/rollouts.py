@@ -16,7 +16,7 @@ import torch
 
 from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
-from longtail.drafter.formats.eagle_files import export_drafter
+from longtail.drafter.formats.layouts import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
 from longtail.integrations.trl.patches import Ranks
@@ -175,7 +175,7 @@ class Rollouts:
             any(self.session.restore(place, step) for place in places)
 
     def export(self, path: str | Path) -> Path:
-        """Write the drafter in the layout that vLLM reads, after a check of the files.
+        """Write the drafter in the layout that vLLM reads.
 
         Raises ConfigError if it has no weights, or if `path` exists.
         """
@@ -185,7 +185,7 @@ class Rollouts:
                 f"drafter = {self._drafter!r}: it has no weights of its own to export"
             )
         out, model = Path(path), target.model
-        export_drafter(out, loaded, model, target.tokenizer, model.dtype)
+        export_drafter(out, loaded, model, model.dtype)
         return out
 
 

@@ -6,15 +6,12 @@ A, B                   gradients, moments, checkpoints (PEFT's files)
 """
 
 import warnings
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.config.rl import LoraSection
@@ -38,8 +35,6 @@ _WRAPPED = ".base_layer"
 @final
 class AdaptedModel(CausalModel):
     """A frozen causal language model with adapters, which are drawn from a seed."""
-
-    _dropouts: Sequence["_Dropout"] = ()
 
     def __init__(self, model: Any, settings: LoraSection, seed: int) -> None:
         """Take the model and add adapters. Raises ConfigError for targets that it does not have."""
@@ -67,39 +62,14 @@ class AdaptedModel(CausalModel):
         super().__init__(model)
         self._peft = (adapted,)  # not registered: its modules are those of the model
         self._adapted = {n: m for n, m in model.named_modules() if isinstance(m, kind)}
-        generator, dropouts = torch.Generator().manual_seed(seed), []
-        for index, layer in enumerate(self._adapted.values()):
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self._adapted.values():
             if isinstance(layer.get_base_layer(), nn.Linear):  # autocast takes inputs as they are
-                layer.cast_input_dtype_enabled = bool(settings.dropout)
+                layer.cast_input_dtype_enabled = False
             weight = layer.lora_A["default"].weight
             bound = weight.shape[1] ** -0.5  # as PEFT draws it, from global random state
             drawn = torch.rand(weight.shape, generator=generator, dtype=weight.dtype)
             weight.data.copy_((2 * drawn - 1) * bound)
-            if settings.dropout:
-                dropouts.append(_Dropout(settings.dropout, index))
-                layer.lora_dropout["default"] = dropouts[-1]
-        self._dropouts = dropouts
-
-    def hidden(
-        self, packed: PackedSequences, *, recompute: bool = False
-    ) -> Float[Tensor, "tokens hidden"]:
-        """Return the last hidden states; the dropout of adapters is a function of the tokens."""
-        if self._dropouts and torch.is_grad_enabled():
-            seed = zlib.crc32(packed.tokens.cpu().contiguous().numpy().data)
-            for dropout in self._dropouts:
-                dropout.seed = seed
-        return super().hidden(packed, recompute=recompute)
-
-    def hold_casts(self, dtype: torch.dtype | None) -> None:
-        """Convert LM head and frozen matrices for autocast, which would do so in every pass."""
-        super().hold_casts(dtype)
-        for layer in self._adapted.values():
-            if type(linear := layer.get_base_layer()) is not nn.Linear:
-                continue
-            linear.__dict__.pop("forward", None)
-            if dtype is not None:
-                cast = linear.weight.detach().to(dtype)
-                linear.__dict__["forward"] = partial(F.linear, weight=cast, bias=linear.bias)
 
     def hold_frozen(self, dtype: torch.dtype) -> None:
         """Keep the matrices of adapted linear layers in the dtype in which autocast multiplies.
@@ -134,7 +104,7 @@ class AdaptedModel(CausalModel):
         """Return the same model with its adapters off."""
         return _Unadapted(self, self._peft[0])
 
-    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
+    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None, **_: Any) -> None:
         """Write the adapters in PEFT's files."""
         with writing("the adapters", path), disk_errors():
             self._peft[0].save_pretrained(path, save_embedding_layers=False)
@@ -153,7 +123,7 @@ class AdaptedModel(CausalModel):
     def save_merged(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
         """Write the model with the adapters added, as a Hugging Face directory."""
         merged = self._merged(_frozen(self.model.state_dict().items()))
-        self._save_whole(path, eos_ids, bos_id, state_dict=merged)
+        super().save(path, eos_ids, bos_id, state_dict=merged)
 
     def _merged(self, frozen: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of the model without adapters, with these added to the weights."""
@@ -201,28 +171,6 @@ class _Unadapted(Scorer):
 
     def score_head(self) -> Head:
         return self._adapted.score_head()
-
-
-@final
-class _Dropout(nn.Module):
-    """Dropout that needs no random state: the same seed and shape give the same mask.
-
-    So a recomputed layer and a resumed run have the masks of the first time.
-    """
-
-    def __init__(self, share: float, number: int) -> None:
-        super().__init__()
-        self._share, self._number = share, number
-        self.seed = 0
-        """Seed of the newest pass with gradients."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop a share of the numbers, and scale the others up; in a pass with gradients only."""
-        if not torch.is_grad_enabled():
-            return x
-        seed = hash((self.seed, self._number, *x.shape)) % 2**63
-        drawn = torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
-        return x * (drawn.to(x.device) >= self._share) / (1 - self._share)
 
 
 def import_peft() -> Any:

@@ -118,13 +118,10 @@ class CausalModel(Policy):
         """Return a frozen copy."""
         return copy.deepcopy(self).requires_grad_(False)
 
-    def save(self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None) -> None:
-        """Write a Hugging Face directory by `save_pretrained`."""
-        self._save_whole(path, eos_ids, bos_id)
-
-    def _save_whole(
-        self, path: Path, eos_ids: Sequence[int], bos_id: int | None, **more: Any
+    def save(
+        self, path: Path, eos_ids: Sequence[int], bos_id: int | None = None, **more: Any
     ) -> None:
+        """Write a Hugging Face directory by `save_pretrained`, with `more` of its options."""
         kept = _transformers().GenerationConfig(
             eos_token_id=list(eos_ids) or None, bos_token_id=bos_id
         )

@@ -7,7 +7,8 @@ template, continues an assistant's message, and refuses what the template leaves
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, final
@@ -22,6 +23,9 @@ _ROLES = {"human": "user", **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "
 _SYSTEM = {"system": "system", "developer": "system"}
 """Roles of a first message that instructs."""
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+"""Tag that transformers adds to Jinja."""
+_GIVEN = ("messages", "raise_exception", "strftime_now", "loop", "caller", "varargs", "kwargs")
 THINK, END_THINK = "<think>", "</think>"
 _BEGUN = re.compile(rf"({THINK}\s*)?({END_THINK}\s*)?\Z")
 """A thought at the end of a prompt: open, or closed and empty."""
@@ -105,15 +109,21 @@ class ChatTemplate:
     @property
     def arguments(self) -> frozenset[str]:
         """Names that the chat template reads and a caller may set, as `enable_thinking`."""
-        from longtail.model.hf.template_reads import variables  # jinja2: graders need none of it
+        from jinja2 import Environment, TemplateError, nodes  # graders need none of it
 
+        environment, found = Environment(extensions=["jinja2.ext.loopcontrols"]), set[str]()
+        template = self._inner.chat_template or {}
+        for each in [template] if isinstance(template, str) else template.values():
+            with suppress(TemplateError, RecursionError, ValueError):  # rendering refuses it
+                tree = environment.parse(_GENERATION.sub("", each))
+                first = dict[str, str]()
+                for name in _names(tree):
+                    first.setdefault(name.name, name.ctx)
+                found |= {name for name, context in first.items() if context == "load"}
+                found -= {macro.name for macro in tree.find_all(nodes.Macro)}
         taken = set(inspect.signature(self._inner.apply_chat_template).parameters)
-        taken = taken - {"tools", "documents"} | {"messages", *self._inner.special_tokens_map}
-        template = self._inner.chat_template
-        if template is None:
-            return frozenset()
-        several = [template] if isinstance(template, str) else template.values()
-        return frozenset().union(*map(variables, several)) - taken
+        taken = taken - {"tools", "documents"} | {*_GIVEN, *self._inner.special_tokens_map}
+        return frozenset(found - taken - environment.globals.keys())
 
     def render(
         self,
@@ -193,6 +203,19 @@ class ChatTemplate:
         named = [name for name in names if f"'{name}' is undefined" in text]
         remedy = "and none are given; for rows data.chat_template_kwargs has them"
         return f" (it reads {named[0]}, {remedy})" if named else ""
+
+
+def _names(node: Any) -> Iterator[Any]:
+    """Yield the names in a Jinja tree as they are evaluated, those in macros last."""
+    from jinja2 import nodes
+
+    children = list(node.iter_child_nodes())
+    if isinstance(node, nodes.Assign | nodes.AssignBlock):  # a value is read before it has a name
+        children.reverse()
+    for child in sorted(children, key=lambda each: isinstance(each, nodes.Macro)):
+        yield from _names(child)
+    if isinstance(node, nodes.Name):
+        yield node
 
 
 def _left_out(

@@ -30,6 +30,9 @@ _MAX_HEADS = 65_536
 _MAX_POSITIONS = {"llama": 2048, "mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
 _KV_HEADS = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 _HEAD_DIM = {"llama": None, "mistral": None, "qwen2": None, "qwen3": 128}
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
+_YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
+"""Fields of these scalings that `RopeConfig` has, too."""
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -59,12 +62,8 @@ class Fields:
         self, key: str, default: int | None = None, most: int = MAX_INT32
     ) -> int | None:
         """Return a positive integer, or None for null."""
-        value = self._raw.get(key, default)
-        if value is None:
-            return None
-        if type(value) is not int or not 1 <= value <= most:
-            raise self._error(key, f"an integer from 1 to {most}, or null")
-        return value
+        is_none = self._raw.get(key, default) is None
+        return None if is_none else self.integer(key, default, most=most)
 
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = MAX_INT32
@@ -203,14 +202,8 @@ def _parse_rope(fields: Fields, max_positions: int) -> RopeConfig:
         "original_max_position_embeddings", max_positions
     )
     if scaling == "llama3":
-        return RopeConfig(
-            theta=theta,
-            scaling=scaling,
-            factor=rope.number("factor"),
-            original_max_positions=original,
-            low_freq_factor=rope.number("low_freq_factor"),
-            high_freq_factor=rope.number("high_freq_factor"),
-        )
+        factors: dict[str, Any] = {name: rope.number(name) for name in _LLAMA3}
+        return RopeConfig(theta=theta, scaling=scaling, original_max_positions=original, **factors)
     return RopeConfig(
         theta=theta,
         scaling=scaling,
@@ -314,18 +307,8 @@ def _emit_rope(rope: RopeConfig) -> dict[str, Any]:
         named["factor"] = rope.factor
     if rope.scaling in ("llama3", "yarn"):
         named["original_max_position_embeddings"] = rope.original_max_positions
-    if rope.scaling == "llama3":
-        named["low_freq_factor"] = rope.low_freq_factor
-        named["high_freq_factor"] = rope.high_freq_factor
-    if rope.scaling == "yarn":
-        optional = {
-            "attention_factor": rope.attention_factor,
-            "mscale": rope.mscale,
-            "mscale_all_dim": rope.mscale_all_dim,
-        }
-        named |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
-        named |= {"truncate": rope.truncate}
-        named |= {key: value for key, value in optional.items() if value is not None}
+    own = {"llama3": _LLAMA3, "yarn": _YARN}.get(rope.scaling, ())
+    named |= {name: each for name in own if (each := getattr(rope, name)) is not None}
     return {
         "rope_parameters": {**named, "rope_theta": rope.theta},
         "rope_theta": rope.theta,

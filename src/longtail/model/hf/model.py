@@ -25,14 +25,8 @@ from longtail.model.kernels.scores import Head
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system.files import read_object, writing
+from longtail.system.tensor_files import FLOATS
 from longtail.types import PackedSequences
-
-_DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 @final
@@ -103,9 +97,10 @@ def stored_dtype(path: Path | str) -> torch.dtype:
     """Return the dtype of the weights by config.json; float32 if it has none."""
     fields = read_fields(Path(path))
     name = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-    if not isinstance(name, str) or name not in _DTYPES:
-        raise ConfigError(f"{fields.where}: dtype = {name!r:.80}: give one of {list(_DTYPES)}")
-    return _DTYPES[name]
+    if name not in FLOATS:
+        raise ConfigError(f"{fields.where}: dtype = {name!r:.80}: give one of {list(FLOATS)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def load_model(

@@ -5,8 +5,8 @@ are the same. This module passes pointers and keeps their tensors alive.
 """
 
 import ctypes
-from collections.abc import Sequence
-from typing import NamedTuple, final
+from collections.abc import Mapping, Sequence
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -49,44 +49,22 @@ class _Step(ctypes.Structure):
     )
 
 
-class LayerWeights(NamedTuple):
-    """Weights of one layer; norms that a family lacks are None."""
-
-    attention_norm: Float[Tensor, "hidden"]
-    q_norm: Float[Tensor, "head_dim"] | None
-    k_norm: Float[Tensor, "head_dim"] | None
-    feed_forward_norm: Float[Tensor, "hidden"]
-    qkv: NativeProduct
-    output: NativeProduct
-    gate_up: NativeProduct
-    down: NativeProduct
-    window: int
-
-
 @final
 class NativeDecoder:
     """The function of decoder.c for one set of weights."""
 
     def __init__(
-        self,
-        layers: Sequence[LayerWeights],
-        norm: Float[Tensor, "hidden"],
-        *,
-        inner: int,
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        eps: float,
+        self, layers: Sequence[Mapping[str, Any]], norm: Float[Tensor, "hidden"], **sizes: Any
     ) -> None:
+        """Take the fields of each `_Layer` (norms or None, products, window) and of `_Decoder`."""
         functions = native.functions(norm.dtype)
         assert functions is not None, "layers are packed only for a product that runs here"
-        self._function, self._weights, hidden = functions["decode"], (layers, norm), len(norm)
+        self._function, self._weights = functions["decode"], (layers, norm)
         self._layers = (_Layer * len(layers))(*map(_pointers, layers))
-        self._decoder = native.structure(
-            _Decoder, layers=len(layers), hidden=hidden, inner=inner, heads=heads,
-            kv_heads=kv_heads, dim=dim, layer=self._layers, norm=norm, eps=eps,
-        )  # fmt: skip
-        self._per_token = 2 * (heads + kv_heads) * dim + hidden + 3 * inner
+        counts = {"layers": len(layers), "hidden": len(norm)}
+        made = native.structure(_Decoder, layer=self._layers, norm=norm, **counts, **sizes)
+        self._per_token = 2 * (made.heads + made.kv_heads) * made.dim + len(norm) + 3 * made.inner
+        self._decoder = made
 
     def run(
         self,
@@ -117,8 +95,7 @@ class NativeDecoder:
         return normed, normed if taps.final and features is None else features
 
 
-def _pointers(weights: LayerWeights) -> _Layer:
-    values = weights._asdict()
-    products = {name: each for name, each in values.items() if isinstance(each, NativeProduct)}
-    biases = {f"{name}_bias": each.shift for name, each in products.items()}
-    return native.structure(_Layer, **values, **biases)
+def _pointers(weights: Mapping[str, Any]) -> _Layer:
+    products = {name: each for name, each in weights.items() if isinstance(each, NativeProduct)}
+    biases = {f"{name}_bias": each.bias for name, each in products.items()}
+    return native.structure(_Layer, **weights, **biases)

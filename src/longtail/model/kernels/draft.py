@@ -7,7 +7,7 @@ module passes pointers and keeps their tensors alive.
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -130,29 +130,6 @@ class _Chains:
         return trees
 
 
-class EagleWeights(NamedTuple):
-    """Weights of an EAGLE layer for draft.c; norms that a recipe lacks are None."""
-
-    eagle3: bool
-    heads: int
-    kv_heads: int
-    head_dim: int
-    feature_size: int
-    window: int
-    eps: float
-    embedding: Float[Tensor, "vocab hidden"]
-    fc: NativeProduct
-    qkv: NativeProduct
-    output: NativeProduct
-    gate_up: NativeProduct
-    down: NativeProduct
-    inner_size: int
-    embedding_norm: Float[Tensor, "hidden"] | None
-    feature_norm: Float[Tensor, "hidden"] | None
-    feed_forward_norm: Float[Tensor, "hidden"]
-    norm: Float[Tensor, "hidden"] | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pending:
     """Pairs without keys and values, request by request; the last of each is its root pair."""
@@ -171,17 +148,16 @@ class EagleChains(_Chains):
 
     def __init__(
         self,
-        weights: EagleWeights,
         rope: Rope,
         head: NativeProduct,
         draft_ids: Int[Tensor, "draft"] | None,
+        **layer: Any,
     ) -> None:
+        """Take sizes and weights of a layer, without norms that its recipe lacks."""
         super().__init__("eagle_chains", head, draft_ids)
-        self._weights, self._rope = weights, rope
-        self._cos = self._sin = torch.empty(0, weights.head_dim)
-        self._layer = native.structure(
-            _Eagle, hidden=weights.embedding.shape[1], head=head, **weights._asdict()
-        )
+        self._weights, self._rope = layer, rope
+        self._layer = native.structure(_Eagle, head=head, **layer)
+        self._cos = self._sin = torch.empty(0, self._layer.head_dim)
 
     def run(
         self,
@@ -193,12 +169,12 @@ class EagleChains(_Chains):
         kept: tuple[Tensor, Tensor, Tensor],
     ) -> list[DraftTree]:
         """Compute the pairs' keys and values, then draft; `kept` are features, keys and values."""
-        w, pairs, (features, keys, values) = self._weights, pending.pairs, kept
+        w, pairs, (features, keys, values) = self._layer, pending.pairs, kept
         assert pairs.is_contiguous(), "draft.c reads dense rows"
-        assert w.embedding.dtype == features.dtype == keys.dtype, "all tensors have one dtype"
+        assert self._scratch.dtype == features.dtype == keys.dtype, "all tensors have one dtype"
         self._reach(pending.furthest + deepest(requests, strategy) + 1)
         self._layer.threads = torch.get_num_threads()
-        hidden, most = w.embedding.shape[1], max(pairs.shape[1], len(requests))
+        hidden, most = w.hidden, max(pairs.shape[1], len(requests))
         projected = (w.heads + 2 * w.kv_heads) * w.head_dim
         # 2 float32 per dimension for cos and sin take the bytes of 4 elements of a 2-byte type
         per_pair = w.feature_size + 5 * hidden + projected + 4 * w.head_dim
@@ -263,5 +239,5 @@ class RidgeChains(_Chains):
         self._layer.threads = torch.get_num_threads()
         roots = (_INT * num)(*(each.tokens[-1] for each in requests))
         scratch = self._reserve(num * (5 * hidden + self._head.outputs))
-        own = ctypes.byref(self._layer), states.data_ptr(), roots, scratch
+        own = ctypes.byref(self._layer), states, roots, scratch
         return self._grow(requests, strategy, noise, curve, *own)

@@ -56,9 +56,8 @@ class NativeDraws:
         tokens = torch.empty(rows, dtype=torch.int64)
         logprobs = torch.empty(rows)
         self._function(
-            logits.data_ptr(), logits.stride(0), rows, vocab, numbers.data_ptr(),
-            shares.data_ptr(), self._scratch.data_ptr(), room, tokens.data_ptr(),
-            logprobs.data_ptr(), threads,
+            logits, logits.stride(0), rows, vocab, numbers, shares, self._scratch, room, tokens,
+            logprobs, threads,
         )  # fmt: skip
         undecided = [row for row, token in enumerate(tokens.tolist()) if token < 0]
         if undecided:

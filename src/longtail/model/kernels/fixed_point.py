@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import pointer
 
 BITS = 40
 """Bits after the binary point of the first number, and of each further one."""
@@ -58,8 +57,9 @@ def add_gradient(sums: Tensor, gradient: Tensor, largest: Tensor) -> None:
         return
     functions = native.functions(gradient.dtype) if gradient.device.type == "cpu" else None
     if functions is not None:
-        size, threads = gradient.numel(), torch.get_num_threads()
-        functions["add_fixed"](pointer(sums), pointer(gradient), size, pointer(largest), threads)
+        assert sums.is_contiguous(), "kernels read dense tensors"
+        threads = torch.get_num_threads()
+        functions["add_fixed"](sums, gradient, gradient.numel(), largest, threads)
         return
     largest.zero_()
     pieces = torch.split(gradient.view(-1), _CHUNK)
@@ -80,9 +80,10 @@ def write_gradient(sums: Tensor, factor: float, gradient: Tensor) -> None:
         return
     functions = native.functions(gradient.dtype) if gradient.device.type == "cpu" else None
     if functions is not None:
-        size, threads = gradient.numel(), torch.get_num_threads()
-        step = factor * 2.0**-BITS
-        functions["from_fixed"](pointer(sums), pointer(gradient), size, step, threads)
+        assert sums.is_contiguous(), "kernels read dense tensors"
+        assert gradient.is_contiguous(), "kernels write dense tensors"
+        step, threads = factor * 2.0**-BITS, torch.get_num_threads()
+        functions["from_fixed"](sums, gradient, gradient.numel(), step, threads)
         return
     steps = [factor * 2.0 ** (-BITS * (index + 1)) for index in range(len(sums))]
     for out, parts in zip(

@@ -37,10 +37,8 @@ class NativeProduct:
     def __init__(self, packed: Tensor, bias: Tensor | None, outputs: int) -> None:
         functions = native.functions(packed.dtype)
         assert functions is not None, "packed for a product that this machine does not have"
-        self.packed, self.outputs = packed, outputs
-        self._product, self._bias = functions["product"], bias
-        self.shift = None if bias is None else bias.data_ptr()
-        """Address of the bias."""
+        self.packed, self.bias, self.outputs = packed, bias, outputs
+        self._product = functions["product"]
 
     def data_ptr(self) -> int:
         """Return the address of the packed weight."""
@@ -50,10 +48,8 @@ class NativeProduct:
         """Return the product with dense rows."""
         assert x.is_contiguous(), "product.c reads dense rows"
         out = x.new_empty(x.shape[0], self.outputs)
-        self._product(
-            x.data_ptr(), self.packed.data_ptr(), self.shift, out.data_ptr(),
-            *x.shape, self.outputs, torch.get_num_threads(),
-        )  # fmt: skip
+        operands = x, self.packed, self.bias, out
+        self._product(*operands, *x.shape, self.outputs, torch.get_num_threads())
         return out
 
 

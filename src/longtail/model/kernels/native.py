@@ -28,8 +28,21 @@ _LIBRARY = "kernels.so"
 _ANNOUNCED = "compiling native kernels, once, for about 10 s"
 Layout = Literal["inputs", "halves", "pairs", "tiles"]
 
-_PTR, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_THREADS = ctypes.c_int
+
+class _PTR:
+    """Address of a tensor, a packed weight, an array or a structure; None is NULL."""
+
+    @staticmethod
+    def from_param(value: Any) -> Any:
+        """Convert an argument of a kernel."""
+        return ctypes.c_void_p.from_param(_address(value))
+
+
+def _address(value: Any) -> Any:
+    return value.data_ptr() if hasattr(value, "data_ptr") else value
+
+
+_INT, _FLOAT, _THREADS = ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _SIGNATURES: dict[str, list[Any]] = {
     "product": [_PTR] * 4 + [_INT] * 3 + [_THREADS],
     "draw_rows": [_PTR] + [_INT] * 3 + [_PTR] * 3 + [_INT] + [_PTR] * 2 + [_THREADS],
@@ -78,32 +91,20 @@ def unavailable_because() -> str | None:
 _SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
-def _available() -> ctypes.CDLL | None:
-    """Return the loaded kernels; None, with one warning, if there is no compiler or it fails."""
+@functools.cache
+def _loaded() -> ctypes.CDLL | None:
+    """Return the loaded kernels; None if there are none or, with a warning, cannot be built."""
     why = unavailable_because()
-    if why is None:
-        return _library()
     if why == _NO_COMPILER:
-        _warn_once()
-    return None
-
-
-@functools.cache
-def _warn_once() -> None:
-    _log.warning("PyTorch's slower operations are used, there is %s", _NO_COMPILER)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    """Return the loaded kernels; None if they cannot be built."""
-    path = library.shipped(machine.cpu_flags()) or _build()
+        _log.warning("PyTorch's slower operations are used, there is %s", why)
+    path = None if why else library.shipped(machine.cpu_flags()) or _build()
     return None if path is None else ctypes.CDLL(str(path))
 
 
 @functools.cache
 def layout(dtype: torch.dtype) -> Layout | None:
     """Return the weight layout of product.c for a dtype; None if it does not run here."""
-    loaded = _available()
+    loaded = _loaded()
     if loaded is None or dtype not in _SUFFIXES:
         return None
     if dtype == torch.float32:
@@ -116,16 +117,14 @@ def structure(kind: type[ctypes.Structure], **values: Any) -> Any:
     """Return a C structure; tensors, packed weights and arrays are given by their addresses."""
 
     def field(value: Any) -> Any:
-        if isinstance(value, ctypes.Array):
-            return ctypes.addressof(value)
-        return value.data_ptr() if hasattr(value, "data_ptr") else value
+        return ctypes.addressof(value) if isinstance(value, ctypes.Array) else _address(value)
 
     return kind(**{name: field(value) for name, value in values.items()})
 
 
 def build_name() -> str:
     """Return the name of the loaded build: equal where its source, compiler and flags are."""
-    loaded = _available()
+    loaded = _loaded()
     if loaded is None:
         return "none"
     path = Path(loaded._name)
@@ -134,7 +133,7 @@ def build_name() -> str:
 
 def lanes() -> int:
     """Return the number of float32 in a register of the loaded kernels."""
-    loaded = _available()
+    loaded = _loaded()
     assert loaded is not None, "check `layout` first"
     return loaded["product_lanes"]()
 
@@ -142,7 +141,7 @@ def lanes() -> int:
 @functools.cache
 def functions(dtype: torch.dtype) -> Mapping[str, Callable[..., None]] | None:
     """Return the kernels of a dtype by name; None if there are none or they cannot be built."""
-    loaded = _available()
+    loaded = _loaded()
     if dtype not in _SUFFIXES or loaded is None:
         return None
     found: dict[str, Callable[..., None]] = {}

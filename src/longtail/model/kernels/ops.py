@@ -44,6 +44,15 @@ class QueryKeyValue(NamedTuple):
     values: KVHeads
 
 
+class HeadNorms(NamedTuple):
+    """Number of queries in a projection, and the norms of queries and keys, if there are any."""
+
+    num_heads: int
+    eps: float
+    q_weight: HeadWeight | None = None
+    k_weight: HeadWeight | None = None
+
+
 class Places(NamedTuple):
     """Cache slot of each token of a step, and the slots of its row that it sees.
 
@@ -92,16 +101,9 @@ class Kernels:
         stream = stream if delta is None else stream + delta
         return Residual(stream, _rms_norm(stream, weight, eps))
 
-    def rotate(
-        self,
-        qkv: AllHeads,
-        num_heads: int,
-        q_weight: HeadWeight | None,
-        k_weight: HeadWeight | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> QueryKeyValue:
+    def rotate(self, qkv: AllHeads, norms: HeadNorms, rotation: Rotation) -> QueryKeyValue:
         """Split queries, keys, values; norm queries and keys if weights are given; rotate them."""
+        num_heads, eps, q_weight, k_weight = norms
         num_kv_heads = (qkv.shape[1] - num_heads) // 2
         queries, keys, values = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], 1)
         if q_weight is not None and k_weight is not None:
@@ -115,16 +117,10 @@ class Kernels:
         return F.silu(gate) * up
 
     def store_rows(
-        self,
-        keys: KVHeads,
-        values: KVHeads,
-        key_rows: Rows,
-        value_rows: Rows,
-        rows: Indices,
-        slots: Indices,
+        self, keys: KVHeads, values: KVHeads, key_rows: Rows, value_rows: Rows, places: Places
     ) -> None:
         """Store each token's key and value at its (row, slot)."""
-        flat = rows * key_rows.shape[1] + slots
+        flat = places.rows * key_rows.shape[1] + places.slots
         key_rows.flatten(0, 1).index_copy_(0, flat, keys)
         value_rows.flatten(0, 1).index_copy_(0, flat, values)
 
@@ -176,9 +172,8 @@ class CachedAttention(Attention):
     ) -> Heads:
         """Store and attend with one call each."""
         key_rows, value_rows = self.storage[layer]
-        places = self.places
-        self._kernels.store_rows(keys, values, key_rows, value_rows, places.rows, places.slots)
-        return self._kernels.attend_rows(queries, key_rows, value_rows, places, window)
+        self._kernels.store_rows(keys, values, key_rows, value_rows, self.places)
+        return self._kernels.attend_rows(queries, key_rows, value_rows, self.places, window)
 
 
 def _text_runs(
@@ -224,54 +219,33 @@ class NativeKernels(Kernels):
     ) -> Residual:
         """Add in place and norm, in one pass."""
         normed = torch.empty_like(stream)
-        pending = None if delta is None else delta.data_ptr()
-        self._add_norm(
-            stream.data_ptr(), pending, weight.data_ptr(), normed.data_ptr(), *stream.shape, eps
-        )
+        self._add_norm(stream, delta, weight, normed, *stream.shape, eps)
         return Residual(stream, normed)
 
-    def rotate(
-        self,
-        qkv: AllHeads,
-        num_heads: int,
-        q_weight: HeadWeight | None,
-        k_weight: HeadWeight | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> QueryKeyValue:
+    def rotate(self, qkv: AllHeads, norms: HeadNorms, rotation: Rotation) -> QueryKeyValue:
         """Norm and rotate in place; the results are views."""
+        num_heads, eps, *weights = norms
         tokens, all_heads, dim = qkv.shape
         kv_heads = (all_heads - num_heads) // 2
-        self._rotate(
-            qkv.data_ptr(), None if q_weight is None else q_weight.data_ptr(),
-            None if k_weight is None else k_weight.data_ptr(), rotation.cos.data_ptr(),
-            rotation.sin.data_ptr(), tokens, num_heads, kv_heads, dim, eps,
-        )  # fmt: skip
+        angles, sizes = (rotation.cos, rotation.sin), (tokens, num_heads, kv_heads, dim)
+        self._rotate(qkv, *weights, *angles, *sizes, eps)
         return QueryKeyValue(*torch.split(qkv, [num_heads, kv_heads, kv_heads], 1))
 
     def swiglu(self, gate_up: Float[Tensor, "tokens both"]) -> Float[Tensor, "tokens inner"]:
         """Return silu(first half) * second half."""
         tokens, both = gate_up.shape
         out = gate_up.new_empty(tokens, both // 2)
-        threads = torch.get_num_threads()
-        self._swiglu(gate_up.data_ptr(), out.data_ptr(), tokens, both // 2, threads)
+        self._swiglu(gate_up, out, tokens, both // 2, torch.get_num_threads())
         return out
 
     def store_rows(
-        self,
-        keys: KVHeads,
-        values: KVHeads,
-        key_rows: Rows,
-        value_rows: Rows,
-        rows: Indices,
-        slots: Indices,
+        self, keys: KVHeads, values: KVHeads, key_rows: Rows, value_rows: Rows, places: Places
     ) -> None:
         """Copy into the rows."""
         tokens, kv_heads, dim = keys.shape
         self._store_kv(
-            keys.data_ptr(), values.data_ptr(), keys.stride(0), key_rows.data_ptr(),
-            value_rows.data_ptr(), key_rows.stride(0), rows.data_ptr(), slots.data_ptr(), tokens,
-            kv_heads * dim,
+            keys, values, keys.stride(0), key_rows, value_rows, key_rows.stride(0), places.rows,
+            places.slots, tokens, kv_heads * dim,
         )  # fmt: skip
 
     def attend_rows(
@@ -281,10 +255,9 @@ class NativeKernels(Kernels):
         tokens, heads, dim = queries.shape
         out = queries.new_empty(tokens, heads, dim)
         self._attend(
-            queries.data_ptr(), queries.stride(0), key_rows.data_ptr(), value_rows.data_ptr(),
-            key_rows.stride(0), places.rows.data_ptr(), places.contexts.data_ptr(),
-            places.depths.data_ptr(), places.visible.data_ptr(), out.data_ptr(), tokens, heads,
-            key_rows.shape[2], dim, window, torch.get_num_threads(),
+            queries, queries.stride(0), key_rows, value_rows, key_rows.stride(0), places.rows,
+            places.contexts, places.depths, places.visible, out, tokens, heads, key_rows.shape[2],
+            dim, window, torch.get_num_threads(),
         )  # fmt: skip
         return out
 

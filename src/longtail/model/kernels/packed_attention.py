@@ -60,9 +60,8 @@ class _Attend(torch.autograd.Function):
         threads = torch.get_num_threads()
         scratch = torch.empty(threads, room)
         functions["attend_packed"](
-            queries.data_ptr(), keys.data_ptr(), values.data_ptr(), queries.stride(0),
-            starts.data_ptr(), len(starts) - 1, out.data_ptr(), logs.data_ptr(),
-            scratch.data_ptr(), room, *shape, threads,
+            queries, keys, values, queries.stride(0), starts, len(starts) - 1, out, logs, scratch,
+            room, *shape, threads,
         )  # fmt: skip
         ctx.save_for_backward(queries, keys, values, logs, starts)
         ctx.functions, ctx.shape, ctx.padded = functions, shape, padded
@@ -72,19 +71,16 @@ class _Attend(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
         queries, keys, values, logs, starts = ctx.saved_tensors
-        heads, kv_heads, dim, window = ctx.shape
+        heads, kv_heads, dim, _ = ctx.shape
         grads = torch.empty(len(queries), heads + 2 * kv_heads, dim, dtype=queries.dtype)
         parts = torch.split(grads, [heads, kv_heads, kv_heads], 1)
         padded = ctx.padded
         room = (5 * padded + 2 * _QUERIES + 6) * dim + 2 * _QUERIES * padded
         threads = torch.get_num_threads()
         scratch = torch.empty(threads, room)
-        grad_out = grad_out.contiguous()
         ctx.functions["attend_packed_backward"](
-            queries.data_ptr(), keys.data_ptr(), values.data_ptr(), queries.stride(0),
-            starts.data_ptr(), len(starts) - 1, logs.data_ptr(), grad_out.data_ptr(),
-            *(part.data_ptr() for part in parts), grads.stride(0),
-            scratch.data_ptr(), room, heads, kv_heads, dim, window, threads,
+            queries, keys, values, queries.stride(0), starts, len(starts) - 1, logs,
+            grad_out.contiguous(), *parts, grads.stride(0), scratch, room, *ctx.shape, threads,
         )  # fmt: skip
         return None, *parts, None, None
 

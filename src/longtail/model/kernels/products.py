@@ -20,14 +20,6 @@ ROWS = 128
 """oneDNN products have a multiple of this number of rows, or a smaller power of two."""
 
 
-def pointer(tensor: Tensor | None) -> int | None:
-    """Return the address of a dense tensor for a C kernel; None for none."""
-    if tensor is None:
-        return None
-    assert tensor.is_contiguous(), "kernels read dense tensors"
-    return tensor.data_ptr()
-
-
 def apply(operation: type[torch.autograd.Function], *arguments: Any) -> Any:
     """Return `operation.apply(...)`, whose type torch does not declare."""
     return operation.apply(*arguments)  # type: ignore[no-untyped-call]

@@ -75,10 +75,8 @@ class NativeRows(TorchRows):
     def measure(self, logits: Logits, tokens: Int[Tensor, "rows"], temperature: float) -> Measured:
         """Return the scores of each row's token."""
         found = Measured(*torch.empty(3, len(logits)))
-        self._measure(
-            logits.data_ptr(), logits.stride(0), *logits.shape, tokens.data_ptr(), temperature,
-            *(each.data_ptr() for each in found), torch.get_num_threads(),
-        )  # fmt: skip
+        rows = logits, logits.stride(0), *logits.shape, tokens, temperature
+        self._measure(*rows, *found, torch.get_num_threads())
         return found
 
     def to_gradient(
@@ -91,10 +89,8 @@ class NativeRows(TorchRows):
     ) -> None:
         """Replace logits by their gradient, given that of the logprobs."""
         grads = grads.to(torch.float32).contiguous()
-        self._grade(
-            logits.data_ptr(), logits.stride(0), *logits.shape, tokens.data_ptr(), temperature,
-            log_sums.data_ptr(), grads.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
+        rows = logits, logits.stride(0), *logits.shape, tokens, temperature
+        self._grade(*rows, log_sums, grads, torch.get_num_threads())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.kernels import native
 from longtail.model.kernels.ops import (
     AllHeads,
-    HeadWeight,
+    HeadNorms,
     Hidden,
     Kernels,
     NormWeight,
@@ -27,7 +27,7 @@ from longtail.model.kernels.ops import (
     Residual,
 )
 from longtail.model.kernels.packed_attention import NativePackedAttention
-from longtail.model.kernels.products import apply, pointer
+from longtail.model.kernels.products import apply
 from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]
@@ -46,14 +46,12 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor,
         eps: float,
     ) -> tuple[Tensor, Tensor]:
-        stream = stream.contiguous()
+        stream, weight = stream.contiguous(), weight.contiguous()
         delta = None if delta is None else delta.contiguous()
         total = torch.empty_like(stream)
         normed = torch.empty_like(stream, dtype=torch.bfloat16 if halves else None)
-        f["stream_norm" if halves else "add_norm_forward"](
-            pointer(stream), pointer(delta), pointer(weight), pointer(total),
-            pointer(normed), *stream.shape, eps,
-        )  # fmt: skip
+        function = f["stream_norm" if halves else "add_norm_forward"]
+        function(stream, delta, weight, total, normed, *stream.shape, eps)
         ctx.save_for_backward(total, weight)
         ctx.functions, ctx.halves, ctx.eps, ctx.has_delta = f, halves, eps, delta is not None
         return total, normed
@@ -64,15 +62,13 @@ class _AddNorm(torch.autograd.Function):
         total, weight = ctx.saved_tensors
         grad, f = torch.empty_like(total), ctx.functions
         grad_weight = torch.zeros(weight.shape, dtype=torch.float32)
-        given: list[Tensor | None]
         given = [total, weight, grad_total.contiguous(), grad_normed.contiguous(), grad]
         grad_delta = grad if ctx.has_delta else None
         if ctx.halves:
             grad_delta = torch.empty_like(total, dtype=torch.bfloat16) if ctx.has_delta else None
             given.append(grad_delta)
-        f["stream_norm_backward" if ctx.halves else "add_norm_backward"](
-            *map(pointer, given), pointer(grad_weight), *total.shape, ctx.eps
-        )
+        function = f["stream_norm_backward" if ctx.halves else "add_norm_backward"]
+        function(*given, grad_weight, *total.shape, ctx.eps)
         return None, None, grad, grad_delta, grad_weight, None
 
 
@@ -83,9 +79,9 @@ class _Rotate(torch.autograd.Function):
         f: Functions,
         qkv: Tensor,
         num_heads: int,
+        eps: float,
         q_weight: Tensor | None,
         k_weight: Tensor | None,
-        eps: float,
         rotation: Rotation,
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv = qkv.contiguous()
@@ -95,11 +91,9 @@ class _Rotate(torch.autograd.Function):
         q_weight, k_weight = (
             None if weight is None else weight.to(qkv.dtype) for weight in (q_weight, k_weight)
         )
-        f["rotate"](
-            pointer(rotated), pointer(q_weight), pointer(k_weight), pointer(rotation.cos),
-            pointer(rotation.sin), tokens, num_heads, kv_heads, dim, eps,
-        )  # fmt: skip
-        ctx.save_for_backward(qkv, q_weight, k_weight, rotation.cos, rotation.sin)
+        angles, sizes = (rotation.cos, rotation.sin), (tokens, num_heads, kv_heads, dim)
+        f["rotate"](rotated, q_weight, k_weight, *angles, *sizes, eps)
+        ctx.save_for_backward(qkv, q_weight, k_weight, *angles)
         ctx.functions, ctx.eps, ctx.split = f, eps, (num_heads, kv_heads)
         queries, keys, values = torch.split(rotated, [num_heads, kv_heads, kv_heads], 1)
         return queries, keys, values
@@ -116,16 +110,14 @@ class _Rotate(torch.autograd.Function):
             if grad_out.stride()[1:] != (dim, 1):
                 grad_out = grad_out.contiguous()
             grad_weight = None if weight is None else torch.zeros(dim, dtype=torch.float32)
-            offset = first * dim * qkv.element_size()
             ctx.functions["rotate_backward"](
-                qkv.data_ptr() + offset, all_heads * dim, pointer(weight), pointer(cos),
-                pointer(sin), grad_out.data_ptr(), grad_out.stride(0), grad.data_ptr() + offset,
-                pointer(grad_weight), tokens, heads, dim, ctx.eps,
+                qkv[:, first:], all_heads * dim, weight, cos, sin, grad_out, grad_out.stride(0),
+                grad[:, first:], grad_weight, tokens, heads, dim, ctx.eps,
             )  # fmt: skip
             grad_weights.append(grad_weight)
             first += heads
         grad[:, first:] = grads[2]
-        return None, grad, None, *grad_weights, None, None
+        return None, grad, None, None, *grad_weights, None
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -134,8 +126,7 @@ class _SwiGLU(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         tokens, both = gate_up.shape
         out = gate_up.new_empty(tokens, both // 2)
-        threads = torch.get_num_threads()
-        f["swiglu"](pointer(gate_up), pointer(out), tokens, both // 2, threads)
+        f["swiglu"](gate_up, out, tokens, both // 2, torch.get_num_threads())
         ctx.save_for_backward(gate_up)
         ctx.functions = f
         return out
@@ -146,11 +137,8 @@ class _SwiGLU(torch.autograd.Function):
         (gate_up,) = ctx.saved_tensors
         grad = torch.empty_like(gate_up)
         tokens, size = grad_out.shape
-        grad_out = grad_out.contiguous()
-        ctx.functions["swiglu_backward"](
-            pointer(gate_up), pointer(grad_out), pointer(grad), tokens, size,
-            torch.get_num_threads(),
-        )  # fmt: skip
+        threads, given = torch.get_num_threads(), (gate_up, grad_out.contiguous())
+        ctx.functions["swiglu_backward"](*given, grad, tokens, size, threads)
         return None, grad
 
 
@@ -183,19 +171,10 @@ class NativeTrainingKernels(Kernels):
             delta = delta.to(stream.dtype)
         return Residual(*apply(_AddNorm, functions, halves, stream, delta, weight, eps))
 
-    def rotate(
-        self,
-        qkv: AllHeads,
-        num_heads: int,
-        q_weight: HeadWeight | None,
-        k_weight: HeadWeight | None,
-        eps: float,
-        rotation: Rotation,
-    ) -> QueryKeyValue:
+    def rotate(self, qkv: AllHeads, norms: HeadNorms, rotation: Rotation) -> QueryKeyValue:
         """Norm and rotate in one pass."""
         functions = self._functions[qkv.dtype]
-        arguments = (qkv, num_heads, q_weight, k_weight, eps, rotation)
-        return QueryKeyValue(*apply(_Rotate, functions, *arguments))
+        return QueryKeyValue(*apply(_Rotate, functions, qkv, *norms, rotation))
 
     def attention(self, given: Attention, dtype: torch.dtype) -> Attention:
         """Return native attention for packed sequences in bfloat16."""

@@ -1,33 +1,45 @@
-"""GGUF files, read by transformers and kept as Hugging Face directories.
+"""GGUF files, kept as Hugging Face directories.
 
-A converted model is in the user's cache, under the digest of the file. transformers leaves out
-what it does not know, so a file is refused if not every tensor of it is a tensor of the model.
+A converted model is in the user's cache, under the digest of the file. A file is refused if not
+every tensor of it is a tensor of the model.
 """
 
-import contextlib
-import io
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.model import write_json
-from longtail.model.hf.weights import require_layout, write_weights
+from longtail.model.hf.weights import layout, require_layout, write_weights
 from longtail.model.sources.gguf_tokenizer import check_tokenizer, field, tokenizer_files
-from longtail.model.transformer import Family
+from longtail.model.transformer import Family, ModelConfig
 from longtail.system.cache import build_once
 from longtail.system.files import sha256
-from longtail.system.tensor_files import kinds_of
+from longtail.system.tensor_files import Kind
 
 KIND = "models"
 """Folder of converted models in the cache."""
-CONVERSION = 4
+CONVERSION = 5
 """Version of the conversion, part of the name of its result."""
 _DTYPE = torch.bfloat16
+_FAMILIES: dict[Any, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Families that llama.cpp has; its Mistral is a Llama."""
+_FIELDS = {
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+}
+"""Fields of config.json by those of the metadata."""
 _MAX_SHARD_BYTES = 5 * 2**30
 _ENDS = ("bos", "eos", "eot", "eom")
 """Tokens that begin a text, and that end text, turn and message."""
@@ -61,27 +73,17 @@ def convert(source: Path, directory: Path, where: str, log: Callable[[str], None
         import gguf
 
         reader = gguf.GGUFReader(source)
-        _check_header(reader)
+        family = _family(reader)
         log("reading the tokenizer")
         content, settings, template = tokenizer_files(reader)
         log(f"reading {len(reader.tensors)} tensors")
-        model = _model(source)
+        config = _config(reader, family)
+        tensors = _tensors(reader, config)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}; {_REMEDY}") from error
-    except Exception as error:  # the packages raise any error for a malformed file
+    except Exception as error:  # the package raises any error for a malformed file
         reason = " ".join(f"{error}".split())[:300] or type(error).__name__
         raise ConfigError(f"{where}: the file cannot be read ({reason}); {_REMEDY}") from error
-    fields = {**model.config.to_dict(), "quantization_config": None}
-    config = parse(Fields(fields, where))
-    tensors = model.state_dict()
-    if config.tied_embeddings:
-        del tensors["lm_head.weight"]
-    require_layout(kinds_of(tensors), config, where)
-    if len(reader.tensors) != len(tensors):
-        raise ConfigError(
-            f"{where}: the file has {len(reader.tensors)} tensors, of which transformers reads "
-            f"{len(tensors)}; {_REMEDY}"
-        )
     log("writing them as bfloat16")
     directory.mkdir(parents=True)
     write_weights(tensors, directory, _DTYPE, _MAX_SHARD_BYTES)
@@ -97,57 +99,50 @@ def convert(source: Path, directory: Path, where: str, log: Callable[[str], None
         (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _check_header(reader: Any) -> None:
-    """Raise ConfigError for metadata of a file that is not read."""
-    family = field(reader, "general.architecture")
-    if family not in get_args(Family):
+def _family(reader: Any) -> Family:
+    """Return the family of a file. Raises ConfigError for metadata that is not read."""
+    name = field(reader, "general.architecture")
+    if (family := _FAMILIES.get(name)) is None:
         raise ConfigError(
-            f"general.architecture = {family!r:.40} is not read from GGUF files, but "
-            f"{', '.join(get_args(Family))}"
+            f"general.architecture = {name!r:.40} is not read from GGUF files, but "
+            f"{', '.join(_FAMILIES)}"
         )
-    scaling = field(reader, f"{family}.rope.scaling.type")
+    scaling = field(reader, f"{name}.rope.scaling.type")
     if scaling not in (None, "none"):
-        raise ConfigError(f"{family}.rope.scaling.type = {scaling!r:.40} is not read")
-    check_tokenizer(reader)
-    _check_sizes(reader, family)
-
-
-def _check_sizes(reader: Any, family: str) -> None:
-    """Raise ConfigError if sizes in the header are not those of the tensors.
-
-    transformers makes a model of the sizes in the header first, however large.
-    """
-    names = ("block_count", "embedding_length", "feed_forward_length", "attention.head_count")
-    layers, hidden, inner, heads = (field(reader, f"{family}.{name}") or 0 for name in names)
-    head = field(reader, f"{family}.attention.key_length") or (heads and hidden // heads)
-    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
-    if "rope_freqs.weight" in shapes:
+        raise ConfigError(f"{name}.rope.scaling.type = {scaling!r:.40} is not read")
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
         raise ConfigError("its frequencies of RoPE (rope_freqs, as in Llama 3.1) are not read")
-    blocks = {name.split(".")[1] for name in shapes if name.startswith("blk.")}
-    if len(blocks) != layers:
-        raise ConfigError(f"block_count = {layers}: it has the tensors of {len(blocks)} layers")
-    for name, size in (
-        ("token_embd.weight", hidden),
-        ("blk.0.ffn_down.weight", inner),
-        ("blk.0.attn_output.weight", heads * head),
-    ):
-        if name not in shapes or shapes[name][0] != size:
-            found = "none" if name not in shapes else shapes[name][0]
-            raise ConfigError(f"{name} has {found} inputs, and by the header {size}")
+    check_tokenizer(reader)
+    return family
 
 
-def _model(source: Path) -> Any:
-    """Return the model as transformers reads it. Raises ValueError if tensors are missing."""
-    import transformers
+def _config(reader: Any, family: Family) -> ModelConfig:
+    """Return the shape that the header gives; the vocabulary has the size of the embedding."""
+    shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
+    fields = {theirs: field(reader, f"{family}.{name}") for name, theirs in _FIELDS.items()}
+    fields["head_dim"] = fields["head_dim"] or field(reader, f"{family}.rope.dimension_count")
+    fields["vocab_size"] = int(shapes["token_embd.weight"][1])
+    fields["tie_word_embeddings"] = "output.weight" not in shapes
+    return parse(Fields({"model_type": family, **fields}, "its header"))
 
-    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    if hasattr(transformers, "GgufConfig"):  # newer versions may keep weights in their blocks
-        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    reader: Any = transformers.AutoModelForCausalLM
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars
-        model, report = reader.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=_DTYPE, output_loading_info=True, **options
-        )
-    if missing := report["missing_keys"]:
-        raise ValueError(f"it lacks {sorted(missing)[0]}")
-    return model
+
+def _tensors(reader: Any, config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Return the weights by Hugging Face's names. Raises ConfigError unless all are the model's."""
+    import gguf
+
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[config.family.upper()], config.num_layers)
+    parts = [part.name for parts in layout(config).values() for part in parts]
+    theirs = {names.get_name(name, (".weight", ".bias")): name for name in parts}
+    found = {theirs.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
+    kinds = {name: Kind(shape=tuple(map(int, t.shape[::-1]))) for name, t in found.items()}
+    require_layout(kinds, config, "the file")
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+    tensors = {}
+    for name, each in found.items():
+        weights = torch.tensor(gguf.dequantize(each.data, each.tensor_type)).to(_DTYPE)
+        if config.family == "llama" and (count := heads.get(name.split(".")[-2])):
+            # llama.cpp rotates neighbouring dimensions
+            pairs = weights.view(count, -1, 2, *weights.shape[1:])
+            weights = pairs.transpose(1, 2).reshape(weights.shape)
+        tensors[name] = weights
+    return tensors

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError, did_you_mean
-from longtail.model.sources import gguf, hub, smollm2
+from longtail.model.sources import gguf, smollm2
 from longtail.system.files import similar_folders
 
 _RUNS = "runs"
@@ -42,88 +42,45 @@ def is_hub_id(name: str) -> bool:
     return "@" in name or not (folder == _RUNS or os.path.isdir(folder))
 
 
-def model(name: str, where: str, log: Callable[[str], None]) -> Path:
+def _fetched(name: str, where: str) -> Path:
     """Return the cached directory of a repository, fetched first if it is new or has changed.
 
     Raises ConfigError, beginning with `where`, if it cannot be had or has no safetensors.
     """
-    repository, _, revision = name.partition("@")
-    from huggingface_hub import constants
+    from huggingface_hub import constants, errors, snapshot_download
 
-    if not _is_cached(repository, revision):
-        log(f"fetching {name} from the Hugging Face hub to {constants.HF_HUB_CACHE}")
-    directory = _fetched(repository, revision, where)
+    repository, _, revision = name.partition("@")
+    hub = "the Hugging Face hub cannot be reached"
+    if constants.HF_HUB_OFFLINE:
+        hub = "HF_HUB_OFFLINE forbids to ask the Hugging Face hub"
+    reasons = {  # the first error is one of the second
+        errors.GatedRepoError: "this repository needs a login: accept its licence at "
+        f"https://huggingface.co/{repository}, then {_LOGIN}",
+        errors.RepositoryNotFoundError: "no such directory, and the hub has no such repository, "
+        f"or a private one; check the spelling, or {_LOGIN}",
+        errors.RevisionNotFoundError: f"{repository} has no revision {revision or 'main'!r}; give "
+        "a branch, a tag or a commit of it",
+        errors.LocalEntryNotFoundError: f"no such directory, and {hub}, whose cache lacks it; "
+        "check the spelling and the network, or give a directory, a .gguf file or smollm2",
+    }
+    try:
+        options: Any = {"allow_patterns": list(_FETCHED), "ignore_patterns": list(_LEFT)}
+        found = snapshot_download(repository, revision=revision or None, **options)
+        directory = Path(str(found))
+    except Exception as error:  # of the HTTP library, which depends on the version of the hub's
+        said = " ".join(str(error).split())
+        reason = (
+            f"it cannot be fetched from the hub ({type(error).__name__}: {said:.300}); try again, "
+            "which continues where it stopped"
+        )
+        known = (text for kind, text in reasons.items() if isinstance(error, kind))
+        raise ConfigError(f"{where}: {next(known, reason)}") from error
     if not any(directory.glob("*.safetensors")):
         raise ConfigError(
             f"{where}: this repository has no weights as safetensors, and other formats are not "
             "read; choose a repository with safetensors, or give the path of a .gguf file"
         )
     return directory
-
-
-def _snapshot(repository: str, revision: str, **options: Any) -> Path:
-    from huggingface_hub import snapshot_download
-
-    found = snapshot_download(
-        repository,
-        revision=revision or None,
-        allow_patterns=list(_FETCHED),
-        ignore_patterns=list(_LEFT),
-        **options,
-    )
-    return Path(str(found))
-
-
-def _is_cached(repository: str, revision: str) -> bool:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        _snapshot(repository, revision, local_files_only=True)
-    except LocalEntryNotFoundError:
-        return False
-    return True
-
-
-def _fetched(repository: str, revision: str, where: str) -> Path:
-    """Fetch what is new, or find it in the cache; one sentence for each reason that prevents it."""
-    from huggingface_hub import errors
-
-    try:
-        return _snapshot(repository, revision)
-    except errors.GatedRepoError as error:
-        raise ConfigError(
-            f"{where}: this repository needs a login: accept its licence at "
-            f"https://huggingface.co/{repository}, then {_LOGIN}"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ConfigError(
-            f"{where}: no such directory, and the hub has no such repository, or a private one; "
-            f"check the spelling, or {_LOGIN}"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise ConfigError(
-            f"{where}: {repository} has no revision {revision or 'main'!r}; give a branch, a tag "
-            "or a commit of it"
-        ) from error
-    except errors.LocalEntryNotFoundError as error:
-        raise ConfigError(
-            f"{where}: no such directory, and {_unreachable()}, whose cache lacks it; check the "
-            "spelling and the network, or give a directory, a .gguf file or smollm2"
-        ) from error
-    except Exception as error:  # of the HTTP library, which depends on the version of the hub's
-        said = " ".join(str(error).split())
-        raise ConfigError(
-            f"{where}: it cannot be fetched from the hub ({type(error).__name__}: {said:.300}); "
-            "try again, which continues where it stopped"
-        ) from error
-
-
-def _unreachable() -> str:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids to ask the Hugging Face hub"
-    return "the Hugging Face hub cannot be reached"
 
 
 GGUF_SUFFIX = ".gguf"
@@ -148,8 +105,8 @@ def resolve(name: str, field: str, log: Callable[[str], None]) -> Path:
         return gguf.model_of(path, where, log)
     if name == smollm2.NAME:
         return smollm2.model(where, log)
-    if hub.is_hub_id(name):
-        return hub.model(name, where, log)
+    if is_hub_id(name):
+        return _fetched(name, where)
     remedy = f"; this run is made by: {_MADE_BY[name]}" if name in _MADE_BY else ""
     hint = did_you_mean(name, [smollm2.NAME, *similar_folders(name)])
     raise ConfigError(
