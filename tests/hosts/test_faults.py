@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +10,11 @@ from typing import NamedTuple
 import pytest
 
 from end_to_end.workshop import Workshop
-from hosts.bed import PLACE, QUICK, Bed, Host, Running, cluster
+from hosts.bed import QUICK, Bed, Host, Running, cluster
 from hosts.rewards import HOLD
 from hosts.test_training import train
 
 pytestmark = pytest.mark.skipif("LONGTAIL_HOSTS" not in os.environ, reason="make test-hosts")
-SHARDS = ("--learner.sharding=full", "--cluster.worker_timeout_s=60")
 HELD = ("--reward.name=hosts.rewards:held", "--reward.timeout_s=200")
 
 
@@ -113,50 +111,3 @@ def test_the_head_is_lost_and_the_run_resumes_on_another(workshop: Workshop, hos
     run = train(workshop, other, "head", *HELD, head=new, workers=2)
     assert run.code() == 0, run.said()
     assert workshop.texts("head") == workshop.texts("one")
-
-
-def test_shards_over_hosts_resume_with_another_number_and_a_lost_one_ends_the_run(
-    workshop: Workshop, hosts: Bed
-) -> None:
-    """Step 1 is of one worker, step 2 of three shards, the rest of two, one of which is lost.
-
-    The driver's host alone has the files: others are sent the model.
-    """
-    hold = workshop.path / "hold"
-    hold.with_suffix(".reached").unlink(missing_ok=True)
-    head, *others = cluster(hosts, 3, **{HOLD: str(hold)})
-    head.shell(f"cp -r {workshop.model} {workshop.prompts} {PLACE}")
-    own = (f"--model.path={PLACE}/model", f"--data.source={PLACE}/prompts.jsonl", *SHARDS, *HELD)
-
-    def start(steps: int, workers: int) -> Running:
-        words = (f"--run.dir={PLACE}/shards", f"--run.steps={steps}", *own)
-        return train(workshop, head, "shards", *words, head=head, workers=workers)
-
-    for steps, workers in ((1, 1), (2, 3)):
-        run = start(steps, workers)
-        assert run.code() == 0, run.said()
-    for other in others:
-        assert len(list(other.files.glob("home/.cache/longtail/models/*/model.safetensors"))) == 1
-    run = start(4, 2)
-    run.until(lambda: (head.files / "shards/metrics.jsonl").read_text().count("\n") >= 3)
-    hold.touch()
-    run.until(hold.with_suffix(".reached").exists)
-    next(each for each in others if "ray::Actor" in each.shell("ps ax")).kill()
-    hold.unlink()
-    assert run.code() == 1, run.said()
-    last = run.said().splitlines()[-1]
-    assert "a shard of the policy (learner.sharding) is lost" in last, last
-    assert "Traceback" not in run.said()
-    run = start(4, 1)
-    assert run.code() == 0, run.said()
-    shutil.copytree(head.files / "shards", workshop.path / "shards")
-    assert workshop.texts("shards") == workshop.texts("one")
-
-
-def test_a_host_that_differs_is_named(workshop: Workshop, hosts: Bed) -> None:
-    head, other = hosts.add(), hosts.add(LONGTAIL_NATIVE="0")
-    head.head()
-    other.join(head)
-    run = train(workshop, head, "differs", head=head, workers=2)
-    assert run.code() == 1, run.said()
-    assert "host 10.77.0.2: native kernels is none, and " in run.said().splitlines()[-1]

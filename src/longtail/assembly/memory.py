@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from longtail.assembly.drafters import AUTO, FRESH, NONE, is_weightless
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
@@ -25,7 +24,7 @@ from longtail.vllm.start import GPU_SHARE
 _KEYS_SHARE = 0.7
 """Keys and values' part of what vLLM's weights leave, beside activations and graphs."""
 _BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-_VLLM, _KV, _DRAFTER = "share of vLLM", "KV cache", "drafter"
+_VLLM, _KV = "share of vLLM", "KV cache"
 _ACTIVATIONS, _GRADIENTS = "activations and scores", "gradients"
 PASSING = (_ACTIVATIONS, _GRADIENTS)
 """Uses that end with a learner step."""
@@ -34,18 +33,18 @@ _REMEDIES = {
     _ACTIVATIONS: "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing = true",
     _GRADIENTS: "cluster.workers, or set learner.sums = 'float' or learner.lora",
     _VLLM: "rollout.vllm.gpu_memory_utilization",
-    _DRAFTER: "spot.buffer_mb or spot.features_mb, or set speculation.drafter = 'history'",
 }
 
 
 def estimate(plan: RunPlan) -> dict[str, int]:
     """Return the bytes of each use of memory by one worker.
 
-    Each is an upper bound at its own moment, and their sum bounds the peak. Weights and keys and
-    values of rollouts on a GPU are in vLLM's share; those on a CPU have a packed copy in bfloat16.
+    Each is an upper bound at its own moment, and their sum bounds the peak but for a drafter, which
+    is a layer. Weights and keys and values of rollouts on a GPU are in vLLM's share; those on a CPU
+    have a packed copy in bfloat16.
     """
     config, shape, on_cpu = plan.config, plan.shape, plan.device.type == "cpu"
-    rollout, learner, spot, workers = config.rollout, config.learner, config.spot, config.cluster
+    rollout, learner, workers = config.rollout, config.learner, config.cluster
     small, master = _BYTES[rollout.dtype], _BYTES[learner.dtype]
     whole, longest = count_parameters(shape), config.longest(config.data.max_prompt_len)
     outside = shape.vocab_size * shape.hidden_size * (1 if shape.tied_embeddings else 2)
@@ -79,12 +78,6 @@ def estimate(plan: RunPlan) -> dict[str, int]:
         found[_KV] = (rollout.kv_tokens or rollout.max_running * longest) * kv_bytes(shape, small)
     else:
         found[_VLLM] = round(_vllm_share(plan) * torch.cuda.mem_get_info(plan.device)[1])
-    untrained = (NONE, AUTO, FRESH) if plan.on_vllm else (NONE,)  # vLLM learns its own
-    names = config.speculation.drafter.split("+")
-    if not all(name in untrained or is_weightless(name) for name in names):
-        scores = min(MAX_LOGITS, spot.batch_tokens * shape.vocab_size)
-        found[_DRAFTER] = 4 * (7 * whole // shape.num_layers + 3 * scores)
-        found[_DRAFTER] += (spot.buffer_mb + spot.features_mb) * 2**20
     return found
 
 

@@ -70,11 +70,7 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family):
     ("words", "field"),
     [
         (("--rollout.max_running=4000", "--rollout.max_step_tokens=4000"), "rollout.max_running"),
-        (
-            ("--rollout.max_running=1", "--speculation.drafter=none"),
-            "learner.tokens_per_micro_batch",
-        ),
-        (("--rollout.max_running=1", "--spot.features_mb=4000"), "spot.buffer_mb"),
+        (("--rollout.max_running=1",), "learner.tokens_per_micro_batch"),
     ],
 )
 def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(

@@ -10,7 +10,6 @@ from longtail.config import drafter, files, rl, sft
 from longtail.model.kernels import native
 from longtail.run.checkpoint import RunDirectory
 
-CPU = torch.device("cpu")
 MACHINES = {
     "hardware": ("pairs", True, "bfloat16", True),
     "native": ("halves", False, "bfloat16", False),
@@ -117,12 +116,3 @@ def test_a_run_on_a_gpu_builds_no_kernels_of_the_cpu_engine(monkeypatch, tmp_pat
     assert precision.inexactness(config) == [
         "on a GPU a text can depend on its batch at near-ties, hence on drafting"
     ]
-
-
-def test_half_precision_of_a_stored_model_is_kept_where_it_is_fast(be) -> None:
-    be("native")
-    assert precision.is_fast(torch.bfloat16, CPU)
-    assert not precision.is_fast(torch.float16, CPU)
-    be("neither")
-    assert not precision.is_fast(torch.bfloat16, CPU)
-    assert precision.is_fast(torch.float32, CPU)

@@ -11,11 +11,10 @@ for a task.
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
-from typing import TypeVar, final
+from typing import final
 
 from torch import Tensor
 
@@ -35,8 +34,6 @@ from longtail.rl.learner_metrics import LearnerReport
 from longtail.speculation.drafter import Statistics, Sums
 from longtail.system.device import compute_threads
 from longtail.types import Completion, MicroBatch, Request, SamplingParams, TrainBatch
-
-T = TypeVar("T")
 
 _MOST_TEXT = 1000
 """Most characters of a text that progress carries."""
@@ -204,14 +201,14 @@ class Worker:
         drafting = self._components.drafting
         assert drafting is not None, "a drafter learns"
         assert drafting.trainer is not None, "by gradient"
-        drafting.buffer.add(_taken(self._new_texts))
+        drafting.buffer.add(self._arrived())
         drafting.trainer.begin(published)
         began = time.perf_counter()
 
         def should_stop() -> bool:
             self._beats += 1
             self._progress = Progress(beats=self._beats)
-            drafting.buffer.add(_taken(self._new_texts))
+            drafting.buffer.add(self._arrived())
             return self._stop.is_set() or time.perf_counter() - began > limit_s
 
         return drafting.trainer.train(drafting.buffer, should_stop)
@@ -285,11 +282,7 @@ class Worker:
         drafting.texts.is_on = learns
         return drafting.texts if learns else None
 
-
-def _taken(items: deque[T]) -> list[T]:
-    """Remove and return what is there; other threads may add meanwhile."""
-    found = list[T]()
-    with suppress(IndexError):
-        while True:
-            found.append(items.popleft())
-    return found
+    def _arrived(self) -> Iterator[TextSnapshot]:
+        """Yield the sequences that were added since the last call; more may come meanwhile."""
+        while self._new_texts:
+            yield self._new_texts.popleft()
