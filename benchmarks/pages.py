@@ -40,9 +40,7 @@ The allowed values are in the help of the commands, as text: [command line](cli.
 def commands() -> str:
     """Return the page of the command line."""
     helps = {"": SUMMARY}
-    helps |= {
-        f" {name}": each.arguments(name).parser.format_help() for name, each in COMMANDS.items()
-    }
+    helps |= {f" {name}": each.parser(name).format_help() for name, each in COMMANDS.items()}
     parts = [
         f"## longtail{name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in helps.items()
     ]

@@ -9,21 +9,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+from pydantic import Field
+
 from longtail.cli.main import guarded, set_environment
-from longtail.config.options import Option, arguments_of, read
+from longtail.config.options import WORD, Parser, read
+from longtail.config.sections import Count
 
 set_environment()
 
 T = TypeVar("T")
-Run = Annotated[str, Option("TOML file or recipe to measure", "RUN", positional=True)]
+Run = Annotated[str, WORD, Field(description="TOML file or recipe to measure")]
 Overrides = Annotated[
-    tuple[str, ...], Option("--section.key VALUE sets a field of RUN, as for longtail train")
+    tuple[str, ...],
+    Field(description="--section.key VALUE sets a field of RUN, as for longtail train"),
 ]
-Threads = Annotated[int, Option("compute threads of each contestant", low=1, high=1024)]
-Repeats = Annotated[int, Option("measured turns of each contestant", low=1, high=1000)]
-Batches = Annotated[
-    tuple[int, ...], Option("numbers of requests running at a time", low=1, high=1024)
-]
+Json = Annotated[bool, Field(description="print the JSON line only")]
+Threads = Annotated[int, Field(ge=1, le=1024, description="compute threads of each contestant")]
+Repeats = Annotated[int, Field(ge=1, le=1000, description="measured turns of each contestant")]
+Batches = Annotated[tuple[Count, ...], Field(description="numbers of requests running at a time")]
 
 
 def start(kind: type[T], run: Callable[[T], int]) -> int:
@@ -37,9 +40,10 @@ def parse(kind: type[T], words: Sequence[str]) -> T:
     Example: parse(Options, ["gsm", "--batches", "1,8", "--model.path", "model"])
     """
     script = sys.modules[kind.__module__]
-    arguments = arguments_of("", script.__doc__ or "", kind)
-    arguments.parser.prog = f"python benchmarks/{Path(script.__file__ or '').name}"
-    return read(kind, arguments, words)
+    parser = Parser("", script.__doc__ or "")
+    parser.prog = f"python benchmarks/{Path(script.__file__ or '').name}"
+    parser.declare(kind)
+    return read(kind, parser, words)
 
 
 def pin(threads: int) -> list[int]:

@@ -5,47 +5,46 @@ Models and numbers of rows take turns. The limit is that of `longtail doctor MOD
 weights once, or the products of all rows, without keys and values and without sampling.
 """
 
-from script import Repeats, Threads, pin, pinned, start
+from script import Batches, Json, Repeats, Threads, pin, pinned, start
 
 # isort: split
 
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Annotated, Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from longtail.assembly.engine import open_model
 from longtail.bench.card import Spread, Table, print_card, progress
-from longtail.config.options import Json, Option
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.limit import limit_of, measure
 from longtail.model.transformer import Transformer
 from longtail.run.models import model_directory
-from longtail.system.device import DTYPES, set_threads
+from longtail.system.device import set_threads
 from longtail.types import Request, SamplingParams
 
+Dtype = Literal["float32", "bfloat16", "float64"]
 _PROMPT, _WARM = 32, 3
 """Tokens of a prompt; steps before those that count."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Models and sizes of steps."""
 
-    models: Annotated[tuple[str, ...], Option("directories, hub ids, GGUF files, or smollm2")] = (
-        "smollm2",
+    models: tuple[str, ...] = Field(
+        ("smollm2",), description="directories, hub ids, GGUF files, or smollm2"
     )
-    dtype: Annotated[str, Option("dtype of the weights", choices=tuple(DTYPES))] = "bfloat16"
-    rows: Annotated[tuple[int, ...], Option("running completions of a step", low=1, high=1024)] = (
-        1, 4, 8, 16, 32, 64
-    )  # fmt: skip
-    steps: Annotated[int, Option("measured steps of a turn", low=1)] = 12
+    dtype: Dtype = Field("bfloat16", description="dtype of the weights")
+    rows: Batches = (1, 4, 8, 16, 32, 64)
+    steps: int = Field(12, ge=1, description="measured steps of a turn")
     repeats: Repeats = 3
     threads: Threads = 1
     json: Json = False

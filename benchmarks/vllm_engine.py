@@ -13,7 +13,7 @@ run. `rollout.vllm` has further arguments of all engines. Learned and coupled dr
 text.
 """
 
-from script import Batches, Overrides, Repeats, Run, pin, pinned, start
+from script import Batches, Json, Overrides, Repeats, Run, pin, pinned, start
 
 # isort: split
 
@@ -21,18 +21,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import Field, dataclasses
 
 import longtail
 from longtail.assembly.drafters import read_drafter
 from longtail.bench.card import Log, Spread, Table, print_card, progress, ratios
 from longtail.config import files
-from longtail.config.options import Json, Option
 from longtail.config.rl import RunConfig, load
 from longtail.drafter.formats.layouts import rounded, write_layout
 from longtail.errors import ConfigError
@@ -62,20 +62,20 @@ Turns = Mapping[str, Sequence[Reply]]
 """Answers of each rule."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """A run, whose model, prompts and drafter vLLM uses."""
 
-    python: Annotated[str, Option("python of an environment with vLLM", "PATH")]
+    python: str = Field(description="python of an environment with vLLM")
     run: Run = "smollm2"
-    texts: Annotated[
-        int, Option("texts of a turn, new ones in each, at least the number running", low=1)
-    ] = 16
-    depth: Annotated[int, Option("depth of the draft chains", low=1, high=16)] = 4
-    dtype: Annotated[Literal["float32", "bfloat16"], Option("dtype of vLLM")] = "float32"
-    block_rows: Annotated[
-        int, Option("rows per product of engines with the plugin; 0: all", low=0)
-    ] = 0
+    texts: int = Field(
+        16, ge=1, description="texts of a turn, new ones in each, at least the number running"
+    )
+    depth: int = Field(4, ge=1, le=16, description="depth of the draft chains")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of vLLM")
+    block_rows: int = Field(
+        0, ge=0, description="rows per product of engines with the plugin; 0: all"
+    )
     batches: Batches = (8,)
     repeats: Repeats = 3
     json: Json = False

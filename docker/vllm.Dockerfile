@@ -4,7 +4,7 @@ FROM vllm/vllm-openai:v0.32.0
 COPY . /source
 # vLLM's image has PyTorch, transformers and the rest: only what is missing is installed.
 RUN pip install --no-cache-dir --no-deps /source \
-    && pip install --no-cache-dir "pydantic-settings>=2.16" "tomli-w>=1.1" "jaxtyping>=0.3" \
+    && pip install --no-cache-dir "tomli-w>=1.1" "jaxtyping>=0.3" \
     "rich>=13.9" "accelerate>=1.10" "gguf>=0.17" \
     && rm -rf /source
 ENV LONGTAIL_VLLM=learned

@@ -1,17 +1,13 @@
 """Mistakes of users: each has its message and its exit code, never a traceback."""
 
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
-from end_to_end.workshop import PLAIN, Said, Workshop, build, write_lines
+from end_to_end.workshop import PLAIN, Said, Workshop, build
 from longtail.model.hf.model import save_model
 from support.tiny_models import tiny_model
-
-Change = Callable[[Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -28,69 +24,43 @@ def _assert_refused(said: Said, code: int, *parts: str) -> None:
         assert part in message
 
 
-def _with_nan(model: Path) -> None:
+@pytest.mark.slow
+def test_a_model_that_cannot_be_used_is_refused_and_its_run_begins_once_it_is_mended(
+    workshop, tmp_path
+):
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(workshop.model, model)
     broken = tiny_model()
     with torch.no_grad():
         broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
     save_model(broken, model)
-
-
-MODELS: dict[str, tuple[Change, int, list[str]]] = {
-    "no weights": (
-        lambda model: (model / "model.safetensors").unlink(),
-        2,
-        ["holds no model.safetensors"],
-    ),
-    "NaN in the weights": (
-        _with_nan,
-        2,
-        ["model.layers.1.mlp.down_proj.weight holds 1 values that are NaN or infinite"],
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MODELS)
-def test_a_model_that_cannot_be_used(workshop, tmp_path, case):
-    change, code, parts = MODELS[case]
-    model = tmp_path / "model"
-    shutil.copytree(workshop.model, model)
-    change(model)
-    run = tmp_path / "run"
     words = (f"--model.path={model}", f"--run.dir={run}")
-    _assert_refused(workshop.train("unused", *words), code, *parts)
+    reason = "model.layers.1.mlp.down_proj.weight holds 1 values that are NaN or infinite"
+    _assert_refused(workshop.train("unused", *words), 2, reason)
     assert not list((run / "checkpoints").iterdir())
-    if case != "NaN in the weights":  # the last that is found
-        return
-    # Nothing is left in the way of the same command once the model is mended.
-    shutil.rmtree(model, ignore_errors=True)
+    shutil.rmtree(model)
     shutil.copytree(workshop.model, model)
     quick = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
     assert workshop.train("unused", *words, *quick).code == 0
 
 
-DATA: dict[str, tuple[list[dict[str, object]] | str | None, list[str], list[str]]] = {
-    "no file": (None, [], ["data.source", "bad.jsonl does not exist"]),
-    "too few rows": (
-        [{"prompt": "1"}] * 4,
-        [],
-        ["data.heldout_size = 4", "4 prompts, none would be left to train on"],
-    ),
-    "without reference answers": (
-        '{"prompt": "1", "answer": "7"}\n{"prompt": "2", "answer": NaN}\n',
-        ["--reward.name=exact"],
-        ["bad.jsonl', row 1, column 'answer'", "the reference answer of this row is nan"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", DATA)
-def test_data_that_cannot_be_used(workshop, tmp_path, case):
-    rows, words, parts = DATA[case]
+@pytest.mark.parametrize(
+    ("rows", "words", "parts"),
+    [
+        (
+            '{"prompt": "1"}\n' * 4,
+            [],
+            ["data.heldout_size = 4", "4 prompts, none would be left to train on"],
+        ),
+        (
+            '{"prompt": "1", "answer": "7"}\n{"prompt": "2", "answer": NaN}\n',
+            ["--reward.name=exact"],
+            ["bad.jsonl', row 1, column 'answer'", "the reference answer of this row is nan"],
+        ),
+    ],
+)
+def test_data_that_cannot_be_used(workshop, tmp_path, rows, words, parts):
     file = tmp_path / "bad.jsonl"
-    if isinstance(rows, str):
-        file.write_text(rows)
-    elif rows is not None:
-        write_lines(file, *rows)
+    file.write_text(rows)
     words = [f"--data.source={file}", f"--run.dir={tmp_path / 'run'}", *words]
     _assert_refused(workshop.train("unused", *words), 2, *parts)

@@ -91,7 +91,7 @@ def test_the_commands_of_a_page_run(page, place, monkeypatch):
         if words[0] in PARSED_ONLY:
             own = words[verb.count(" ") + 1 :]  # `--section.field` belongs to a configuration
             plain = [word for word in own if "." not in word.partition("=")[0] or word[0] != "-"]
-            COMMANDS[verb].arguments(verb).parser.parse_args(plain)
+            COMMANDS[verb].parser(verb).parse_args(plain)
             continue
         if verb.endswith("train") and "--run.dir" not in words:
             words.append(f"--run.dir=runs/{page.stem}-{number}")

@@ -16,7 +16,7 @@ import pytest
 
 from end_to_end.processes import finish, start, wait_until
 from longtail.cli import main as cli
-from longtail.serve.options import KEY_VARIABLE
+from longtail.config.command_options import API_KEY
 
 KEY = "a-key-of-enough-letters"
 LISTENING = re.compile(r"serving (\S+) at (http://\S+/v1)")
@@ -99,19 +99,19 @@ def test_openais_client_reads_texts_streams_and_errors_and_a_signal_lets_them_fi
         (["--drain-s", "-1"], "--drain-s = -1: it must be"),
         (["--name", "a\udcff"], "--name = 'a\\udcff': give a name that can be printed"),
         (["--max-running", "0"], "--max-running = 0: it must be"),
-        (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one text"),
+        (["--kv-tokens", "100"], "--kv-tokens = 100: it cannot hold one request"),
         (["--api-key-file", "nowhere"], "--api-key-file = 'nowhere' cannot be read"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_is_loaded(capsys, monkeypatch, words, message):
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(API_KEY, raising=False)
     assert cli.main(["serve", "nowhere", *words]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_weak_key_is_refused_and_not_shown(capsys, monkeypatch):
     for weak in ("", "short", "with a blank in it", "sixteen-letters-\xe9"):
-        monkeypatch.setenv(KEY_VARIABLE, weak)
+        monkeypatch.setenv(API_KEY, weak)
         assert cli.main(["serve", "nowhere"]) == 2
         err = capsys.readouterr().err
         assert "an API key has at least 16" in err

@@ -1,11 +1,9 @@
 """Runs with drafters: resumed, logged, refused. test_law10_accelerators.py compares their texts."""
 
-import json
-
 import pytest
 import torch
 
-from end_to_end.workshop import Workshop, build, read_lines, save_untaught, say
+from end_to_end.workshop import Workshop, build, read_lines, save_untaught
 from longtail.model.kernels import native
 
 pytestmark = pytest.mark.skipif(
@@ -66,20 +64,3 @@ def test_what_cannot_draft_is_refused_before_any_work(workshop, monkeypatch, wor
     assert said.code == 2
     assert expected in said.err
     assert not (workshop.path / "refused" / "metrics.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_evaluating_a_drafter_shows_a_table_and_one_line_of_json(workshop):
-    said = say(
-        *("drafter", "eval", str(workshop.path / "drafter")),
-        *("--target", str(workshop.model), "--prompts", str(workshop.prompts)),
-        *("--n", "4", "--max-tokens", "20", "--depth", "3", "--size", "4"),
-        *("--temperatures", "0,1"),
-    )
-    assert said.code == 0
-    assert "acceptance rate by depth" in said.out
-    measured = json.loads(said.out.splitlines()[-1])["measured"]
-    assert [each["shape"] for each in measured].count("tree") == 3  # greedy: coupled says nothing
-    assert all(each["differing_share"] == 0.0 for each in measured)
-    depths = {"chain": {3}, "tree": {2, 3}}  # a tree of an unsure drafter is wide
-    assert all(len(each["acceptance_rate_by_depth"]) in depths[each["shape"]] for each in measured)

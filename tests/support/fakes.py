@@ -1,10 +1,8 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
-import builtins
 from collections.abc import Mapping, Sequence
 from typing import final
 
-import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,18 +14,6 @@ from longtail.model.attention import Attention, PackedAttention
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.sampling import gumbel_noise, log_distribution
 from longtail.types import Request
-
-
-def do_without(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """Refuse to import a package, as if it were not installed."""
-    found = builtins.__import__
-
-    def refuse(name: str, *rest: object) -> object:
-        if name.startswith(package):
-            raise ImportError(name)
-        return found(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", refuse)
 
 
 def markov_model(

@@ -8,12 +8,12 @@ from functools import cache
 import httpx
 import torch
 
+from longtail.config.command_options import ServeOptions
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.generator import StepReport
 from longtail.model.hf.tokenizer import Tokenizer
-from longtail.serve.options import ServeOptions
 from longtail.serve.server import Routes
 from longtail.serve.service import Service
 from longtail.system.addresses import bind

@@ -1,7 +1,6 @@
 """Laws of coupled drafts in a real vLLM that runs its V1 model runner on the CPU."""
 
 import json
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from longtail.assembly.drafters import read_drafter
+from longtail.config.command_options import EvalOptions
 from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
 from longtail.drafter.formats.layouts import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
@@ -32,7 +32,7 @@ DRAFTING = ("ridge", "draft_model", "cramped")
 def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Play all scenes once."""
     root = tmp_path_factory.mktemp("wheel")
-    asked = Namespace(
+    asked = EvalOptions(
         target=str(toy.REASONER), drafter="history", prompts=str(toy.PROBLEMS), dtype="float32",
         n=_NUM_PROMPTS, max_tokens=48, seed=0,
     )  # fmt: skip
@@ -58,7 +58,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def _ridge(prompts: Sequence[tuple[int, ...]], asked: Namespace) -> LoadedDrafter:
+def _ridge(prompts: Sequence[tuple[int, ...]], asked: EvalOptions) -> LoadedDrafter:
     """Return the ridge drafter of texts after these prompts."""
     target, written = open_target(asked), open_target(asked)
     done = complete(written, prompts, SamplingParams(max_tokens=48), None)[0]

@@ -3,8 +3,8 @@
 All arms take turns, a step each, so a slow minute of the machine falls on all of them alike, and
 ratios are taken step by step:
 
-    step 1    off  spot  all
-    step 2    all  spot  off
+    step 1    off  single  on
+    step 2    on  single  off
 
 All are in memory from the first step to the last; arms that do not fit together are refused.
 """
@@ -16,21 +16,11 @@ from longtail.assembly import memory
 from longtail.assembly.plan import limit_on, plan_run
 from longtail.assembly.precision import run_device
 from longtail.bench import e2e_card
-from longtail.bench.arms import (
-    ALL,
-    COLD,
-    OFF,
-    SPOT,
-    Arm,
-    ArmResult,
-    Comparison,
-    make_comparison,
-)
+from longtail.bench.arms import OFF, Arm, ArmResult, Comparison, make_comparison
 from longtail.bench.card import Log, print_card, progress
-from longtail.bench.options import E2eBenchOptions
+from longtail.config.command_options import E2eBenchOptions
 from longtail.errors import ConfigError
 from longtail.run.models import model_directory
-from longtail.view import timeline_plot
 
 
 def run(options: E2eBenchOptions) -> int:
@@ -48,8 +38,6 @@ def run(options: E2eBenchOptions) -> int:
         sentences=[*e2e_card.sentences(found), *limits],
         json_only=options.json,
     )
-    if options.plot is not None:
-        draw(found, Path(options.plot))
     return 0
 
 
@@ -72,9 +60,9 @@ def check_memory(compared: Comparison) -> None:
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
     if available is not None and needed > available:
         raise ConfigError(
-            f"--arms = {','.join(compared.arms)}: together they need up to {needed / 1e9:.1f} GB "
-            f"of memory, and {available / 1e9:.1f} GB are free: name fewer, or lower "
-            "rollout.max_running, learner.tokens_per_micro_batch or cluster.workers (on a GPU "
+            f"the arms {', '.join(compared.arms)} need up to {needed / 1e9:.1f} GB of memory "
+            f"together, and {available / 1e9:.1f} GB are free: lower rollout.max_running, "
+            "learner.tokens_per_micro_batch or cluster.workers (on a GPU "
             "rollout.vllm.gpu_memory_utilization)"
         )
 
@@ -96,11 +84,3 @@ def run_arms(compared: Comparison, log: Log) -> dict[str, ArmResult]:
     finally:
         found = {arm.name: arm.close() for arm in arms}
     return found
-
-
-def draw(found: dict[str, ArmResult], path: Path) -> None:
-    """Draw the workers in the last step, in the arm off and in the one that does most."""
-    most = [name for name in (ALL, SPOT, COLD) if name in found][:1]
-    labels = zip(("Without drafting", "With longtail"), (OFF, *most), strict=False)
-    pictured = [(label, found[name].timeline) for label, name in labels]
-    timeline_plot.draw([(name, line) for name, line in pictured if line is not None], path)

@@ -8,15 +8,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from longtail.bench.options import E2eBenchOptions
-from longtail.cli import options
-from longtail.config import files
+from longtail.config import command_options, files
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.config.options import Arguments, Parser, arguments_of, read
+from longtail.config.options import Parser, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
-from longtail.serve.options import ServeOptions
-from longtail.view.command import ViewOptions
 
 
 def imported(program: str) -> Any:
@@ -34,13 +30,15 @@ class Command:
     program: str
     """Function that takes the options, below `longtail`."""
 
-    def arguments(self, name: str) -> Arguments:
-        """Return the arguments, by their name."""
-        return arguments_of(name, self.summary, self.options)
+    def parser(self, name: str) -> Parser:
+        """Return the parser of the options."""
+        parser = Parser(name, self.summary)
+        parser.declare(self.options)
+        return parser
 
     def run(self, name: str, words: Sequence[str]) -> int:
         """Read the options, then import and run the program."""
-        chosen: Any = read(self.options, self.arguments(name), words)
+        chosen: Any = read(self.options, self.parser(name), words)
         return imported(self.program)(chosen) or 0
 
 
@@ -52,8 +50,8 @@ class ConfiguredCommand:
     config: type[BaseModel]
     program: str
 
-    def arguments(self, name: str) -> Arguments:
-        """Return the arguments: a run file, and every field of the configuration."""
+    def parser(self, name: str) -> Parser:
+        """Return the parser of a run file, and of every field of the configuration."""
         usage = f"longtail {name} [RUN] [--dry-run] [--section.key VALUE ...]"
         parser = Parser(name, self.summary, usage=usage)
         known = ", ".join(files.recipes(name))
@@ -61,14 +59,16 @@ class ConfiguredCommand:
         parser.add_argument("file", metavar="RUN", nargs="?", help=f"{run}; default: no file")
         text = "print the resolved configuration as TOML, with an estimate of memory, and exit"
         parser.add_argument("--dry-run", action="store_true", help=text)
-        return Arguments(parser, self.config, has_sections=True)
+        parser.declare(self.config)
+        return parser
 
     def run(self, name: str, words: Sequence[str]) -> int:
         """Resolve the configuration, then print it or run the program with it."""
-        parsed, given = self.arguments(name).parse(words)
-        path = files.locate(parsed.file, name) if parsed.file else None
+        given = self.parser(name).values(words)
+        file, is_dry = given.pop("file", None), given.pop("dry_run", False)
+        path = files.locate(file, name) if file else None
         config: Any = files.merged(self.config, path, given)
-        if not parsed.dry_run:
+        if not is_dry:
             return imported(self.program)(config) or 0
         if isinstance(config, DrafterTrainConfig):
             imported("programs.drafter_train.check_settings")(config)
@@ -99,52 +99,52 @@ COMMANDS: Mapping[str, Command | ConfiguredCommand] = MappingProxyType(
         ),
         "drafter eval": Command(
             "Measure the acceptance of a drafter for its target.",
-            options.EvalOptions,
+            command_options.EvalOptions,
             "programs.drafter_eval.run",
         ),
         "drafter export": Command(
             "Write a drafter in the Hugging Face layout of EAGLE that vLLM reads.",
-            options.ExportOptions,
+            command_options.ExportOptions,
             "programs.drafter_convert.run_export",
         ),
         "drafter import": Command(
             "Convert a published EAGLE or EAGLE-3 drafter into a drafter directory.",
-            options.ImportOptions,
+            command_options.ImportOptions,
             "programs.drafter_convert.run_import",
         ),
         "merge": Command(
             "Write the whole model of a run that trained adapters (learner.lora).",
-            options.MergeOptions,
+            command_options.MergeOptions,
             "programs.merge.run",
         ),
         "generate": Command(
             "Generate completions of a prompt. A single completion is streamed.",
-            options.GenerateOptions,
+            command_options.GenerateOptions,
             "cli.generate.run",
         ),
         "serve": Command(
             "Serve a model with the OpenAI HTTP API, with speculative decoding.",
-            ServeOptions,
+            command_options.ServeOptions,
             "serve.run",
         ),
         "bench e2e": Command(
-            "Compare a training run without drafting, with it, and with work for idle workers.",
-            E2eBenchOptions,
+            "Compare a training run as it is configured with plain decoding.",
+            command_options.E2eBenchOptions,
             "bench.e2e.run",
         ),
         "report": Command(
             "Write report.html into a run directory: the page of longtail view as one file.",
-            options.ReportOptions,
+            command_options.ReportOptions,
             "view.report.run",
         ),
         "view": Command(
             "Show runs on a live web page, while they continue or afterwards.",
-            ViewOptions,
+            command_options.ViewOptions,
             "view.command.run",
         ),
         "doctor": Command(
             "Check packages, hardware and kernels; print remedies.",
-            options.DoctorOptions,
+            command_options.DoctorOptions,
             "cli.doctor.run",
         ),
     }

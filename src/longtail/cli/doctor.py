@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from longtail.cli.options import DoctorOptions
+from longtail.config.command_options import DoctorOptions
 from longtail.errors import UnsupportedModelError
 from longtail.system import machine
 
@@ -26,7 +26,6 @@ _PURPOSES = {
     "math": "reward.name = math_verify",
     "tensorboard": "run.writers = tensorboard",
     "wandb": "run.writers = wandb",
-    "plots": "longtail bench e2e --plot",
     "cluster": "cluster.workers above 1",
     "serve": "longtail serve, longtail view",
 }

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from longtail.api import Engine, PromptInput, TextStream
-from longtail.cli.options import GenerateOptions
+from longtail.config.command_options import GenerateOptions
 from longtail.engine.report import RolloutReport
 from longtail.engine.text import Piece
 from longtail.errors import ConfigError, RequestError

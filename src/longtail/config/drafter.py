@@ -121,7 +121,7 @@ class DrafterRunSection(SupervisedRunSection):
     """The run as a whole."""
 
     dir: Name = "runs/drafter"
-    """Directory of config, texts, metrics and checkpoints; the drafter is in
+    """Directory of config, sequences, metrics and checkpoints; the drafter is in
     `checkpoints/*/policy`."""
 
 

@@ -15,16 +15,18 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from longtail.config.options import Arguments, Model, Parser, describe, place_of, section_of
+from longtail.config.options import Parser, describe, place_of, section_of
 from longtail.errors import ConfigError, did_you_mean
 from longtail.system.files import read_file
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def recipes(command: str = "train") -> tuple[str, ...]:
@@ -59,13 +61,14 @@ def resolve(model: type[Model], path: Path | None, words: Sequence[str]) -> Mode
 
     `words` are `--a.b value` or `--a.b=value`. Raises ConfigError with every problem found.
     """
-    _, given = _arguments(model).parse(words)
-    return merged(model, path, given)
+    return merged(model, path, _parser(model).values(words))
 
 
 @cache
-def _arguments(model: type[BaseModel]) -> Arguments:
-    return Arguments(Parser("train", ""), model, has_sections=True)
+def _parser(model: type[BaseModel]) -> Parser:
+    parser = Parser("train", "")
+    parser.declare(model)
+    return parser
 
 
 def merged(model: type[Model], path: Path | None, given: Mapping[str, Any]) -> Model:
@@ -116,9 +119,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _problem(model: type[BaseModel], given: Mapping[str, Any], detail: ErrorDetails) -> str:
     """Return the message for a problem that pydantic found."""
-    if detail["type"] == "value_error":  # a rule across fields, which names them
-        return str(detail["ctx"]["error"])
-    section, key = (*detail["loc"], "")[:2]
+    section, key = (*detail["loc"], "", "")[:2]
     name = place_of(detail["loc"])
     if len(detail["loc"]) > 1 and key in given.get(str(section), {}):
         name = f"--{name}"

@@ -1,13 +1,13 @@
-"""Options of the command line: models and dataclasses -> argparse, through pydantic-settings.
+"""Options of the command line: fields of pydantic models and dataclasses as those of argparse.
 
-    n: Annotated[int, Option("number of completions", low=1, high=4096)] = 1
-    json: Annotated[bool, Option("print JSON")] = False
+    n: int = Field(1, ge=1, description="number of completions")
+    json: bool = Field(False, description="print JSON")
 
     --n int     number of completions (default: 1)
     --json      print JSON
 
-A field without a default is a required option; one with `positional` is a word without a flag. The
-sections of a configuration have dotted names: `--run.steps int`. Needs no torch.
+A field without a default is a required option; one with the mark WORD is a word without a flag.
+The sections of a configuration have dotted names: `--run.steps int`. Needs no torch.
 """
 
 import argparse
@@ -15,47 +15,24 @@ import contextlib
 import json
 import re
 import tomllib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
 from functools import partial
-from types import MappingProxyType, NoneType
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, create_model
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, CliPositionalArg, CliSettingsSource
 
 from longtail.errors import ConfigError, did_you_mean
 from longtail.system.files import parse_json
 
 T = TypeVar("T")
-Model = TypeVar("Model", bound=BaseModel)
+WORD = "word"
+"""Mark of a field that is a word without a flag: Annotated[str, WORD]."""
 OVERRIDES = "overrides"
 """Name of the field that takes the options of a configuration, `--section.key VALUE`."""
-_WIDTH = 96
-_POSITIONAL: Any = CliPositionalArg
-_ONE_OF: Any = Literal
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """Help and limits of one option.
-
-    Example: Option("requests running at a time", low=1, high=256)
-    """
-
-    help: str
-    metavar: str | None = None
-    """Name of the value in the help; the default is its type."""
-    choices: tuple[str, ...] = ()
-    low: int | None = None
-    high: int | None = None
-    positional: bool = False
-    """Whether the value is a word without a flag."""
-
-
-Json = Annotated[bool, Option("print the JSON line only")]
+_FORMATTER = partial(argparse.RawDescriptionHelpFormatter, width=96, max_help_position=28)
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,10 +43,51 @@ class Parser(argparse.ArgumentParser):
         super().__init__(
             f"longtail {command}".strip(),
             description=description,
-            formatter_class=_Formatter,
+            formatter_class=_FORMATTER,
             allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
             **more,
         )
+
+    def declare(self, kind: type, section: str = "") -> None:
+        """Add the fields of a class as `--dashed-name`, those of a section as `--section.key`."""
+        group = self.add_argument_group(f"{section} options", kind.__doc__) if section else self
+        for name, info in own_fields(kind).items():
+            place = f"{section}.{name}" if section else name
+            if (inner := section_of(kind, name)) is not None:
+                self.declare(inner, place)
+            elif name == OVERRIDES:
+                self.epilog = info.description
+            elif WORD in info.metadata:
+                several = "+" if _is_several(info.annotation) else None
+                number = several if info.is_required() else "?"
+                group.add_argument(place, metavar=name.upper(), nargs=number, help=_help(info))
+            elif info.annotation is bool and not section:
+                flag = f"no-{name}" if info.default else name
+                action = "store_false" if info.default else "store_true"
+                group.add_argument(_flag(flag), dest=name, action=action, help=info.description)
+            else:
+                may_be_unset = section and NoneType in get_args(info.annotation)
+                group.add_argument(
+                    f"--{place}" if section else _flag(name),
+                    dest=place,
+                    metavar=_shown(info.annotation),
+                    action="append" if _is_several(info.annotation) else "store",
+                    type=_text_or_unset if may_be_unset else str,
+                    required=info.is_required(),
+                    help=_help(info),
+                )
+
+    def values(self, words: Sequence[str]) -> dict[str, Any]:
+        """Return the values that were given, by name; those of a section are in a table."""
+        found: dict[str, Any] = {}
+        for name, given in vars(self.parse_args(words)).items():
+            *sections, key = name.split(".")
+            table = found
+            for section in sections:
+                table = table.setdefault(section, {})
+            table[key] = _decoded(given)
+        return found
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError, with a suggestion for each unknown option."""
@@ -80,61 +98,57 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{said}{unrecognized}{rest}; see {self.prog} --help")
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, width=_WIDTH, max_help_position=28)
+def own_fields(kind: Any) -> Mapping[str, FieldInfo]:
+    """Return the fields of a pydantic model or dataclass, without those of its sections."""
+    return dict(kind.__pydantic_fields__)
 
 
-class Arguments:
-    """The fields of a model as arguments of a parser."""
-
-    def __init__(
-        self,
-        parser: Parser,
-        model: type[BaseModel],
-        *,
-        has_sections: bool,
-        metavars: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """Declare them: those of sections are `--section.key VALUE`, others `--dashed-name`."""
-        self.parser, self.model, self._has_sections = parser, model, has_sections
-        CliSettingsSource(
-            _model(model.__name__, __base__=(BaseSettings, model)),
-            root_parser=parser,
-            add_argument_method=partial(_add_argument, metavars),
-            cli_parse_none_str="none",
-            cli_hide_none_type=True,
-            cli_avoid_json=True,
-            cli_kebab_case=not has_sections,
-            cli_implicit_flags=False if has_sections else "toggle",
-            cli_use_class_docs_for_groups=has_sections,
-        )
-
-    def parse(self, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-        """Return all arguments, and the values of the fields that were given, by section."""
-        parsed = self.parser.parse_args(words)
-        values: dict[str, Any] = {}
-        for name, text in vars(parsed).items():
-            *sections, key = name.split(".")
-            if self._has_sections and sections:
-                table, place = self.model, values
-                for section in sections:
-                    table, inner = section_of(table, section) or table, place.get(section)
-                    place[section] = inner if isinstance(inner, dict) else {}
-                    place = place[section]
-                optional = NoneType in get_args(table.model_fields[key].annotation)
-                is_unset = optional and text in ("none", "", ["none"], [""])
-                place[key] = None if is_unset else _decoded(text)
-            elif not self._has_sections and text is not None:
-                values[name] = _decoded(text)
-        return parsed, values
-
-
-def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+def section_of(kind: type, name: str) -> type[BaseModel] | None:
     """Return the model of a field that is a section, which may be unset; None for other fields."""
-    kind = model.model_fields[name].annotation if name in model.model_fields else None
-    kinds = [each for each in (kind, *get_args(kind)) if isinstance(each, type)]
+    info = own_fields(kind).get(name)
+    hint = None if info is None else info.annotation
+    kinds = [each for each in (hint, *get_args(hint)) if isinstance(each, type)]
     return next((each for each in kinds if issubclass(each, BaseModel)), None)
+
+
+def _flag(name: str) -> str:
+    return f"--{name}".replace("_", "-")
+
+
+def _shown(hint: Any) -> str:
+    """Return a type as the help shows it: int, {auto,own}, str,..."""
+    parts = [each for each in get_args(hint) if each is not NoneType]
+    if get_origin(hint) is Literal:
+        return f"{{{','.join(map(_written, parts))}}}"
+    if get_origin(hint) is Annotated:
+        return _shown(parts[0])
+    if get_origin(hint) is dict:
+        return "table"
+    return ",".join(map(_shown, parts)) or ("..." if hint is ... else str(hint.__name__))
+
+
+def _is_several(hint: Any) -> bool:
+    """Return whether a type has several values: an option of it may be repeated."""
+    return get_origin(hint) in (tuple, dict) or any(map(_is_several, get_args(hint)))
+
+
+def _written(value: Any) -> str:
+    """Return a value as it is written on the command line."""
+    if isinstance(value, tuple):
+        return ",".join(map(_written, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _help(info: FieldInfo) -> str:
+    """Return the text of a field with its default, unless the text says it."""
+    text = (info.description or "").replace("%", "%%")
+    if info.is_required() or info.default in (None, (), "") or "(default" in text:
+        return text
+    return f"{text} (default: {_written(info.default)})"
+
+
+def _text_or_unset(text: str) -> str | None:
+    return None if text in ("none", "") else text
 
 
 def _decoded(given: Any) -> Any:
@@ -146,8 +160,8 @@ def _decoded(given: Any) -> Any:
         return given
     found: list[Any] = []
     for text in given:
-        value = _structure(text)
-        if isinstance(value, dict) and len(given) == 1:
+        value = None if text is None else _structure(text)
+        if (value is None or isinstance(value, dict)) and len(given) == 1:
             return value
         found += value if isinstance(value, list) else [value]
     return found
@@ -163,90 +177,24 @@ def _structure(text: str) -> Any:
     return [item.strip() for item in text.split(",")] if text else []
 
 
-def _add_argument(
-    metavars: Mapping[str, str], place: Any, *names: str, **more: Any
-) -> argparse.Action:
-    """Declare an argument; `--n` has two dashes, too, and no default is shown twice."""
-    if more.get("metavar", "").startswith("tuple["):  # "tuple[int,...]" -> "int,..."
-        more["metavar"] = more["metavar"].removeprefix("tuple[").removesuffix("]")
-        more["help"] = _without_brackets(more["help"])
-    text, _, default = more.get("help", "").rpartition(" (default: ")
-    if default == "none)" or "(default" in text or (default and "metavar" not in more):
-        more["help"] = text
-    for key in {"metavar", "help"} & more.keys():  # true and false, as TOML writes them
-        more[key] = re.sub(r"\b(True|False)\b", lambda found: found[0].lower(), more[key])
-    if metavar := metavars.get(names[-1].lstrip("-")):
-        more["metavar"] = metavar
-    names = tuple(f"-{name}" if len(name) == 2 else name for name in names)
-    return argparse.ArgumentParser.add_argument(place, *names, **more)
-
-
-def _without_brackets(text: str) -> str:
-    """Write the default of a list as it is given: "(default: ('a', 'b'))" -> "(default: a,b)"."""
-    text, found, default = text.partition(" (default: (")
-    items = default.removesuffix("))").replace("'", "").split(", ")
-    return f"{text} (default: {','.join(items).rstrip(',')})" if found and items != [""] else text
-
-
-def _model(name: str, /, **fields_of: Any) -> Any:
-    """Make a model; fields may have names of BaseModel's old methods, such as `json`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return create_model(name, **fields_of)
-
-
-def arguments_of(command: str, summary: str, kind: type) -> Arguments:
-    """Return the arguments of a command whose options are a dataclass."""
-    declared: dict[str, Any] = {}
-    metavars: dict[str, str] = {}
-    hints = get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        hint, option = get_args(hints[each.name])
-        if each.name == OVERRIDES:
-            summary = f"{summary}\n{option.help}"
-            continue
-        hint = _limited(hint, option)
-        default = ... if each.default is MISSING else each.default
-        info = Field(default, description=option.help)
-        if option.metavar:
-            metavars[each.name.replace("_", "-")] = option.metavar
-        declared[each.name] = (_POSITIONAL[hint] if option.positional else hint, info)
-    model = _model(kind.__name__, **declared)
-    return Arguments(Parser(command, summary), model, has_sections=False, metavars=metavars)
-
-
-def _limited(hint: Any, option: Option) -> Any:
-    """Return a type with the limits of an option; those of a list are of its elements."""
-    if get_origin(hint) is tuple:
-        return tuple[_limited(get_args(hint)[0], option), ...]  # type: ignore[misc]
-    if option.choices:
-        return _ONE_OF[option.choices]
-    if option.low is not None or option.high is not None:
-        return Annotated[hint, Field(ge=option.low, le=option.high)]
-    return hint
-
-
-def read(kind: type[T], arguments: Arguments, words: Sequence[str]) -> T:
+def read(kind: type[T], parser: Parser, words: Sequence[str]) -> T:
     """Return the options; ConfigError names each wrong one, its value and what it must be."""
-    values: dict[str, Any] = {}
-    if OVERRIDES in get_type_hints(kind):
-        words, values[OVERRIDES] = split_overrides(words)
-    _, given = arguments.parse(words)
-    checked = validated(arguments.model, given, lambda place: f"--{place}".replace("_", "-"))
-    values |= {name: getattr(checked, name) for name in checked.model_fields_set}
-    return kind(**values)
+    overrides: dict[str, Any] = {}
+    if OVERRIDES in own_fields(kind):
+        words, overrides[OVERRIDES] = split_overrides(words)
+    return validated(kind, parser.values(words) | overrides, _flag)
 
 
-def validated(model: type[Model], values: object, name_of: Callable[[str], str]) -> Model:
-    """Return a model of these values; ConfigError names each wrong one and what it must be.
+def validated(kind: type[T], values: object, name_of: Callable[[str], str]) -> T:
+    """Return a model or dataclass of these values; ConfigError names what is wrong with each.
 
     `name_of` returns the name of a field in the message, from its dotted place in the model.
     """
     try:
-        return model.model_validate(values)
+        return TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         details = error.errors(include_url=False)
-    known = f"; known are {', '.join(model.model_fields)}"
+    known = f"; known are {', '.join(own_fields(kind))}"
     problems = (
         describe(name_of(place_of(each["loc"])), each)
         + (known if each["type"] == "extra_forbidden" else "")
@@ -277,8 +225,8 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 def describe(name: str, detail: ErrorDetails) -> str:
     """Return the message for a wrong value: its name, itself and what it must be."""
-    if detail["type"] == "missing":
-        return f"{name}: it is missing; give it"
+    if detail["type"] == "value_error":  # a rule across fields, which names them
+        return str(detail["ctx"]["error"])
     if detail["type"] == "extra_forbidden":
         return f"{name}: it is unknown"
     is_word = name.startswith("--") and isinstance(detail["input"], str)

@@ -1,11 +1,11 @@
 """Published drafters: import one for a target, and export in the layout that vLLM reads."""
 
-import argparse
 import json
 from pathlib import Path
 
 from longtail.assembly.drafters import check_names, read_drafter
 from longtail.assembly.engine import open_model
+from longtail.config.command_options import ExportOptions, ImportOptions
 from longtail.drafter.formats.eagle_files import is_published, load_published
 from longtail.drafter.formats.layouts import export_drafter
 from longtail.errors import ConfigError
@@ -15,8 +15,8 @@ from longtail.run.models import model_directory
 from longtail.system.device import DTYPES, set_threads
 
 
-def run_import(args: argparse.Namespace) -> int:
-    """Run `longtail drafter import`; the options are in `cli.options`."""
+def run_import(args: ImportOptions) -> int:
+    """Run `longtail drafter import`."""
     set_threads(args.threads)
     path, out = Path(args.directory), Path(args.out)
     if out.exists():
@@ -42,8 +42,8 @@ def run_import(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_export(args: argparse.Namespace) -> int:
-    """Run `longtail drafter export`; the options are in `cli.options`."""
+def run_export(args: ExportOptions) -> int:
+    """Run `longtail drafter export`."""
     set_threads(args.threads)
     check_names(args.drafter, field="DRAFTER")
     name = args.target or default_target(args.drafter)

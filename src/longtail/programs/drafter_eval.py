@@ -5,7 +5,6 @@ coupled and uncoupled, chain and tree. The texts must not depend on the drafts; 
 differs is measured too. Use held-out prompts of the target's task.
 """
 
-import argparse
 import json
 import sys
 import tomllib
@@ -22,6 +21,7 @@ from longtail.assembly.drafters import Target, check_names, open_drafter
 from longtail.assembly.engine import open_model
 from longtail.assembly.prompts import load_prompts
 from longtail.config import files as configfile
+from longtail.config.command_options import EvalOptions
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.drafter.formats import checkpoint
@@ -49,8 +49,8 @@ _PARENTS = 3
 """Number of folders above a drafter among which its run is."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run `longtail drafter eval`; the options are in `cli.options`."""
+def run(args: EvalOptions) -> int:
+    """Run `longtail drafter eval`."""
     set_threads(args.threads)
     target = open_target(args)
     prompts = find_prompts(args, target)
@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measurements(
-    args: argparse.Namespace, target: Target, prompts: Sequence[tuple[int, ...]]
+    args: EvalOptions, target: Target, prompts: Sequence[tuple[int, ...]]
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of each setting as soon as it is measured."""
     strategies = (
@@ -118,7 +118,7 @@ def _rates(drafts: Sequence[Verified]) -> list[float]:
     return rates
 
 
-def open_target(args: argparse.Namespace) -> Target:
+def open_target(args: EvalOptions) -> Target:
     """Open the target and, as a check, the drafter; raise ConfigError if one fails.
 
     Reads target, drafter and dtype. A missing target is set to that of the drafter's
@@ -143,20 +143,21 @@ def default_target(drafter: str) -> str:
         return smollm2.NAME
 
 
-def find_prompts(args: argparse.Namespace, target: Target) -> tuple[tuple[int, ...], ...]:
+def find_prompts(args: EvalOptions, target: Target) -> tuple[tuple[int, ...], ...]:
     """Return the prompts of --prompts, else those that the run of drafter or target held out.
 
     Reads target, drafter, prompts, n, max_tokens and seed. Raises ConfigError if there are none.
     """
-    source, found = args.prompts, None
+    source: str | Path | None = args.prompts
+    found = None
     if source is None:
         for source in filter(None, (_run_of(args.drafter), _run_of(args.target))):
             found = _of_run(source, target.tokenizer)
             if found:
                 break
     else:
-        rows = load_rows(source, args.n, args.seed, field="--prompts")[: args.n]
-        found = prompts_of(rows, source, Encoder.of(target.tokenizer))
+        rows = load_rows(str(source), args.n, args.seed, field="--prompts")[: args.n]
+        found = prompts_of(rows, str(source), Encoder.of(target.tokenizer))
     if not found:
         raise ConfigError("--prompts is needed: a source of prompts, as data.source of train")
     limit = target.model.config.max_positions - args.max_tokens

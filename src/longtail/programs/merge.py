@@ -1,8 +1,8 @@
 """The whole model of a run that trained adapters, the program behind `longtail merge`."""
 
-import argparse
 from pathlib import Path
 
+from longtail.config.command_options import MergeOptions
 from longtail.config.rl import load
 from longtail.errors import ConfigError
 from longtail.model.hf.adapters import AdaptedModel
@@ -15,8 +15,8 @@ from longtail.run.state_file import RUN_FORMAT
 from longtail.system.files import replace_folder, writing
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run `longtail merge`; the options are in `cli.options`."""
+def run(args: MergeOptions) -> int:
+    """Run `longtail merge`."""
     out, path = Path(args.out), Path(args.run)
     if out.exists():
         raise ConfigError(f"--out = {args.out!r} exists; remove it or choose another directory")

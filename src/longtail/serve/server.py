@@ -24,11 +24,11 @@ from starlette.requests import ClientDisconnect
 from longtail import errors
 from longtail.assembly.drafters import check_names
 from longtail.assembly.engine import named_speculation, open_engine, open_model
+from longtail.config.command_options import ServeOptions
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.run.models import model_directory
-from longtail.serve.options import ServeOptions
 from longtail.serve.protocol import Body, ChatRequest, CompletionRequest, ResponseBuilder, problem
 from longtail.serve.service import CompletionStream, Service
 from longtail.system.addresses import bind, is_loopback_header, url

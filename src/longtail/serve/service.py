@@ -23,12 +23,12 @@ from typing import Any, final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
+from longtail.config.command_options import ServeOptions
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import requests_of
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import OverloadedError, UnavailableError
 from longtail.generator import Emitted, Failed, StepReport, Verified
-from longtail.serve.options import ServeOptions
 from longtail.types import Completion, SamplingParams
 
 Event = Verified | Emitted | Completion | Failed

@@ -4,7 +4,6 @@ The page finds in `#data` what it would fetch from the server: the metrics of al
 newest steps in detail, as many as fit into `MOST_BYTES`. It loads nothing.
 """
 
-import argparse
 import json
 import logging
 import re
@@ -12,6 +11,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+from longtail.config.command_options import ReportOptions
 from longtail.system.files import write_atomically, writing
 from longtail.view.run_files import RunFiles, open_runs
 
@@ -23,7 +23,7 @@ _MODULES = ("format", "charts", "timeline", "by_step", "of_step", "reader", "pag
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ReportOptions) -> int:
     """Write the report of a run, and print its path."""
     print(write_report(Path(args.run)))
     return 0

@@ -1,4 +1,4 @@
-"""The files of one run as a page shows them: JSON values of bounded size. Nothing here writes.
+"""The files of one run as a page shows them, as JSON values. Nothing here writes.
 
 Files that are missing, half-written or replaced at this moment leave gaps; what longtail wrote is
 taken as it is.
@@ -57,7 +57,7 @@ class RunFiles:
         """The steps in metrics.jsonl, ascending."""
         with self._lock:
             self._series.update()
-            return list(self._series.steps)
+            return list(self._series.columns["step"])
 
     def describe(self) -> Row:
         """Return name, state, progress and settings of the run."""
@@ -89,16 +89,17 @@ class RunFiles:
             "seconds": short(summary.get("seconds")),
         }
 
-    def overview(self, first: int | None = None, last: int | None = None) -> Row:
-        """Return the metrics by step, joined to a bounded number of points."""
+    def overview(self) -> Row:
+        """Return the metrics of all steps by name, and held-out rewards with their steps."""
         with self._lock:
             self._series.update()
-            extract = self._series.extract(first, last)
+            columns = {name: list(column) for name, column in self._series.columns.items()}
+            held_out = self._series.held_out()
         summary = self._summary()
         after, step = summary.get("reward_after"), summary.get("steps")
-        if is_number(after) and step == extract["last"] and (last is None or last >= step):
-            extract["held_out"].append([step, short(after)])
-        return extract
+        if is_number(after) and columns["step"][-1:] == [step]:
+            held_out.append([step, short(after)])
+        return {"columns": columns, "held_out": held_out}
 
     def step(self, step: int) -> Row:
         """Return one step: workers' states, lengths, decisions about the drafter, metrics.

@@ -68,8 +68,8 @@ def make_app(runs: Sequence[RunFiles], *, token: str | None, stopping: Event) ->
         return _json([run.describe() for run in runs])
 
     @app.get("/api/runs/{run}/overview")
-    def overview(run: int, first: int | None = None, last: int | None = None) -> Response:
-        return _json(found(run).overview(first, last))
+    def overview(run: int) -> Response:
+        return _json(found(run).overview())
 
     @app.get("/api/runs/{run}/steps/{step}")
     def get_step(run: int, step: int) -> Response:

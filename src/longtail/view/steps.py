@@ -188,7 +188,7 @@ def speculation(row: Row) -> Row:
     firsts = _firsts(begins, ends[-1])
     groups = [slice(a, b) for a, b in zip(firsts, [*firsts[1:], len(ends)], strict=True)]
     steps = zip(begins, ends, drafts, strict=True)
-    plain_s = [0.0 if num_drafts else end - begin for begin, end, num_drafts in steps]
+    plain_s = sum(end - begin for begin, end, num_drafts in steps if not num_drafts)
 
     def means(values: Sequence[Number]) -> list[float | None]:
         return [short(sum(values[group]) / len(values[group])) for group in groups]
@@ -197,8 +197,6 @@ def speculation(row: Row) -> Row:
         num_drafts = sum(drafts[group])
         return short(1 + sum(accepted[group]) / num_drafts) if num_drafts else None
 
-    whole_s = [ends[group.stop - 1] - begins[group.start] for group in groups]
-    shares = zip(groups, whole_s, strict=True)
     switches = [
         [begins[index], is_drafting, reason, row["running"][index]]
         for index, is_drafting, reason in row["switches"][-_MOST_SWITCHES:]
@@ -208,13 +206,11 @@ def speculation(row: Row) -> Row:
         "end_s": ends[-1],
         "running": means(row["running"]),
         "nodes": means(row["nodes"]),
-        "most_nodes": [max(row["nodes"][group]) for group in groups],
         "accept_length": [accept_length(group) for group in groups],
-        "plain_share": [short(sum(plain_s[group]) / s) if s else 0.0 for group, s in shares],
         "num_engine_steps": len(ends),
         "max_running": max(row["running"]),
         "mean_accept_length": accept_length(slice(None)),
-        "plain_time_share": short(sum(plain_s) / ends[-1]) if ends[-1] else 0.0,
+        "plain_time_share": short(plain_s / ends[-1]) if ends[-1] else 0.0,
         "switches": switches,
         "num_switches": len(row["switches"]),
     }

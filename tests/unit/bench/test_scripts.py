@@ -19,9 +19,9 @@ import gpu
 import longtail
 import script
 import vllm_engine
-from longtail.bench.options import E2eBenchOptions
 from longtail.cli.commands import COMMANDS
 from longtail.config import files
+from longtail.config.command_options import E2eBenchOptions
 from longtail.config.options import read
 from longtail.config.rl import load
 from support.toy import DRAFTERS, PROBLEMS, REASONER
@@ -158,7 +158,7 @@ def _run_options(program: str, words: Sequence[str]) -> tuple[str, Sequence[str]
     name, rest = " ".join(verb), words[1 + len(verb) :]
     if name == "train":
         return rest[0], rest[1:]
-    own = read(E2eBenchOptions, COMMANDS[name].arguments(name), rest)
+    own = read(E2eBenchOptions, COMMANDS[name].parser(name), rest)
     return own.run, own.overrides
 
 

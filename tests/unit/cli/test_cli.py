@@ -175,8 +175,6 @@ def test_equivalent_options_write_the_same_text(capsys, model_path):
     raw = "--prompt=<user>hi<eos><assistant>"
     assert greedy == text(raw, "--temperature=0", "--raw")
     assert greedy != text("--prompt=hi", "--temperature=0", "--raw")
-    assert greedy == text("--prompt=hi", "--top-p=1e-50"), "it is 0 in float32"
-    assert text("--prompt=hi") == text("--prompt=hi", f"--top-k=1{'0' * 30}")
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_metrics_are_means_of_the_rollouts_since_the_last_log() -> None:
     report = RolloutReport(num_generated=30, num_drafted=20, num_accepted=6, num_verified=10)
     assert metrics.drain() == {}
     for seconds in (2.0, 4.0):
-        ranks.add("rollouts", 1.0)
+        metrics.begin()
         metrics.add(report, seconds)
     found = metrics.drain()
     assert found["timing_s/gen"] == pytest.approx(3.0)

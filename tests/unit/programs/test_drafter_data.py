@@ -1,13 +1,13 @@
 """Texts that `longtail drafter train` learns, as its chat template writes them."""
 
 import json
-from argparse import Namespace
 from datetime import datetime
 
 import pytest
 
 from longtail.assembly.drafters import Target
 from longtail.config import files
+from longtail.config.command_options import EvalOptions
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
@@ -42,7 +42,7 @@ def test_prompts_that_a_run_held_out_are_evaluated_as_the_run_wrote_them(tmp_pat
         run.start(files.render(config), resume=True)
         run.begun = datetime(1999, 1, 1)
         run.save(1, lambda path: None, {}, {})
-    args = Namespace(prompts=None, drafter=str(tmp_path), target="", n=1, max_tokens=1)
+    args = EvalOptions(drafter=str(tmp_path), target="", n=1, max_tokens=1)
     target = Target(model=tiny_model(), tokenizer=TOKENIZER, directory=tmp_path, name="x")
     (prompt,) = find_prompts(args, target)
     assert TOKENIZER.decode(prompt).startswith("1999 ")

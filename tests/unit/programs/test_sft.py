@@ -90,14 +90,6 @@ def test_a_resumed_run_equals_an_uninterrupted_run(place):
     assert metrics(place, "parts") == metrics(place, "whole")
 
 
-def test_a_finished_run_is_not_changed(place, capsys):
-    assert sft.run(settings(place, "run")) == 0
-    before = metrics(place, "run")
-    assert sft.run(settings(place, "run")) == 0
-    assert "raise train.steps" in capsys.readouterr().err
-    assert metrics(place, "run") == before
-
-
 def test_a_run_keeps_the_time_of_its_start_and_its_chat_template(place):
     template, begun = place / "model" / "chat_template.jinja", []
     template.write_text("{{ strftime_now('%H:%M:%S.%f') }}" + CHAT_TEMPLATE)

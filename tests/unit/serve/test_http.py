@@ -73,14 +73,6 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_the_served_model_is_listed_and_others_are_not_found(client):
-    assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [NAME]
-    assert client.get(f"/v1/models/{NAME}").json()["max_model_len"] == OPTIONS.max_len
-    for answer in (client.get("/v1/models/a/b"), client.post(CHAT, json=chat(model="a/b"))):
-        assert answer.status_code == 404
-        assert "does not exist here" in answer.json()["error"]["message"]
-
-
 def test_a_response_has_openais_format_and_counts_its_tokens(client):
     answer = client.post(CHAT, json=chat(n=2))
     found = answer.json()

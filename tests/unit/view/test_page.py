@@ -144,8 +144,8 @@ def test_each_panel_shows_the_runs_own_numbers(open_page, run):
             for column, metric in columns.items():
                 assert value(row[column]) == near(metrics_row(step)[metric]), (panel, column)
     assert value(numbers(page, "panel-reward")[0]["held-out"]) == near(0.25)
-    readout = page.locator("#panel-idle .readout").inner_text()
-    assert "80" in readout
+    assert "trained the drafter" in page.locator("#panel-idle .readout").inner_text()
+    assert "80" in page.locator(".run").inner_text()
     assert page.locator(".run h2").inner_text() == NAME
     canvases = page.locator("#by-step canvas").evaluate_all("(all) => all.map((c) => c.width)")
     assert len(canvases) == 6

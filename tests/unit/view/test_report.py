@@ -26,7 +26,7 @@ def test_a_report_is_one_file_with_the_data_of_the_run(tmp_path, capsys):
     assert data is not None
     found = json.loads(data[1])
     assert found["/api/runs/0/steps/2/texts/4"]["text"] == row["text"]
-    assert found["/api/runs/0/overview"]["num_steps"] == 2
+    assert found["/api/runs/0/overview"]["columns"]["step"] == [1, 2]
 
 
 def test_a_report_needs_a_run_and_a_place(tmp_path, capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from longtail.config.command_options import ViewOptions
 from longtail.errors import ConfigError
 from longtail.view import command
 from longtail.view.run_files import open_runs
@@ -37,7 +38,7 @@ def client(directory: Path) -> Iterator[httpx.Client]:
     ("path", "status"),
     [
         ("/", 200), ("/static/page.js", 200), ("/static/page.css", 200), ("/api/runs", 200),
-        ("/api/runs/0/overview", 200), ("/api/runs/0/overview?first=2&last=9", 200),
+        ("/api/runs/0/overview", 200),
         ("/api/runs/0/steps/2", 200), ("/api/runs/0/steps/-5", 200),
         ("/api/runs/0/steps/2/texts", 200), ("/api/runs/0/steps/2/texts/1", 200),
         ("/api/runs/0/steps/2/rollouts/1", 200), ("/static/../command.py", 404),
@@ -87,7 +88,7 @@ def test_events_tell_which_runs_have_grown(directory, client):
         assert next(lines) == "data: [0]"
         append_steps(directory, 4, 4)
         assert next(lines) == "data: [0]"
-    assert client.get("/api/runs/0/overview").json()["last"] == 4
+    assert client.get("/api/runs/0/overview").json()["columns"]["step"][-1] == 4
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_events_tell_which_runs_have_grown(directory, client):
 def test_wrong_options_are_named(change, message, monkeypatch):
     monkeypatch.delenv("LONGTAIL_VIEW_TOKEN", raising=False)
     with pytest.raises(ConfigError, match=message):
-        command.run(command.ViewOptions(**{"runs": ("nowhere",), "port": 0} | change))
+        command.run(ViewOptions(**{"runs": ("nowhere",), "port": 0} | change))
 
 
 @pytest.mark.slow

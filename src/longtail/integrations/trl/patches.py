@@ -7,7 +7,7 @@ GRPOTrainer.log, RLOOTrainer.log           they add the metrics of the rollouts 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module, metadata
 from typing import Any, final
@@ -16,7 +16,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from longtail.errors import ConfigError
 from longtail.system import machine
@@ -113,10 +112,6 @@ def _logging(original: Callable[..., Any], before_log: Callable[[Any], None]) ->
     return log
 
 
-_MICRO = 1e6
-"""Parts of a unit in the store, whose counters are integers."""
-
-
 @final
 class Ranks:
     """This process among all of the job; alone it needs no process group."""
@@ -124,19 +119,13 @@ class Ranks:
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._device = device
-        self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
-        if size > 1:
-            # The only handle on the store that every process has joined already.
-            store = distributed_c10d._get_default_store()
-            self._store = distributed_c10d.PrefixStore("longtail", store)
 
-    def add(self, name: str, number: float | int) -> None:
-        """Add to a sum, to a millionth."""
-        self._store.add(name, round(number * _MICRO))
-
-    def total(self, name: str) -> float:
-        """Return a sum over all processes."""
-        return self._store.add(name, 0) / _MICRO
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Add up numbers over all processes, which all call this."""
+        found = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        if self.size > 1:
+            dist.all_reduce(found)
+        return [float(number) for number in found]
 
     def broadcast(self, tensors: Mapping[str, Tensor], source: int) -> dict[str, Tensor]:
         """Return the tensors of the process `source`; the others give tensors of their shapes."""

@@ -89,12 +89,8 @@ class Rollouts:
         return RolloutsCallback(self)
 
     def _before_log(self, trainer: Any) -> None:
-        """Add the metrics of the last rollouts to the trainer's own, in the first process.
-
-        The store of their sums may end with that one while others write their last log.
-        """
-        is_first = trainer.accelerator.is_main_process
-        if is_first and trainer.use_vllm and trainer.vllm_generation is self._opened:
+        """Add the metrics of the last rollouts to the trainer's own; all processes log."""
+        if trainer.use_vllm and trainer.vllm_generation is self._opened:
             for name, value in self.session.drain_metrics().items():
                 trainer._metrics["train"][name].append(value)
 

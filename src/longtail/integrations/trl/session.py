@@ -95,7 +95,7 @@ class Session:
         samples, is_first = self._turns.begin(prompts, batch)
         begins = is_first and batch.is_training
         if begins:
-            self.ranks.add("rollouts", 1.0)
+            self._metrics.begin()
             self._exchange()
             self._num_rollouts += 1
         requests = [
@@ -218,40 +218,39 @@ class Session:
         return True
 
 
-_SUMS = ("rollouts", "gen_s", "generated", "drafted", "accepted", "verified")
-
-
 @final
 class SessionMetrics:
-    """Means over the rollouts of a job, from the rise of its sums."""
+    """Means over the rollouts of a job since the last call of `drain`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._before = dict.fromkeys(_SUMS, 0.0)
+        self._sums = [0.0] * 6
+        """Rollouts, their seconds, and tokens generated, drafted, accepted; drafts verified."""
+
+    def begin(self) -> None:
+        """Count a rollout of this process."""
+        self._sums[0] += 1.0
 
     def add(self, report: RolloutReport, gen_s: float) -> None:
         """Add a turn of the batch."""
-        self._ranks.add("gen_s", gen_s)
-        self._ranks.add("generated", report.num_generated)
-        self._ranks.add("drafted", report.num_drafted)
-        self._ranks.add("accepted", report.num_accepted)
-        self._ranks.add("verified", report.num_verified)
+        drafts = (report.num_drafted, report.num_accepted, report.num_verified)
+        own = (0, gen_s, report.num_generated, *drafts)
+        self._sums = [total + number for total, number in zip(self._sums, own, strict=True)]
 
     def drain(self) -> dict[str, float]:
-        """Return the means of a rollout since the last call; empty without one."""
-        now = {name: self._ranks.total(name) for name in _SUMS}
-        new = {name: now[name] - self._before[name] for name in _SUMS}
-        if new["rollouts"] < 0.5:
+        """Return the means of a rollout over all processes, which all call this; {} without one."""
+        sums = self._ranks.sums(self._sums)
+        self._sums = [0.0] * len(sums)
+        rollouts, gen_s, generated, drafted, accepted, verified = sums
+        if not rollouts:
             return {}
-        self._before = now
-        count = new["rollouts"]  # of each process; seconds are means over the processes
-        metrics = {
-            "timing_s/gen": new["gen_s"] / count,
-            "rollout/generated_tokens": new["generated"] * self._ranks.size / count,
-            "rollout/tokens_per_s": new["generated"] * self._ranks.size / new["gen_s"],
+        size = self._ranks.size
+        metrics = {  # seconds are means over the processes, tokens are those of all
+            "timing_s/gen": gen_s / rollouts,
+            "rollout/generated_tokens": generated * size / rollouts,
+            "rollout/tokens_per_s": generated * size / gen_s,
         }
-        if new["verified"]:
-            accepted, verified = new["accepted"], new["verified"]
+        if verified:
             metrics["rollout/spec_accept_length"] = (accepted + verified) / verified
-            metrics["rollout/spec_accept_rate"] = accepted / max(new["drafted"], 1.0)
+            metrics["rollout/spec_accept_rate"] = accepted / max(drafted, 1.0)
         return metrics

@@ -1,5 +1,5 @@
 // Panels over the steps of the runs. Curves of all runs share a plot; stacks are of the chosen run.
-import { color, el, fill, known, num, Panel, percent, runColor, seconds, table } from "/static/format.js";
+import { color, el, fill, known, num, Panel, runColor, seconds, table } from "/static/format.js";
 import { bars, Chart, stacked } from "/static/charts.js";
 
 const PHASES = [
@@ -10,9 +10,6 @@ const PHASES = [
 ];
 const IDLE = [["learned ahead", "cluster/learning_ahead_s", "--ahead"], ["trained the drafter", "cluster/spot_s", "--spot"], ["idle", "cluster/idle_s", "--idle-ink"]];
 
-const last = (values) => values.findLast((value) => known(value));
-const at = (view, name, index) => view.columns[name]?.[index];
-
 // Curves of a panel: name, column or points, and how its line looks.
 const CURVES = {
   reward: { title: "Reward", unit: "mean of a step's completions", yUnit: "reward", curves: [
@@ -22,7 +19,7 @@ const CURVES = {
   accept: { title: "Accept length", unit: "tokens per verify step", yUnit: "tokens", curves: [
     { name: "measured", column: "speculation/accept_length", strong: true },
     { name: "expected", column: "drafter/expected_accept_length", dash: [4, 3] },
-  ], versions: true },
+  ] },
   lengths: { title: "Lengths", unit: "tokens, log scale", yUnit: "tokens", log: true, curves: [
     { name: "longest", column: "response_length/max", strong: true },
     { name: "p99", column: "response_length/p99", alone: true },
@@ -49,118 +46,88 @@ export class ByStep {
     fill(panel.body, plot);
     host.append(panel.node);
     const chart = new Chart(plot, {
-      onPick: (step) => this.actions.pick(step), onZoom: (range) => this.actions.zoom(range), sync: "steps",
-      onHover: (index) => this.hover(id, index),
+      onPick: this.actions.pick, onZoom: this.actions.zoom, sync: "steps",
+      onHover: (index) => this.hover(this.panels[id], index),
     });
-    this.panels[id] = { panel, plot, chart, x: [], say: () => "" };
+    this.panels[id] = { panel, plot, chart, x: [], columns: [] };
   }
 
   key(event) {
-    const step = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10 }[event.key];
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const step = { ArrowLeft: -1, ArrowRight: 1, PageDown: -10, PageUp: 10, Home: -Infinity, End: Infinity }[event.key];
+    const factor = { "+": 0.5, "-": 2, 0: Infinity, Escape: Infinity }[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey || !(step || factor)) return;
     if (step) this.actions.move(step);
-    else if (event.key === "Home") this.actions.move(-Infinity);
-    else if (event.key === "End") this.actions.move(Infinity);
-    else if (event.key === "+" || event.key === "=") this.actions.scale(0.5);
-    else if (event.key === "-") this.actions.scale(2);
-    else if (event.key === "0" || event.key === "Escape") this.actions.zoom(null);
-    else return;
+    else this.actions.scale(factor);
     event.preventDefault();
   }
 
   // runs: [{index, name, view}], chosen: index, step: the chosen step, range: zoom or null
   show({ runs, chosen, step, range }) {
-    this.state = { runs, chosen, step };
-    for (const [id, spec] of Object.entries(CURVES)) this.curves(id, spec, runs, chosen, step, range);
+    this.step = step;
+    for (const [id, spec] of Object.entries(CURVES)) this.curves(this.panels[id], spec, runs, range);
     const run = runs.find((each) => each.index === chosen);
-    const share = (index) => at(run.view, "cluster/idle_utilization", index);
-    const tail = (index) => (known(share(index)) ? `; ${percent(share(index))} of the idle time in rollouts was used` : "");
-    this.stack("phases", PHASES, run, step, range, (index) => ` of ${seconds(at(run.view, "timing_s/step", index))}`);
-    this.stack("idle", IDLE, run, step, range, tail);
+    this.stack(this.panels.phases, PHASES, run.view.columns, range);
+    this.stack(this.panels.idle, IDLE, run.view.columns, range);
   }
 
-  curves(id, spec, runs, chosen, step, range) {
-    const entry = this.panels[id];
+  curves(entry, spec, runs, range) {
     const several = runs.length > 1;
     const tables = [], series = [], labels = [], columns = [];
     for (const { index, name, view } of runs) {
       for (const curve of spec.curves) {
         if (several && curve.alone) continue;
         const points = curve.points ? curve.points(view) : view.columns.step.map((x, place) => [x, view.columns[curve.column][place]]);
-        const values = points.map((point) => point[1]);
-        if (!values.some(known)) continue;
+        const end = points.findLast(([, value]) => known(value));
+        if (!end) continue;
         const ink = runColor(index);
-        tables.push([points.map((point) => point[0]), values]);
+        tables.push([points.map(([x]) => x), points.map(([, value]) => value)]);
         series.push({ color: ink, width: curve.strong ? 2.25 : 1.25, dash: curve.dash, points: { show: Boolean(curve.points) || points.length <= 40, size: curve.points ? 7 : 4, fill: ink } });
-        const text = several ? name : `${curve.name} ${num(last(values))}`;
-        const end = points.findLast((point) => known(point[1]))[0];
-        if (!several || curve.strong) labels.push({ value: last(values), x: end, text, short: several ? name : curve.name, color: ink });
-        columns.push({ run: name, name: curve.name, points: new Map(points), holds: curve.points ? Infinity : view.stride });
+        const text = several ? name : `${curve.name} ${num(end[1])}`;
+        if (!several || curve.strong) labels.push({ value: end[1], x: end[0], text, short: several ? name : curve.name, color: ink });
+        columns.push({ name: several ? `${name}: ${curve.name}` : curve.name, points: new Map(points), holds: Boolean(curve.points) });
       }
     }
-    const isKnown = tables.length > 0;
-    entry.panel.node.hidden = !isKnown;
-    if (!isKnown) return;
+    entry.panel.node.hidden = !tables.length;
+    if (!tables.length) return;
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-    entry.x = data[0];
-    const marks = spec.versions ? versionMarks(runs, chosen) : [];
-    entry.chart.show({
-      data, series, labels, range: range ?? wide(data[0]), marks: [...marks, ...chosenMark(step)],
-      unit: spec.yUnit, xLabel: "step", log: spec.log, wholeX: true,
-    });
-    entry.say = (x) => runs.map(({ name }) => {
-      const found = columns.filter((column) => column.run === name).map((column) => said(column, x)).filter(Boolean).join(", ");
-      return found && several ? `${name} ${found}` : found;
-    }).filter(Boolean).join("; ");
-    this.describe(entry, step);
-    entry.panel.show(() => table(["step", ...columns.map((column) => (several ? `${column.run}: ${column.name}` : column.name))], data[0].map((x) => [num(x), ...columns.map((column) => num(column.points.get(x)))])));
+    this.draw(entry, columns, { data, series, labels, range: range ?? wide(data[0]), unit: spec.yUnit, log: spec.log });
   }
 
-  stack(id, parts, run, step, range, tail) {
-    const entry = this.panels[id];
-    const x = run.view.columns.step;
-    const values = parts.map(([, column]) => run.view.columns[column]);
+  stack(entry, parts, { step: x, ...found }, range) {
+    const values = parts.map(([, column]) => found[column]);
     const isKnown = values.some((column) => column.some(known));
     entry.panel.node.hidden = !isKnown;
     if (!isKnown) return;
-    const sums = stacked(x, values);
-    const reversed = parts.toReversed();
-    const few = x.length <= 60;
-    const place = x.length - 1;
-    const whole = sums[0][place] || 1;
-    const labels = reversed.map(([name, column, ink], index) => {
-      const value = at(run.view, column, place) ?? 0;
-      return { value: sums[index][place] - value / 2, text: `${name} ${seconds(value)}`, short: name, color: color(`${ink}-text`) || color(ink), share: value / whole };
+    const sums = stacked(x, values), few = x.length <= 60;
+    const labels = parts.map(([name, column, ink], index) => {
+      const value = found[column].at(-1) ?? 0;
+      return { value: sums.at(-1 - index).at(-1) - value / 2, text: `${name} ${seconds(value)}`, short: name, color: color(`${ink}-text`) || color(ink), share: value / (sums[0].at(-1) || 1) };
     }).filter((label) => label.share >= 0.03);
-    entry.x = x;
-    entry.chart.show({
-      data: [x, ...sums], labels, range: range ?? wide(x, few ? 0.6 : 0), marks: chosenMark(step), unit: "s", xLabel: "step", wholeX: true,
-      series: reversed.map(([, , ink]) => ({ color: color(ink), fill: color(ink), width: few ? 0 : 0.5, paths: few ? bars() : undefined })),
-    });
-    entry.say = (step) => {
-      const index = x.indexOf(step);
-      const found = parts.map(([name, column]) => [name, at(run.view, column, index)]).filter(([, value]) => value > 0);
-      return index < 0 ? "" : found.map(([name, value]) => `${name} ${seconds(value)}`).join(", ") + tail(index);
-    };
-    this.describe(entry, step);
-    entry.panel.show(() => table(["step", ...parts.map(([name]) => `${name}, s`)], x.map((each, index) => [num(each), ...values.map((column) => num(column[index]))])));
+    const series = parts.toReversed().map(([, , ink]) => ({ color: color(ink), fill: color(ink), width: few ? 0 : 0.5, paths: few ? bars() : undefined }));
+    const columns = parts.map(([name], index) => ({ name, unit: "s", points: new Map(x.map((each, place) => [each, values[index][place]])) }));
+    this.draw(entry, columns, { data: [x, ...sums], series, labels, range: range ?? wide(x, few ? 0.6 : 0), unit: "s" });
   }
 
-  describe(entry, step) {
-    const x = closest(entry.x, step ?? entry.x.at(-1));
-    const text = `step ${x}: ${entry.say(x)}`;
-    entry.panel.say(text);
-    entry.plot.setAttribute("aria-valuemin", entry.x[0]);
-    entry.plot.setAttribute("aria-valuemax", entry.x.at(-1));
-    entry.plot.setAttribute("aria-valuenow", x);
-    entry.plot.setAttribute("aria-valuetext", text);
+  // columns: [{name, unit, points: values by step}], the numbers behind a chart
+  draw(entry, columns, spec) {
+    Object.assign(entry, { columns, x: spec.data[0] });
+    entry.chart.show({ ...spec, marks: chosenMark(this.step), xLabel: "step", wholeX: true });
+    this.describe(entry);
+    const heads = columns.map(({ name, unit }) => (unit ? `${name}, ${unit}` : name));
+    entry.panel.show(() => table(["step", ...heads], entry.x.map((x) => [num(x), ...columns.map(({ points }) => num(points.get(x)))])));
   }
 
-  hover(id, index) {
-    const entry = this.panels[id];
-    if (!entry?.x.length || !this.state) return;
-    if (index === null) this.describe(entry, this.state.step);
-    else entry.panel.say(`step ${entry.x[index]}: ${entry.say(entry.x[index])}`);
+  describe(entry) {
+    const x = closest(entry.x, this.step ?? entry.x.at(-1));
+    const aria = { valuemin: entry.x[0], valuemax: entry.x.at(-1), valuenow: x, valuetext: said(entry, x) };
+    entry.panel.say(aria.valuetext);
+    for (const [name, value] of Object.entries(aria)) entry.plot.setAttribute(`aria-${name}`, value);
+  }
+
+  hover(entry, index) {
+    if (!entry.x.length) return;
+    if (index === null) this.describe(entry);
+    else entry.panel.say(said(entry, entry.x[index]));
   }
 }
 
@@ -168,26 +135,17 @@ function chosenMark(step) {
   return known(step) ? [{ x: step, color: color("--chosen"), width: 1.5 }] : [];
 }
 
-function versionMarks(runs, chosen) {
-  const run = runs.find((each) => each.index === chosen);
-  return run.view.versions.map(([x, version]) => ({ x, text: `v${version}`, color: color("--soft"), dash: true, sparse: true }));
-}
-
 const wide = (x, least = 0) => [x[0] - least, Math.max(x.at(-1) + least, x[0] + 1)];
 
-export function closest(values, wanted) {
+function closest(values, wanted) {
   return values.reduce((best, value) => (Math.abs(value - wanted) < Math.abs(best - wanted) ? value : best), values[0]);
 }
 
-// "train 0.41": the value at x. Joined steps stand at their last step; held-out rewards hold on.
-function said({ name, points, holds }, x) {
-  let found = null;
-  for (const [place, value] of points) {
-    if (!known(value)) continue;
-    if (holds === Infinity ? place <= x : place >= x && place < x + holds) found = [place, value];
-    if (place >= x && found) break;
-  }
-  if (!found) return "";
-  const when = holds === Infinity && found[0] !== x ? ` after step ${num(found[0])}` : "";
-  return `${name} ${num(found[1])}${when}`;
+// "step 6: train 0.41": the values at a step; held-out rewards hold on until the next one.
+function said({ columns }, x) {
+  const parts = columns.map(({ name, unit, points, holds }) => {
+    const value = points.get(holds ? [...points.keys()].findLast((key) => key <= x) : x);
+    return known(value) && (value || !unit) ? `${name} ${num(value, unit)}` : "";
+  });
+  return `step ${x}: ${parts.filter(Boolean).join(", ")}`;
 }

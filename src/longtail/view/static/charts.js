@@ -13,111 +13,65 @@ function axes(options) {
     if (Math.abs(value) >= 10000) return `${value / 1000}k`;
     return `${+value.toPrecision(6)}`;
   };
-  const round = (_, splits) => splits.filter((value) => Number.isInteger(Math.log10(value))).length > 1
-    ? splits.map((value) => (Number.isInteger(Math.log10(value)) ? value : null))
-    : splits.map((value) => ([1, 2, 5].includes(+(value / 10 ** Math.floor(Math.log10(value))).toFixed(6)) ? value : null));
   return [
     { ...base, grid: { show: false }, show: options.xLabel !== undefined, label: options.xLabel, labelFont: FONT, labelSize: 16, labelGap: 0, size: 24, gap: 4, space: 48, values: (_, values) => values.map(compact), incrs: options.wholeX ? [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 1e4, 1e5, 1e6] : undefined },
-    { ...base, grid: options.log ? { ...grid, filter: round } : grid, filter: options.log ? round : undefined, size: 44, gap: 4, space: 32, values: (_, values) => values.map(compact) },
+    { ...base, grid, size: 44, gap: 4, space: 32, values: (_, values) => values.map(compact) },
   ];
 }
 
 // The unit of the y axis stands above it; series are named where they end.
-function labelPlugin(options) {
-  return {
-    hooks: {
-      draw: (plot) => {
-        const { ctx, bbox } = plot;
-        const scale = devicePixelRatio;
-        ctx.save();
-        ctx.font = `${12 * scale}px system-ui, sans-serif`;
-        ctx.textBaseline = "middle";
-        ctx.fillStyle = color("--soft");
-        ctx.textAlign = "left";
-        ctx.fillText(options.unit, 4 * scale, 8 * scale);
-        const labels = (options.labels || []).map((label) => ({ ...label, y: plot.valToPos(label.value, "y", true) })).filter((label) => Number.isFinite(label.y));
-        labels.sort((a, b) => a.y - b.y);
-        const gap = 14 * scale;
-        const top = bbox.top + 4 * scale;
-        labels.forEach((label, index) => { label.y = Math.max(label.y, index ? labels[index - 1].y + gap : top); });
-        const bottom = bbox.top + bbox.height - 2 * scale;
-        for (let index = labels.length - 1; index >= 0; index--) {
-          const below = index + 1 < labels.length ? labels[index + 1].y - gap : bottom;
-          labels[index].y = Math.min(labels[index].y, below);
-        }
-        const right = bbox.left + bbox.width;
-        for (const label of labels) {
-          const end = known(label.x) ? plot.valToPos(label.x, "x", true) : right;
-          ctx.fillStyle = label.color;
-          ctx.fillText(label.text, Math.min(end, right) + 6 * scale, label.y);
-        }
-        ctx.restore();
-      },
-    },
-  };
+function drawLabels(plot, unit, given) {
+  const { ctx, bbox } = plot;
+  const scale = devicePixelRatio;
+  ctx.save();
+  ctx.font = `${12 * scale}px system-ui, sans-serif`;
+  ctx.textBaseline = "middle";
+  ctx.fillStyle = color("--soft");
+  ctx.textAlign = "left";
+  ctx.fillText(unit, 4 * scale, 8 * scale);
+  const labels = given.map((label) => ({ ...label, y: plot.valToPos(label.value, "y", true) })).filter((label) => Number.isFinite(label.y));
+  labels.sort((a, b) => a.y - b.y);
+  const gap = 14 * scale;
+  const top = bbox.top + 4 * scale;
+  labels.forEach((label, index) => { label.y = Math.max(label.y, index ? labels[index - 1].y + gap : top); });
+  const bottom = bbox.top + bbox.height - 2 * scale;
+  for (let index = labels.length - 1; index >= 0; index--) {
+    const below = index + 1 < labels.length ? labels[index + 1].y - gap : bottom;
+    labels[index].y = Math.min(labels[index].y, below);
+  }
+  const right = bbox.left + bbox.width;
+  for (const label of labels) {
+    const end = known(label.x) ? plot.valToPos(label.x, "x", true) : right;
+    ctx.fillStyle = label.color;
+    ctx.fillText(label.text, Math.min(end, right) + 6 * scale, label.y);
+  }
+  ctx.restore();
 }
 
 // Vertical lines: {x, color, text, dash}; texts that would touch are left out.
-function markPlugin(options) {
-  return {
-    hooks: {
-      drawClear: (plot) => {
-        const { ctx, bbox } = plot;
-        const scale = devicePixelRatio;
-        ctx.save();
-        ctx.beginPath();
-        ctx.rect(bbox.left, 0, bbox.width + scale, bbox.top + bbox.height);
-        ctx.clip();
-        for (const { from, to } of options.shades || []) {
-          const a = plot.valToPos(from, "x", true), b = plot.valToPos(to, "x", true);
-          ctx.fillStyle = color("--plain");
-          ctx.fillRect(a, bbox.top, b - a, bbox.height);
-        }
-        for (const mark of shown(options.marks, plot)) {
-          const x = Math.round(plot.valToPos(mark.x, "x", true));
-          ctx.strokeStyle = mark.color;
-          ctx.lineWidth = (mark.width || 1) * scale;
-          ctx.setLineDash(mark.dash ? [4 * scale, 3 * scale] : []);
-          ctx.beginPath();
-          ctx.moveTo(x, bbox.top);
-          ctx.lineTo(x, bbox.top + bbox.height);
-          ctx.stroke();
-        }
-        ctx.restore();
-        ctx.save();
-        let end = 0;
-        ctx.font = `${11 * scale}px system-ui, sans-serif`;
-        for (const mark of shown(options.marks, plot)) {
-          const width = mark.text ? ctx.measureText(mark.text).width : 0;
-          const x = plot.valToPos(mark.x, "x", true);
-          const left = Math.min(Math.max(x - width / 2, 0), ctx.canvas.width - width);
-          if (!width || left < end || x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
-          ctx.fillStyle = mark.color;
-          ctx.fillText(mark.text, left, bbox.top - 4 * scale);
-          end = left + width + 6 * scale;
-        }
-        const widest = (options.shades || []).map(({ from, to }) => [plot.valToPos(from, "x", true), plot.valToPos(to, "x", true)]).sort((a, b) => b[1] - b[0] - a[1] + a[0])[0];
-        if (widest && options.shadeText && widest[1] - widest[0] > ctx.measureText(options.shadeText).width + 16 * scale) {
-          ctx.fillStyle = color("--spot-text");
-          ctx.fillText(options.shadeText, widest[0] + 8 * scale, bbox.top + bbox.height - 8 * scale);
-        }
-        ctx.restore();
-      },
-    },
-  };
-}
-
-// Marks with a text leave out those for which there is no room.
-function shown(marks, plot) {
-  const room = 34 * devicePixelRatio;
-  let end = -Infinity;
-  return (marks || []).filter((mark) => {
-    if (!mark.sparse) return true;
-    const x = plot.valToPos(mark.x, "x", true);
-    if (x - end < room) return false;
-    end = x;
-    return true;
-  });
+function drawMarks(plot, marks) {
+  const { ctx, bbox } = plot;
+  const scale = devicePixelRatio;
+  let end = 0;
+  ctx.save();
+  ctx.font = `${11 * scale}px system-ui, sans-serif`;
+  for (const mark of marks) {
+    const x = Math.round(plot.valToPos(mark.x, "x", true));
+    if (x < bbox.left - 1 || x > bbox.left + bbox.width + 1) continue;
+    ctx.strokeStyle = ctx.fillStyle = mark.color;
+    ctx.lineWidth = (mark.width || 1) * scale;
+    ctx.setLineDash(mark.dash ? [4 * scale, 3 * scale] : []);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+    const width = mark.text ? ctx.measureText(mark.text).width : 0;
+    const left = Math.min(Math.max(x - width / 2, 0), ctx.canvas.width - width);
+    if (!width || left < end) continue;
+    ctx.fillText(mark.text, left, bbox.top - 4 * scale);
+    end = left + width + 6 * scale;
+  }
+  ctx.restore();
 }
 
 function textWidth(texts) {
@@ -128,8 +82,8 @@ function textWidth(texts) {
 
 // A chart. `show(spec)` draws it anew:
 //   data     [x, ...ys]                 series  [{color, width, dash, fill, paths, points}]
-//   labels   [{value, text, color}]     marks   [{x, color, text}]      shades  [{from, to}]
-//   shadeText (named in the widest shade)   room (texts for which labels have room)
+//   labels   [{value, text, color}]     marks   [{x, color, text}]
+//   room (texts for which labels have room)
 //   unit, xLabel, log, wholeX, top (least top of y), range (of x)
 export class Chart {
   constructor(host, { onPick, onZoom, onHover, height = HEIGHT, sync } = {}) {
@@ -152,15 +106,15 @@ export class Chart {
     const narrow = width < 420;
     const labels = (spec.labels || []).filter((label) => known(label.value)).map((label) => ({ ...label, text: narrow ? label.short || label.text : label.text }));
     const right = labels.length ? textWidth(spec.room ?? labels.map((label) => label.text)) + 12 : 12;
-    const overlay = { unit: spec.unit, labels };
     const options = {
       width, height: this.height, legend: { show: false }, padding: [(spec.marks || []).some((mark) => mark.text) ? 34 : 20, right, spec.xLabel === undefined ? 8 : 0, 0],
       scales: { x: { time: false, range: spec.range ? () => spec.range : undefined }, y: { distr: spec.log ? 3 : 1, range: (_, low, high) => yRange(spec, low, high) } },
       axes: axes(spec),
       cursor: { y: false, drag: { x: Boolean(this.onZoom), y: false, setScale: false }, points: { size: 6 }, sync: this.sync ? { key: this.sync, setSeries: false } : undefined, bind: { dblclick: () => () => { this.onZoom?.(null); return null; } } },
       series: [{}, ...spec.series.map((each) => ({ spanGaps: true, points: { show: false }, width: 1.75, ...each, stroke: each.color }))],
-      plugins: [markPlugin(spec), labelPlugin(overlay)],
       hooks: {
+        drawClear: [(plot) => drawMarks(plot, spec.marks || [])],
+        draw: [(plot) => drawLabels(plot, spec.unit, labels)],
         setCursor: [(plot) => this.onHover?.(plot.cursor.idx ?? null)],
         setSelect: [(plot) => this.selected(plot)],
         ready: [(plot) => this.ready(plot)],

@@ -78,10 +78,4 @@ export class Panel {
   say(...texts) {
     fill(this.readout, ...texts);
   }
-
-  empty(message) {
-    fill(this.body, el("p", { class: "empty" }, message));
-    this.say();
-    this.show(null);
-  }
 }

@@ -1,17 +1,16 @@
 // Panels of one step: workers over time, lengths, one rollout with its switches, drafter decisions.
-import { color, el, fill, known, num, Panel, percent, runColor, seconds, table } from "/static/format.js";
+import { color, el, fill, known, num, Panel, percent, seconds, table } from "/static/format.js";
 import { bars, Chart } from "/static/charts.js";
 import { Timeline } from "/static/timeline.js";
 
 const SMALL = [120, 120, 160];
 
 export class OfStep {
-  constructor(host, actions) {
-    this.actions = actions;
+  constructor(host, chooseLine) {
     const grid = el("div", { class: "grid" });
     this.timeline = new Timeline(host);
     this.rollout = new Panel("panel-rollout", "One rollout", "running requests, drafted tokens, accept length");
-    this.lines = el("select", { id: "rollout-line", onchange: () => actions.chooseLine(Number(this.lines.value)) });
+    this.lines = el("select", { id: "rollout-line", onchange: () => chooseLine(Number(this.lines.value)) });
     this.picker = el("label", { class: "buttons" }, "rollout of ", this.lines);
     this.plots = ["running", "nodes", "accept"].map((name) => el("div", { class: "plot", id: `plot-${name}` }));
     this.switches = el("div", { id: "switches" });
@@ -31,7 +30,7 @@ export class OfStep {
   show(runs, chosen, line, rollout) {
     const own = runs.find((run) => run.index === chosen);
     this.timeline.show(runs.map(({ index, name, data }) => ({ index, name, step: data.step, step_s: data.step_s, timeline: data.timeline })));
-    this.showLengths(runs, chosen);
+    this.showLengths(own.data.lengths);
     this.showRollout(own, line, rollout);
     this.showDecisions(own.data.decisions);
     const metrics = Object.entries(own.data.metrics).filter(([name]) => name !== "step");
@@ -40,24 +39,17 @@ export class OfStep {
     this.metrics.show(() => table(["metric", "value"], metrics.map(([name, value]) => [name, num(value)])));
   }
 
-  showLengths(runs, chosen) {
-    const found = runs.filter((run) => run.data.lengths).toSorted((a, b) => (a.index === chosen ? -1 : b.index === chosen ? 1 : 0));
-    this.lengths.node.hidden = !found.length;
-    if (!found.length) return;
-    const tables = found.map(({ data: { lengths } }) => [lengths.counts.map((_, place) => (place + 0.5) * lengths.width), lengths.counts.map((count) => count || null)]);
-    const own = found[0].data.lengths;
-    const most = Math.max(...found.map(({ data }) => data.lengths.max));
-    const ink = (index) => runColor(index);
-    const series = found.map(({ index }, place) => (place === 0
-      ? { color: ink(index), fill: `${ink(index)}99`, width: 0, paths: bars(0.9, 40), fillTo: 0.5 }
-      : { color: ink(index), width: 0, points: { show: true, size: 7, fill: ink(index) }, paths: () => null }));
+  showLengths(own) {
+    this.lengths.node.hidden = !own;
+    if (!own) return;
+    const ink = color("--generating"), { counts, width } = own;
     const marks = [["median", own.p50], ["p99", own.p99], ["longest", own.max]].map(([name, x]) => ({ x, text: `${name} ${num(x)}`, color: color("--soft"), dash: true }));
     this.histogram.show({
-      data: tables.length > 1 ? uPlot.join(tables) : tables[0], series, marks, unit: "completions", xLabel: "tokens", log: true, bottom: 0.5, range: [0, most * 1.03],
+      data: [counts.map((_, place) => (place + 0.5) * width), counts.map((count) => count || null)], series: [{ color: ink, fill: `${ink}99`, width: 0, paths: bars(0.9, 40), fillTo: 0.5 }],
+      marks, unit: "completions", xLabel: "tokens", log: true, bottom: 0.5, range: [0, own.max * 1.03],
     });
-    const describe = ({ name, data: { lengths } }) => `${runs.length > 1 ? `${name}: ` : ""}${num(lengths.num)} completions, mean ${num(lengths.mean)}, median ${num(lengths.p50)}, p99 ${num(lengths.p99)}, longest ${num(lengths.max)}, ${num(lengths.num_cut)} cut`;
-    this.lengths.say(found.map(describe).join("; "));
-    this.lengths.show(() => table(["run", "tokens", "completions"], found.flatMap(({ name, data: { lengths } }) => lengths.counts.map((count, place) => [name, `${num(place * lengths.width)} to ${num((place + 1) * lengths.width - 1)}`, num(count)]))));
+    this.lengths.say(`${num(own.num)} completions, mean ${num(own.mean)}, median ${num(own.p50)}, p99 ${num(own.p99)}, longest ${num(own.max)}, ${num(own.num_cut)} cut`);
+    this.lengths.show(() => table(["tokens", "completions"], counts.map((count, place) => [`${num(place * width)} to ${num((place + 1) * width - 1)}`, num(count)])));
   }
 
   showRollout({ name, data: { rollouts } }, chosen, rollout) {
@@ -78,7 +70,7 @@ export class OfStep {
     this.describe(null);
     this.showSwitches();
     const view = this.view;
-    this.rollout.show(() => table(["seconds", "running", "drafted tokens", "most", "accept length", "plain"], view.seconds.map((at, place) => [num(at), num(view.running[place]), num(view.nodes[place]), num(view.most_nodes[place]), num(view.accept_length[place]), percent(view.plain_share[place])])));
+    this.rollout.show(() => table(["seconds", "running", "drafted tokens", "accept length"], view.seconds.map((at, place) => [num(at), num(view.running[place]), num(view.nodes[place]), num(view.accept_length[place])])));
   }
 
   zoom(range) {
@@ -90,14 +82,13 @@ export class OfStep {
     const view = this.view;
     const numbered = view.switches.length <= 30;
     const marks = view.switches.map(([x, drafts], place) => ({ x, color: color(drafts ? "--on" : "--off"), dash: true, text: numbered ? `${place + 1}` : "" }));
-    const shades = plainSpans(view);
-    const shared = { range: this.range ?? [0, view.end_s || 1], shades, marks, room: ["accepted"] };
+    const shared = { range: this.range ?? [0, view.end_s || 1], marks, room: ["accepted"] };
     const bare = marks.map((mark) => ({ ...mark, text: "" }));
     const end = (values) => values.findLast(known);
     const blue = color("--generating"), purple = color("--learning"), teal = color("--run-0");
     const [running, nodes, accept] = this.charts;
-    running.show({ ...shared, shadeText: "plain decoding", data: [view.seconds, view.running], series: [{ color: blue, fill: `${blue}22`, width: 1.75 }], unit: "requests", labels: [{ value: end(view.running), text: "running", color: blue }] });
-    nodes.show({ ...shared, marks: bare, data: [view.seconds, view.most_nodes, view.nodes], series: [{ color: `${purple}55`, width: 1 }, { color: purple }], unit: "drafted tokens per engine step", labels: [{ value: end(view.nodes), text: "drafted", color: purple }] });
+    running.show({ ...shared, data: [view.seconds, view.running], series: [{ color: blue, fill: `${blue}22`, width: 1.75 }], unit: "requests", labels: [{ value: end(view.running), text: "running", color: blue }] });
+    nodes.show({ ...shared, marks: bare, data: [view.seconds, view.nodes], series: [{ color: purple }], unit: "drafted tokens per engine step", labels: [{ value: end(view.nodes), text: "drafted", color: purple }] });
     accept.show({ ...shared, marks: bare, data: [view.seconds, view.accept_length], series: [{ color: teal, spanGaps: false, points: { show: view.seconds.length <= 200, size: 3, fill: teal } }], unit: "accept length, tokens", xLabel: "seconds", labels: [{ value: end(view.accept_length), text: "accepted", color: teal }], top: 2 });
   }
 
@@ -134,17 +125,4 @@ export class OfStep {
     fill(this.decisions.body, table(["", "version", "accept length", "tokens", "reason"], rows));
     this.decisions.show(null);
   }
-}
-
-// Intervals in which most of the time was plain decoding.
-function plainSpans(view) {
-  const spans = [];
-  view.plain_share.forEach((share, place) => {
-    if (share <= 0.5) return;
-    const from = view.seconds[place], to = view.seconds[place + 1] ?? view.end_s;
-    const before = spans.at(-1);
-    if (before && before.to === from) before.to = to;
-    else spans.push({ from, to });
-  });
-  return spans;
 }

@@ -1,6 +1,6 @@
 // The page: loads the runs' data, follows their files, and wires the panels.
 import { el, fill, known, num, percent, seconds } from "/static/format.js";
-import { ByStep, closest } from "/static/by_step.js";
+import { ByStep } from "/static/by_step.js";
 import { OfStep } from "/static/of_step.js";
 import { Reader } from "/static/reader.js";
 
@@ -11,18 +11,20 @@ const state = { runs: [], views: [], chosen: 0, step: null, follows: true, zoom:
 const embedded = JSON.parse($("data")?.textContent ?? "null");
 
 async function get(path) {
-  if (embedded) return embedded[path.split("?")[0]] ?? null;
+  if (embedded) return embedded[path] ?? null;
   const response = await fetch(path, { credentials: "same-origin" });
   return response.ok ? response.json() : null;
 }
 
+const overviewPath = (run) => `/api/runs/${run}/overview`;
 const path = (run, step, rest = "") => `/api/runs/${run}/steps/${step}${rest}`;
 
-const byStep = new ByStep($("by-step"), { pick: (step) => pick(step), zoom: (range) => zoom(range), move: (count) => move(count), scale: (factor) => scale(factor) });
-const ofStep = new OfStep($("of-step"), {
-  chooseLine: (line) => { state.line = line; loadStep(); },
-});
+const byStep = new ByStep($("by-step"), { pick, zoom, scale, move: (count) => pick(state.step + count) });
+const ofStep = new OfStep($("of-step"), (line) => { state.line = line; loadStep(); });
 const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/texts/${index}`)));
+
+// The steps of the chosen run, ascending.
+const steps = () => state.views[state.chosen]?.columns.step ?? [];
 
 // ---- the runs
 
@@ -66,18 +68,13 @@ async function refresh(changed) {
   changed.forEach((run, place) => { if (views[place]) state.views[run] = views[place]; });
   if (isFirst) chooser();
   runCards();
-  const newest = state.views[state.chosen]?.last;
+  const newest = steps().at(-1);
   const isBehind = state.follows && known(newest) && newest !== state.step;
   if (isBehind) state.step = newest;
   drawSteps();
   const touched = isFirst || isBehind || state.step === newest;
   if (touched && known(state.step)) await loadStep();
-  document.body.dataset.steps = state.views.map((view) => view.num_steps).join(" ");
-}
-
-function overviewPath(run) {
-  const query = state.zoom ? `?first=${Math.floor(state.zoom[0])}&last=${Math.ceil(state.zoom[1])}` : "";
-  return `/api/runs/${run}/overview${query}`;
+  document.body.dataset.steps = state.views.map((view) => view.columns.step.length).join(" ");
 }
 
 // ---- over the steps
@@ -88,51 +85,35 @@ function drawSteps() {
   $("by-step").hidden = isEmpty;
   $("step").hidden = isEmpty;
   const waiting = state.runs.length ? embedded ? "No step was in metrics.jsonl." : "No step is in metrics.jsonl yet; the page follows the run." : "";
-  const stride = Math.max(1, ...runs.map((run) => run.view.stride));
-  const joined = stride > 1 ? `points join ${stride} steps; ` : "";
-  fill($("zoom"), isEmpty ? waiting : state.zoom ? `${joined}steps ${Math.ceil(state.zoom[0])} to ${Math.floor(state.zoom[1])}, press 0 to see all` : joined.replace("; ", ""));
+  fill($("zoom"), isEmpty ? waiting : state.zoom ? `steps ${Math.ceil(state.zoom[0])} to ${Math.floor(state.zoom[1])}, press 0 to see all` : "");
   if (isEmpty) return;
   byStep.show({ runs, chosen: state.chosen, step: state.step, range: state.zoom });
 }
 
-async function zoom(range) {
-  const view = state.views[state.chosen];
-  if (range && view) {
-    const low = Math.max(Math.min(range[0], range[1]), view.first), high = Math.min(Math.max(range[0], range[1]), view.last);
-    if (high - low < 2) return;
-    state.zoom = low <= view.first && high >= view.last ? null : [low, high];
-  } else state.zoom = null;
-  const views = await Promise.all(state.runs.map((_, run) => get(overviewPath(run))));
-  views.forEach((found, run) => { if (found) state.views[run] = found; });
+function zoom(range) {
+  const first = steps()[0], last = steps().at(-1);
+  const [low, high] = range ? [Math.max(range[0], first), Math.min(range[1], last)] : [first, last];
+  if (range && high - low < 2) return;
+  state.zoom = low <= first && high >= last ? null : [low, high];
   drawSteps();
 }
 
 function scale(factor) {
-  const view = state.views[state.chosen];
-  const [low, high] = state.zoom ?? [view.first, view.last];
-  const middle = Math.min(Math.max(state.step, low), high);
-  const length = Math.min(Math.max(factor * (high - low), 2), view.last - view.first);
-  const begin = Math.min(Math.max(middle - length / 2, view.first), view.last - length);
+  const first = steps()[0], last = steps().at(-1);
+  const [low, high] = state.zoom ?? [first, last];
+  const length = Math.min(Math.max(factor * (high - low), 2), last - first);
+  const begin = Math.min(Math.max(state.step - length / 2, first), last - length);
   zoom([begin, begin + length]);
 }
 
 // ---- one step
 
 function pick(step) {
-  const view = state.views[state.chosen];
-  if (!view || !known(view.last)) return;
-  state.step = Math.round(Math.min(Math.max(step, view.first), view.last));
-  state.follows = state.step === view.last;
+  if (!steps().length) return;
+  state.step = Math.round(Math.min(Math.max(step, steps()[0]), steps().at(-1)));
+  state.follows = state.step === steps().at(-1);
   drawSteps();
   loadStep();
-}
-
-function move(count) {
-  const view = state.views[state.chosen];
-  if (!view || state.step === null) return;
-  const steps = view.columns.step;
-  const stride = view.stride > 1 ? closest(steps, state.step + count * view.stride) : state.step + count;
-  pick(Number.isFinite(count) ? stride : count < 0 ? view.first : view.last);
 }
 
 async function loadStep() {
@@ -162,7 +143,7 @@ $("next").addEventListener("click", () => pick(state.step + 1));
 $("step-number").addEventListener("change", (event) => pick(Number(event.target.value)));
 $("follow").addEventListener("change", (event) => {
   state.follows = event.target.checked;
-  if (state.follows && known(state.views[state.chosen]?.last)) { pick(state.views[state.chosen].last); }
+  if (state.follows) pick(Infinity);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { drawSteps(); if (known(state.step)) loadStep(); });
 

@@ -11,11 +11,7 @@ export class Timeline {
     this.whole = [0, 1];
     this.runs = [];
     this.plot = el("div", { class: "plot timeline", tabindex: 0, role: "group", "aria-labelledby": "panel-timeline-title", onkeydown: (event) => this.key(event) });
-    this.all = el("button", { type: "button", class: "small", onclick: () => this.zoom(null) }, "whole step");
-    this.before = el("button", { type: "button", class: "small", onclick: () => this.zoom([this.earliest, this.whole[1]]) }, "with what came before");
-    const touch = [["\u2212", "-", "zoom out"], ["+", "+", "zoom in"], ["\u2190", "ArrowLeft", "earlier"], ["\u2192", "ArrowRight", "later"]]
-      .map(([sign, key, label]) => el("button", { type: "button", class: "small touch", "aria-label": label, onclick: () => this.press(key) }, sign));
-    fill(this.panel.body, this.plot, el("p", { class: "buttons" }, ...touch, this.all, this.before));
+    fill(this.panel.body, this.plot);
     host.append(this.panel.node);
     new ResizeObserver(() => this.draw()).observe(this.plot);
   }
@@ -35,7 +31,6 @@ export class Timeline {
     }
     this.whole = [0, Math.max(...this.runs.map((run) => run.end_s - run.shift))];
     this.earliest = -Math.max(...this.runs.map((run) => run.shift));
-    this.before.hidden = this.earliest > -0.02 * this.whole[1];
     if (!isSame) this.window = null;
     this.draw();
     this.panel.say(this.totals());
@@ -72,20 +67,15 @@ export class Timeline {
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey || !this.press(event.key)) return;
-    event.preventDefault();
-  }
-
-  press(key) {
     const [begin, end] = this.window ?? this.whole;
-    const middle = (begin + end) / 2, half = (end - begin) / 2;
-    const shift = { ArrowLeft: -0.5, ArrowRight: 0.5 }[key];
-    if (shift) this.zoom([begin + shift * half, end + shift * half]);
-    else if (key === "+" || key === "=") this.zoom([middle - half / 2, middle + half / 2]);
-    else if (key === "-") this.zoom([middle - 2 * half, middle + 2 * half]);
-    else if (key === "0" || key === "Escape") this.zoom(null);
-    else return false;
-    return true;
+    const quarter = (end - begin) / 4;
+    const windows = {
+      ArrowLeft: [begin - quarter, end - quarter], ArrowRight: [begin + quarter, end + quarter],
+      "+": [begin + quarter, end - quarter], "-": [begin - 2 * quarter, end + 2 * quarter], 0: null, Escape: null,
+    };
+    if (event.ctrlKey || event.metaKey || event.altKey || !(event.key in windows)) return;
+    this.zoom(windows[event.key]);
+    event.preventDefault();
   }
 
   zoom(window) {
@@ -100,7 +90,6 @@ export class Timeline {
   draw() {
     const width = this.plot.clientWidth;
     if (!width || !this.runs.length) return;
-    this.all.hidden = this.window === null;
     const [begin, end] = this.window ?? this.whole;
     const x = (value) => LEFT + ((value - begin) / (end - begin)) * (width - LEFT - 2);
     const several = this.runs.length > 1;

@@ -1,23 +1,20 @@
 """Plot of training steps: one bar per worker over time, coloured by the worker's state.
 
 Steps to compare are panels above each other that share a time axis; each step begins at 0. A state
-is named on its longest bar that has room. `cluster.workers.states` describes the data.
-
-matplotlib is an optional dependency, imported when a figure is made. Figures have no background,
-and text in a tone that is readable on white and on black.
+is named on its longest bar that has room. `cluster.workers.states` describes the data. Figures have
+no background, and text in a tone that is readable on white and on black.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from longtail.cluster.workers.states import Span, State, Timeline
-from longtail.errors import ConfigError
-from longtail.system.machine import pip_install
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from longtail.cluster.workers.states import State, Timeline
 
 INK = "#727d89"
 """Text and axes: a contrast of about 4 to 1 on white and on GitHub's black."""
@@ -46,12 +43,10 @@ _LETTER = 0.095
 """Width of a letter of a name, in inches; names are left out where they do not fit."""
 _LEGIBLE = 0.19
 """Least height of a row with a name, in inches."""
-_NAMED = 3
-"""Largest number of kinds of events that are named where they happen."""
 
 
 def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
-    """Draw labelled steps as PNG or SVG. Raises ConfigError if matplotlib is not installed."""
+    """Draw labelled steps as PNG or SVG."""
     heights = [min(max(_ROW * len(timeline.workers), _LEAST), _MOST) for _, timeline in timelines]
     figure = blank(_WIDTH, 0.8 + sum(heights) + 0.42 * len(heights))
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
@@ -63,7 +58,6 @@ def draw(timelines: Sequence[tuple[str, Timeline]], path: Path) -> None:
         _bars(panel, timeline)
         if legible:
             named |= _name_states(panel, timeline, per_second)
-        _marks(panel, timeline, per_second, _NAMED if legible else 0)
         _frame(panel, timeline)
         title = _title(label, timeline, timelines[0][1])
         panel.set_title(title, parse_math=False, fontweight="bold", **TITLE)
@@ -88,7 +82,7 @@ def _title(label: str, timeline: Timeline, first: Timeline) -> str:
     return f"{label}: {step_s:.2f} s{times}; {idle}"
 
 
-def _bars(panel: "Axes", timeline: Timeline) -> None:
+def _bars(panel: Axes, timeline: Timeline) -> None:
     for row, worker in enumerate(timeline.workers):
         for state, (color, _) in _LOOKS.items():
             spans = [
@@ -102,24 +96,19 @@ def _bars(panel: "Axes", timeline: Timeline) -> None:
             )
 
 
-def _name_states(panel: "Axes", timeline: Timeline, per_second: float) -> set[State]:
-    """Write each state's name on its longest bar with room, best one without an event; return them.
+def _name_states(panel: Axes, timeline: Timeline, per_second: float) -> set[State]:
+    """Write each state's name on its longest bar with room; return those that have one.
 
     `per_second` is the length of a second, in inches.
     """
     rows = {worker: row for row, worker in enumerate(timeline.workers)}
-
-    def room(span: Span) -> tuple[bool, float]:
-        at = [mark.at_s for mark in timeline.marks if mark.worker == span.worker]
-        return not any(span.begin_s <= each <= span.end_s for each in at), span.seconds
-
     named = set()
     for state, (_, name) in _LOOKS.items():
         least_s = _LETTER * len(name) / per_second
         wide = [each for each in timeline.spans if each.state is state and each.seconds >= least_s]
         if not wide:
             continue
-        span = max(wide, key=room)
+        span = max(wide, key=lambda each: each.seconds)
         middle = (span.begin_s + span.end_s) / 2 - timeline.begin_s
         panel.text(
             middle, rows[span.worker], name, ha="center", va="center", fontsize=9.5,
@@ -129,7 +118,7 @@ def _name_states(panel: "Axes", timeline: Timeline, per_second: float) -> set[St
     return named
 
 
-def _name_others(figure: "Figure", looks: Sequence[tuple[str, str]]) -> None:
+def _name_others(figure: Figure, looks: Sequence[tuple[str, str]]) -> None:
     """List the states that have no bar with room for their names."""
     if not looks:
         return
@@ -138,26 +127,7 @@ def _name_others(figure: "Figure", looks: Sequence[tuple[str, str]]) -> None:
     figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=9)
 
 
-def _marks(panel: "Axes", timeline: Timeline, per_second: float, most_named: int) -> None:
-    """Draw events as ticks over the worker's bar; up to `most_named` kinds have their names."""
-    rows = {worker: row for row, worker in enumerate(timeline.workers)}
-    kinds = list(dict.fromkeys(mark.name for mark in timeline.marks))
-    named: set[str] = set() if len(kinds) <= most_named else set(kinds)
-    for mark in sorted(timeline.marks, key=lambda mark: mark.at_s):
-        at, top = mark.at_s - timeline.begin_s, rows[mark.worker] - _BAR / 2
-        panel.vlines(at, top, top + _BAR, color="white", linewidth=1.4)
-        panel.plot([at], [top], clip_on=False, color=INK, marker="v", markersize=5)
-        if mark.name not in named:
-            named.add(mark.name)
-            left = (timeline.end_s - mark.at_s) * per_second < _LETTER * len(mark.name)
-            panel.annotate(
-                mark.name, (at, top + _BAR), xytext=(-5 if left else 5, 4), fontsize=8,
-                textcoords="offset points", va="bottom", ha="right" if left else "left",
-                color="white", parse_math=False,
-            )  # fmt: skip
-
-
-def _frame(panel: "Axes", timeline: Timeline) -> None:
+def _frame(panel: Axes, timeline: Timeline) -> None:
     """Label the rows, worker 0 on top, and draw the end of the step."""
     workers = timeline.workers
 
@@ -173,26 +143,16 @@ def _frame(panel: "Axes", timeline: Timeline) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def blank(width: float, height: float) -> "Figure":
-    """Return an empty figure of a width and height in inches, with automatic layout.
-
-    Raises ConfigError if matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib: {pip_install('plots')}") from error
+def blank(width: float, height: float) -> Figure:
+    """Return an empty figure of a width and height in inches, with automatic layout."""
     return Figure(figsize=(width, height), layout="constrained", facecolor="none")
 
 
-def write(figure: "Figure", path: Path) -> None:
+def write(figure: Figure, path: Path) -> None:
     """Write a figure as PNG or SVG, by the ending of its path, and create its directory.
 
     The same figure makes the same file.
     """
-    from matplotlib import rc_context
-    from matplotlib.text import Text
-
     for panel in figure.axes:
         panel.set_facecolor("none")
         panel.tick_params(color=INK, labelcolor=INK)
