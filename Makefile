@@ -18,7 +18,7 @@ help:
 	@echo "make test-capped  kernels, engine, learner and a first run on AVX2; kernels on emulated AMX"
 	@echo "make test-fast    the tests not marked slow, in some minutes"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
-	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches two of its releases"
+	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches one of its releases"
 	@echo "make test-vllm-wheels  the laws on five CPU wheels of vLLM, each in an environment (24 GB)"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
@@ -131,9 +131,9 @@ $(VENV)-min/.installed: pyproject.toml constraints-min.txt
 		-c constraints-min.txt -e '.[dev]'
 	@touch $@
 
-# Sources of released vLLMs (45 MB each), its kernels under Triton's interpreter: no GPU, no installed
-# vLLM. REQUESTS=1000 makes each case smaller, VLLM=0.33.0 tests one release.
-VLLM ?= 0.32.0 0.33.0
+# Sources of the release that has no CPU wheel (45 MB), its kernels under Triton's interpreter: no
+# GPU, no installed vLLM.
+VLLM ?= 0.33.0
 test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 
 # CPU wheels of vLLM, each in its own environment (4 GB; 6 GB before 0.27), with longtail from here.
@@ -166,9 +166,9 @@ build/vllm/wheel-%/.installed: pyproject.toml | develop
 .PRECIOUS: build/vllm/wheel-%/.installed
 
 # Trainers that hold vLLM, beside the wheels' own packages, which must not be replaced.
-TRAINERS := trl==1.16.0 verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 accelerate \
+TRAINERS := trl==1.16.0 verl==0.9.1 skyrl==0.3.0 skyrl-gym==0.4.0 openrlhf==0.11.2 accelerate \
 	antlr4-python3-runtime==4.9.3 codetiming datasets dill hydra-core multiprocess omegaconf \
-	orjson pandas peft pyarrow python-dateutil pytz pyvers six tensordict xxhash
+	orjson pandas peft pyarrow pylatexenc python-dateutil pytz pyvers six tensordict xxhash
 build/vllm/frameworks: Makefile | develop
 	rm -rf $@.new
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -177,8 +177,7 @@ build/vllm/frameworks: Makefile | develop
 	mv $@.new $@
 
 test-vllm-%: build/vllm/vllm-%/vllm
-	LONGTAIL_VLLM_SOURCES=$(abspath $(<D)) LONGTAIL_VLLM_REQUESTS=$(or $(REQUESTS),10000) \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_sources
+	LONGTAIL_VLLM_SOURCES=$(abspath $(<D)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/vllm_sources
 
 # pip asks an archive for its metadata: that needs two build tools, and the version as a release.
 build/vllm/vllm-%/vllm: | develop

@@ -73,9 +73,6 @@ class Options:
     )
     depth: int = Field(4, ge=1, le=16, description="depth of the draft chains")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of vLLM")
-    block_rows: int = Field(
-        0, ge=0, description="rows per product of engines with the plugin; 0: all"
-    )
     batches: Batches = (8,)
     repeats: Repeats = 3
     json: Json = False
@@ -175,7 +172,6 @@ def _spec(subject: Subject, options: Options) -> dict[str, Any]:
         "model_dir": str(subject.target.directory),
         "depth": options.depth,
         "dtype": options.dtype,
-        "block_rows": options.block_rows,
         "max_len": subject.max_len + options.depth + 1,
         "max_running": max(options.batches),
         "packages": str(_PACKAGES),
@@ -198,9 +194,9 @@ def _turn(subject: Subject, count: int, number: int, first: int) -> dict[str, An
 def is_kept(share: float, options: Options) -> bool:
     """Return whether texts are equal where that is promised.
 
-    In bfloat16 vLLM's CPU products depend on the number of rows unless that is fixed.
+    In bfloat16 vLLM's CPU products depend on the number of rows.
     """
-    return share == 0.0 or (options.dtype == "bfloat16" and not options.block_rows)
+    return share == 0.0 or options.dtype == "bfloat16"
 
 
 def accept_length(turns: Sequence[Reply]) -> float:

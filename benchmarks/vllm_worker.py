@@ -10,9 +10,9 @@
 It samples at temperature 1, without truncation, and writes as many tokens after each prompt as
 `lengths` has, at most `running` texts at a time.
 
-With a `rule` (with `drafter`, `method`, `depth`, `block_rows`, `packages`, and `arguments`
-of vLLM) texts end by themselves, a turn has `seeds`, `temperature` and `stop_token_ids`, too, and
-the answer has `tokens`, `num_drafts` and `num_accepted`. `vllm_engine.py` lists the rules.
+With a `rule` (with `drafter`, `method`, `depth`, `packages`, and `arguments` of vLLM) texts end by
+themselves, a turn has `seeds`, `temperature` and `stop_token_ids`, too, and the answer has
+`tokens`, `num_drafts` and `num_accepted`. `vllm_engine.py` lists the rules.
 
 vLLM's own rules run with the defects of its CPU path worked around, since noise would be compared
 otherwise. Only rules import longtail: from this environment, else from the folder `packages`.
@@ -121,9 +121,8 @@ def drafting(spec: dict[str, Any]) -> dict[str, Any]:
     rule = spec["rule"]
     options: dict[str, Any] = {"enforce_eager": cpu_fixes.is_cpu(), "disable_log_stats": False}
     if rule in ("plain", "learned", "coupled"):
-        own: dict[str, Any] = {"block_rows": spec["block_rows"] or None}
-        if rule == "learned":
-            own |= {"drafter": "learned", "depth": spec["depth"]}
+        learns = rule == "learned"
+        own = {"drafter": "learned", "depth": spec["depth"]} if learns else {}
         options["additional_config"] = {"longtail": own}
     elif cpu_fixes.is_cpu():
         guards.replace(cpu_fixes.defects())

@@ -1,8 +1,4 @@
-"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of vLLM 0.33.
-
-The draw is Gumbel-max with longtail's noise, keyed as vLLM's is: by the request's seed, the
-position and the token id. `make test-vllm` checks the functions of each release.
-"""
+"""Stand-ins for the modules of vLLM's Model Runner V2, with the parameters of vLLM 0.33."""
 
 import inspect
 import sys
@@ -11,9 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
-
-from longtail.sampling import gumbel_noise
 
 GPU = "vllm.v1.worker.gpu"
 PARAMETERS = {
@@ -43,16 +36,6 @@ def function(parameters: str, body: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def draw(logits, requests, temperature, seed, pos, apply_temperature, **options):
-    """Draw as vLLM's gumbel_sample does; drafts of vLLM's own have a salted position."""
-    if options.get("is_drafting"):
-        pos = pos + (1 << 30)
-    heat = temperature[requests][:, None]
-    scores = logits.float() / heat.clamp(min=1e-6) if apply_temperature else logits.float()
-    noise = gumbel_noise(seed[requests], pos.long(), logits.shape[-1])
-    return torch.where(heat == 0, logits.float(), scores + noise).argmax(-1)
-
-
 def untouched(*_args: Any, **_options: Any) -> Any:
     """Stand for a function of vLLM that must have been replaced."""
     raise AssertionError("vLLM's own function was called")
@@ -70,21 +53,16 @@ def release(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     given = PARAMETERS
 
     class DraftModelSpeculator:
-        use_fp64_gumbel = False
         sample_draft = function(given["sample_draft"], untouched)
-
-        def compute_draft_logits(self, hidden, step):
-            return self.model.compute_logits(hidden)
-
-        def _maybe_predict_acceptance(self, logits, requests, step):
-            self.predicted = len(logits)
 
     truncate = function(given["apply_top_k_top_p"], untouched)
     kernel = function(given["apply_top_k_top_p_triton"], lambda logits, *_, **__: logits + 1)
     fused = dict.fromkeys(("flashinfer_sampler_supported", "xpu_sampler_supported"), lambda: 1)
     sampler = module("sampler", apply_top_k_top_p=truncate, **fused)
     made = {
-        f"{GPU}.sample.gumbel": module("g", gumbel_sample=function(given["gumbel_sample"], draw)),
+        f"{GPU}.sample.gumbel": module(
+            "g", gumbel_sample=function(given["gumbel_sample"], untouched)
+        ),
         f"{GPU}.sample.sampler": sampler,
         f"{GPU}.sample.states": module("states", apply_top_k_top_p=truncate),
         f"{GPU}.spec_decode.rejection_sampler": module(

@@ -57,16 +57,12 @@ class _Idle:
 class Machine:
     """vLLM's samplers of one release for a set of requests."""
 
-    def __init__(
-        self, requests: Requests, vocab: int, steps: int, logprobs: str | None = None
-    ) -> None:
+    def __init__(self, requests: Requests, vocab: int, steps: int) -> None:
         self.requests, self.steps = requests, steps
         states = import_module(f"{GPU}.sample.states").SamplingStates(len(requests), vocab)
         for name in ("temperature", "top_k", "top_p"):
             getattr(states, name).np[:] = getattr(requests, name).numpy()
         states.seeds.np[:] = requests.seed.numpy()
-        if logprobs:
-            states.num_logprobs[:] = 0  # of the drawn token alone
         sampler = import_module(f"{GPU}.sample.sampler").Sampler
         self.sampler = sampler.__new__(sampler)
         for name in (
@@ -75,7 +71,7 @@ class Machine:
         ):  # fmt: skip
             setattr(self.sampler, name, _Idle())
         vars(self.sampler).update(
-            logprobs_mode=logprobs or "raw_logprobs",
+            logprobs_mode="raw_logprobs",
             compute_nans=False,
             use_fp64_gumbel=False,
             sampling_states=states,

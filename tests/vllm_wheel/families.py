@@ -38,12 +38,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "beta_slow": 1.0, "original_max_position_embeddings": 64, "truncate": False,
         },
     },
-    "deepseek_v3": {
-        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
-        "moe_intermediate_size": 32, "kv_lora_rank": 512, "q_lora_rank": 32,
-        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
-        "first_k_dense_replace": 1, "topk_method": "noaux_tc",
-    },
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import typing
 from functools import partial, partialmethod
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typing_extensions
@@ -208,6 +209,27 @@ def skyrl(toy: str, weights: dict[str, Any]) -> Any:
         worker.skyrl_finish_weight_update()
 
     return changed(vars(made)), load
+
+
+def openrlhf(toy: str, weights: dict[str, Any]) -> Any:
+    import torch
+    from openrlhf.trainer.ray import utils, vllm_engine
+
+    made: dict[str, Any] = {}
+    actor = SimpleNamespace(remote=lambda **given: made.update(given))
+    vllm_engine.RolloutRayActor = SimpleNamespace(options=lambda **_: actor)
+    vllm_engine.create_vllm_engines(
+        1, 1, toy, 0, False, True, True, LENGTH, shared_pg=object(), gpu_memory_utilization=0.5
+    )
+
+    def load(worker: Any) -> None:
+        torch.cuda.synchronize, utils.get_physical_gpu_id = (lambda: None), (lambda: "gpu")
+        for name, each in weights.items():
+            handles = {"gpu": (lambda *_, each=each: each, [None] * 7)}  # of CUDA's memory
+            worker.update_weight_cuda_ipc(name, torch.float32, each.shape, handles)
+
+    os.environ["LONGTAIL_VLLM"] = "learned"
+    return changed(made), load
 
 
 if __name__ == "__main__":

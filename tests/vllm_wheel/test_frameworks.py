@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not FRAMEWORKS.is_dir(), reason="make build/vllm/frameworks installs the trainers"
 )
 
-PINS = {"trl": "0.31", "trl_serve": "0.31", "verl": "0.24", "skyrl": "0.23"}
+PINS = {"trl": "0.31", "trl_serve": "0.31", "verl": "0.24", "skyrl": "0.23", "openrlhf": "0.29"}
 """vLLM that each installs."""
 
 
@@ -41,7 +41,7 @@ def test_trl_trains_the_same_with_a_drafter_that_vllm_learns(tmp_path: Path) -> 
     assert after > 0
 
 
-@pytest.mark.parametrize("trainer", ["trl_serve", "verl", "skyrl"])
+@pytest.mark.parametrize("trainer", ["trl_serve", "verl", "skyrl", "openrlhf"])
 def test_weights_that_come_a_trainers_way_change_the_texts_and_drafts_stand_again(
     tmp_path: Path, trainer: str
 ) -> None:

@@ -143,6 +143,8 @@ def _uses_vllm(config: RunConfig, reason: str) -> bool:
         raise ConfigError(
             f"speculation.width = {config.speculation.width}: vLLM drafts chains; set it to 1"
         )
+    if not config.speculation.coupled:
+        raise ConfigError("speculation.coupled = false: vLLM's drafts are coupled; leave it out")
     if config.rollout.min_p and config.speculation.drafter != NONE:
         raise ConfigError(
             f"rollout.min_p = {config.rollout.min_p}: vLLM cannot draft with it; set it to 0, or "

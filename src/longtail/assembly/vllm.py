@@ -58,7 +58,7 @@ def open_vllm(
             model=model, tokenizer=tokenizer, directory=directory, name=config.model.path
         )
         loaded = open_trainable([name], target)
-    settings: dict[str, Any] = {"drafts": "coupled" if config.speculation.coupled else "match"}
+    settings: dict[str, Any] = {}
     drafter, tuner = None, make_tuner(config.speculation, DepthTuner)  # without probabilities
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         path = Path(place) / "drafter"

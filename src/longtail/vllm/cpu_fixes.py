@@ -1,4 +1,4 @@
-"""Seven defects of vLLM on CPUs, and linear layers in blocks of equal height.
+"""Six defects of vLLM on CPUs.
 
 expand_batch_to_tokens   the kernel writes to an int64 copy and loses it, so that temperatures of
                          verified rows are uninitialised (vllm#55005)
@@ -6,48 +6,26 @@ apply_sampling_...       top-k of no rows raises, in a step where no request has
 reload_weights           the packed copy of a head that is tied to the embedding keeps old weights
 load_weights             packed layers have no place for the weights that a trainer loads
 _setup_kernel            experts of a mixture are not packed again, and so read in a wrong layout
-sample_recovered_...     lacks a parameter that it is called with, in vLLM 0.23 and 0.24
 vars, in the dispatcher  an engine does not start where numba is imported, as its n-gram search does
-
-vLLM's CPU products sum in another order at another number of rows, and nothing else in its forward
-pass does. Where each linear layer multiplies blocks of a fixed number of rows, a row depends on no
-neighbour in bfloat16 either. This costs time: short blocks are filled up with zeros.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.util import find_spec
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, module_of, reloading
 
-_RECOVERED, _PRECISION = "sample_recovered_tokens_kernel", "USE_FP64_GUMBEL"
-logger = logging.getLogger("vllm.plugins.longtail")
 
-
-def patches(settings: VllmSettings) -> list[Patch]:
+def patches() -> list[Patch]:
     """Return the replacements on a CPU; none elsewhere."""
     if not is_cpu():
         return []
     runner = module_of("vllm.v1.worker.cpu_model_runner", "CPUModelRunner")
-    found = [*defects(), Patch.of(runner, "load_model", "self", _load_model, "load_dummy_weights")]
-    if (rows := settings.block_rows) is not None:
-        logger.warning(
-            "longtail: linear layers compute blocks of %d rows, so that texts do not depend on the "
-            "batch in bfloat16; steps take longer",
-            rows,
-        )
-        layers = module_of("vllm.model_executor.layers.utils")
-        name = "dispatch_cpu_unquantized_gemm"
-        new = partial(_dispatch, rows=rows)
-        found.append(Patch.of(layers, name, "layer remove_weight", new))
-    return found
+    return [*defects(), Patch.of(runner, "load_model", "self", _load_model, "load_dummy_weights")]
 
 
 def defects() -> list[Patch]:
@@ -67,20 +45,8 @@ def defects() -> list[Patch]:
     if find_spec("vllm.triton_utils.dispatcher") is not None:  # since vLLM 0.31
         dispatcher = module_of("vllm.triton_utils.dispatcher")
         check(dispatcher, "_rebind_kernels", "overrides")
-        found.append(Patch(owner=dispatcher, name="vars", replacement=_attributes))
-        return found
-    kernels = module_of("vllm.utils.cpu_triton_utils")
-    recovered = getattr(kernels, _RECOVERED)
-    if _PRECISION not in signature(recovered.func).parameters:  # vLLM 0.23, 0.24
-        without = type(recovered)(partial(_without_precision, recovered.func))
-        found.append(Patch(owner=kernels, name=_RECOVERED, replacement=without))
+        found.append(Patch(dispatcher, "vars", _attributes))
     return found
-
-
-def _without_precision(stock: Callable[..., None], *args: Any, **options: Any) -> None:
-    """Recover tokens; the noise that is given has its precision already."""
-    options.pop(_PRECISION, None)
-    stock(*args, **options)
 
 
 def _constrain(stock: Callable[..., Tensor], logits: Tensor, *rest: Any) -> Tensor:
@@ -149,24 +115,3 @@ def _load_model(stock: Callable[..., None], self: Any, *args: Any, **options: An
         repack_heads(model)
 
     model.load_weights = load_weights
-
-
-def _dispatch(stock: Callable[..., None], layer: Any, remove_weight: bool, *, rows: int) -> None:
-    """Choose a layer's product, at each load of its weights; it gets blocks of rows.
-
-    Products of mixtures of experts are not among them.
-    """
-    before = vars(layer).get("cpu_linear")
-    stock(layer, remove_weight)
-    if (chosen := vars(layer).get("cpu_linear")) is not before:
-        layer.cpu_linear = partial(multiply, chosen, rows)
-
-
-def multiply(
-    product: Callable[..., Tensor], rows: int, x: Tensor, weight: Any, bias: Any
-) -> Tensor:
-    """Compute a product in blocks of `rows` rows, the last of which is filled up with zeros."""
-    flat = x.reshape(-1, x.shape[-1])
-    padded = torch.nn.functional.pad(flat, (0, 0, 0, -len(flat) % rows))
-    results = [product(block, weight, bias) for block in torch.split(padded, rows)]
-    return torch.cat(results)[: len(flat)].view(*x.shape[:-1], -1)

@@ -9,10 +9,9 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 from longtail.config.options import validated
 from longtail.config.vllm_plugin import VllmSettings
@@ -29,7 +28,7 @@ KNOWN, TRAINS = "0.23 to 0.33", "0.31 to 0.33"
 _REMEDY = f"use vLLM {KNOWN}, or start it without LONGTAIL_VLLM and additional_config.longtail"
 
 VARIABLE = "LONGTAIL_VLLM"
-"""Environment variable that switches the plugin on (coupled, match, learned) or off (off)."""
+"""Environment variable that switches the plugin on (coupled, learned) or off (off)."""
 SPECULATION_VARIABLE = "LONGTAIL_VLLM_SPECULATIVE"
 """Environment variable with a speculative_config as JSON, for frameworks that pass none."""
 RELOAD = "vllm.model_executor.model_loader.reload.layerwise"
@@ -40,7 +39,6 @@ KEY = "longtail"
 _WORDS = {
     "learned": VllmSettings(drafter="learned"),
     "coupled": VllmSettings(),
-    "match": VllmSettings(drafts="match"),
 }
 """Settings that the variable asks for."""
 
@@ -144,14 +142,12 @@ def speculation(environment: Mapping[str, str]) -> dict[str, Any] | None:
 # ---- functions of vLLM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Patch:
+class Patch(NamedTuple):
     """A function of vLLM and its replacement."""
 
     owner: Any
     """Module or class that holds the function."""
     name: str
-    """Attribute of the owner."""
     replacement: Callable[..., Any]
 
     @staticmethod
@@ -160,14 +156,7 @@ class Patch:
 
         Raises ConfigError as `check`.
         """
-        return Patch(
-            owner=owner, name=name, replacement=around(check(owner, name, known, then), new)
-        )
-
-    def __str__(self) -> str:
-        module = getattr(self.owner, "__module__", "")
-        owner = getattr(self.owner, "__qualname__", self.owner.__name__)
-        return ".".join(part for part in (module, owner, self.name) if part)
+        return Patch(owner, name, around(check(owner, name, known, then), new))
 
 
 def check(owner: Any, name: str, first: str, then: str = "") -> Callable[..., Any]:

@@ -64,8 +64,8 @@ class Step(NamedTuple):
 class Learned:
     """Copies and block of one worker."""
 
-    def __init__(self, block: Block, texts: Texts, draw: Draw, *, copies: bool) -> None:
-        self.block, self.texts, self._draw, self._copies = block, texts, draw, copies
+    def __init__(self, block: Block, texts: Texts, draw: Draw) -> None:
+        self.block, self.texts, self._draw = block, texts, draw
         self.has_changed = False
         """Whether the target has new weights, which the next step follows."""
         self._seen: Tensor | None = None
@@ -166,22 +166,20 @@ class Learned:
             torch.cat((roots[:, None], tokens), 1),
             torch.cat((has_root[:, None], counts), 1),
         )
-        if self._copies:
-            self._measure(places, prompt_lens)
+        self._measure(places, prompt_lens)
 
         def draw(slot: int, logits: Tensor, ids: Tensor) -> Tensor:
             return self._draw(logits, ids, index, step.temperature, step.seeds, at[:, 0] + slot)
 
-        propose = partial(self.block.propose, states[:, 0], roots, depth)
         exist, stand_ins = has_root[:, None], roots[:, None].expand(-1, self.block.depth)
         drafts, tried = stand_ins[:, :0], self._tried[:0]
-        found = self.texts.find(places, depth, width) if self._copies and depth else None
-        if found is not None and self.block.is_ready:
-            drafts, tried = self._mixed(found, propose, draw, exist, at)
-        elif found is not None:  # copies alone, before there is a block
-            drafts, exist = found.tokens, exist & found.counts & (found.matched > 1)[:, None]
-        elif depth and self.block.is_ready:
-            drafts = propose(draw)
+        if depth:
+            found = self.texts.find(places, depth, width)
+            if self.block.is_ready:
+                propose = partial(self.block.propose, states[:, 0], roots, depth)
+                drafts, tried = self._mixed(found, propose, draw, exist, at)
+            else:  # copies alone, before there is a block
+                drafts, exist = found.tokens, exist & found.counts & (found.matched > 1)[:, None]
         missing = 0, self.block.depth - drafts.shape[1]
         self._tried[places] = nn.functional.pad(tried, missing, value=-1) if len(tried) else -1
         exist = exist.expand_as(drafts)

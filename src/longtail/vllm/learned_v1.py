@@ -29,7 +29,7 @@ def patches() -> list[Patch]:
             return LearnedProposer() if learning(vllm_config) else super().__new__(cls)
 
     return [
-        Patch(owner=module, name="NgramProposer", replacement=Chosen),
+        Patch(module, "NgramProposer", Chosen),
         Patch.of(runner, "propose_draft_token_ids", given, _propose_draft_token_ids),
     ]
 

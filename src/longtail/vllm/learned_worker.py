@@ -49,7 +49,7 @@ def patches() -> list[Patch]:
         Patch.of(holder, "execute_model", "self scheduler_output", _execute_model),
         Patch.of(holder, "finish_weight_update", "self", by_worker),
         Patch.of(holder, "add_lora", "self lora_request", by_worker),
-        Patch(owner=holder, name=METHOD, replacement=save_drafter),
+        Patch(holder, METHOD, save_drafter),
     ]
 
 
@@ -66,8 +66,7 @@ def open_learned(model: Any, config: Any, draw: Draw) -> Learned:
         "longtail: vLLM learns its own drafter, chains of up to %d, sums of %d MB",
         block.depth, block.sums.products.nbytes >> 20,
     )  # fmt: skip
-    texts = Texts(running, length, parts.device)
-    learned = Learned(block, texts, draw, copies=settings.history)
+    learned = Learned(block, Texts(running, length, parts.device), draw)
     learned.look(model)
     # Weights that are loaded while requests run, as by prime-rl, are followed at once.
     model.load_weights = around(model.load_weights, partial(_renew, lambda *_: learned))

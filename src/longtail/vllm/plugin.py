@@ -12,16 +12,15 @@ engine without our option runs vLLM's own code. vLLM logs and ignores a plugin t
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import guards
-from longtail.vllm.guards import KEY, VARIABLE, Patch, learning, requested
+from longtail.vllm.guards import KEY, VARIABLE, learning, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -41,16 +40,9 @@ class _Process:
     """Functions of vLLM that were replaced in this process, whose engines share them."""
 
     runner: str = ""
-    """Model runner of vLLM: v1 or v2."""
-    settings: VllmSettings | None = None
-    """Settings that all engines share; None: nothing was replaced."""
-    replaced: list[str] = field(default_factory=list)
+    """Model runner of vLLM, v1 or v2; empty: nothing was replaced."""
     workers: int = 0
     learns: bool = False
-
-    def replace(self, patches: Sequence[Patch]) -> None:
-        guards.replace(patches)
-        self.replaced += map(str, patches)
 
 
 _PROCESS = _Process()
@@ -73,32 +65,30 @@ def register() -> None:
 def install(config: Any) -> None:
     """Replace the functions of the model runner that `config` chooses, if it asks for it.
 
-    Raises ConfigError if the engine asks for what is refused, or if an engine in this process
-    asked for something else: the functions are shared by all engines of a process.
+    Raises ConfigError if the engine asks for what is refused, or if one engine in this process asks
+    for longtail and another does not: the functions are shared by all engines of a process.
     """
     settings = requested(getattr(config, "additional_config", None), os.environ)
-    shared = settings and settings.of_process()
-    if _PROCESS.workers and shared != (present := _PROCESS.settings):
-        runs = f"with longtail's {present!r}" if present else "without longtail"
-        asks = f"{settings!r}" if settings else "none of it"
+    if _PROCESS.workers and bool(_PROCESS.runner) != (settings is not None):
+        runs, asks = ("without", "for it") if settings else ("with", "for none")
         raise ConfigError(
-            f"this process runs a vLLM engine {runs}, and the next one asks for {asks}; start it "
-            "in a process of its own"
+            f"this process runs a vLLM engine {runs} longtail, and the next one asks {asks}; "
+            "start it in a process of its own"
         )
-    if settings is not None and shared is not None:
+    if settings is not None:
         guards.admit(config)
         if settings.drafter is not None:
             guards.check_room(config)
         from longtail.vllm import learned_v1, learned_v2, learned_worker, v1, v2  # they need torch
 
-        if _PROCESS.settings is None:
+        if not _PROCESS.runner:
             runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-            _PROCESS.replace((v2 if runner == "v2" else v1).patches(shared))
-            _PROCESS.runner, _PROCESS.settings = runner, shared
-            logger.info("longtail: %s drafts in vLLM's %s model runner", shared.drafts, runner)
+            guards.replace((v2 if runner == "v2" else v1).patches())
+            _PROCESS.runner = runner
+            logger.info("longtail: coupled drafts in vLLM's %s model runner", runner)
         if settings.drafter is not None and not _PROCESS.learns:
             learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
-            _PROCESS.replace([*learned.patches(), *learned_worker.patches()])
+            guards.replace([*learned.patches(), *learned_worker.patches()])
             _PROCESS.learns = True
     _PROCESS.workers += 1
 
@@ -115,14 +105,13 @@ def require(engine: Any) -> list[dict[str, Any]]:
 
 
 def _status(worker: Any) -> dict[str, Any] | None:
-    """Return what is installed in a worker's process, in plain values; None if nothing is.
+    """Return the runner of a worker's process, and what its drafter has learned, if it has one.
 
-    With what a learned drafter has learned, if the worker has one.
+    None if nothing is installed.
     """
-    if _PROCESS.settings is None:
+    if not _PROCESS.runner:
         return None
-    found = {"runner": _PROCESS.runner, "settings": _PROCESS.settings.model_dump()}
-    found["replaced"] = tuple(_PROCESS.replaced)
+    found: dict[str, Any] = {"runner": _PROCESS.runner}
     if _PROCESS.learns:
         from longtail.vllm.learned_worker import learned_of  # needs torch
 

@@ -141,14 +141,7 @@ class Block:
     def __init__(self, parts: Parts, depth: int, max_running: int) -> None:
         self.parts, self.depth = parts, depth
         steps = torch.ones(2 * parts.hidden_size, device=parts.device)
-        try:
-            self._sums = LagSums.zeros(steps, depth, parts.vocab_size)
-        except torch.OutOfMemoryError as error:
-            size = 4 * len(steps) ** 2 * (depth + 1) / 1e9
-            raise ConfigError(
-                f"longtail in vLLM: the sums of a learned drafter with depth {depth} take "
-                f"{size:.1f} GB, which are not free; set additional_config.longtail.depth lower"
-            ) from error
+        self._sums = LagSums.zeros(steps, depth, parts.vocab_size)
         self._room = max(_BUFFER, max_running * (depth + 1))
         # One row more, for what is not kept.
         shape = self._room + 1, parts.hidden_size

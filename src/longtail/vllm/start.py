@@ -1,9 +1,7 @@
 """The start of vLLM's engine in this process; its errors name fields of a run's configuration."""
 
-import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +34,6 @@ _REMEDIES = {
     ),
 }
 """Remedies, each with words of vLLM 0.32 and 0.33 in an error of its start."""
-_PHASES = (
-    ("Starting to load model", "loads the weights"),
-    ("Loading weights took", "measures the memory of a step"),
-    ("Dynamo bytecode transform", "compiles the model; later starts read it"),
-    ("KV cache size", "warms up and captures its graphs"),
-)
-"""Words of vLLM's log at the beginning of a phase of its start, and what it does from there on."""
 
 
 def start(
@@ -84,36 +75,13 @@ def start(
             config.cache_config.kv_cache_memory_bytes = _kv_bytes(config, limits, dtype)
         if not config.use_v2_model_runner:  # the plugin reads V1's steps when they are done
             config.scheduler_config.async_scheduling = False
-        with phases(to_stderr):  # the configuration removes handlers
-            return LLMEngine.from_vllm_config(config, disable_log_stats=True)
+        if not on_cpu:
+            to_stderr("vLLM starts, in minutes; VLLM_LOGGING_LEVEL=INFO shows what it does")
+        return LLMEngine.from_vllm_config(config, disable_log_stats=True)
     except LongtailError:  # of the plugin, which names its own field
         raise
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise start_error(directory, error) from error
-
-
-@contextmanager
-def phases(log: Callable[[str], None]) -> Iterator[None]:
-    """Log each phase of a start once, as vLLM's own log has them."""
-    said = set[str]()
-
-    class Phases(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            text = record.getMessage()
-            for words, phase in _PHASES:
-                if words in text and words not in said:
-                    said.add(words)
-                    log(f"vLLM {phase}")
-
-    logger, handler = logging.getLogger("vllm"), Phases(logging.INFO)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(min(level, logging.INFO))  # its own handler keeps the level of the user
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
 
 
 def step_tokens(limits: EngineLimits, *, on_cpu: bool) -> int:

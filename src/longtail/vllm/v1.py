@@ -15,15 +15,13 @@ import hashlib
 import re
 from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.sampling import gumbel_noise
 from longtail.vllm import cpu_fixes
 from longtail.vllm.guards import Patch, check, module_of
@@ -35,22 +33,18 @@ GREEDY_BELOW = 1e-5
 _APPENDED = re.compile("-[0-9a-f]{8}$")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepNoise:
+class StepNoise(NamedTuple):
     """Keys and positions of one step, in batch order."""
 
     keys: Int[Tensor, "requests"]
     last: Int[Tensor, "requests"]
     """Position of the token that each request's last row draws."""
-    num_drafts: Int[Tensor, "requests"] | None = None
-    drafted: Int[Tensor, "drafts"] | None = None
-    """Positions of the drafts, in the order of their rows."""
 
 
 _NOISE: ContextVar[StepNoise | None] = ContextVar("longtail_noise", default=None)
 
 
-def patches(settings: VllmSettings) -> list[Patch]:
+def patches() -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
     runner = module_of("vllm.v1.worker.gpu_model_runner", "GPUModelRunner")
     rejection = module_of("vllm.v1.sample.rejection_sampler")
@@ -72,17 +66,14 @@ def patches(settings: VllmSettings) -> list[Patch]:
         "self target_token_ids next_token_ids target_positions target_hidden_states "
         "token_indices_to_sample cad num_rejected_tokens_gpu"
     )
-    found = [
+    return [
         Patch.of(runner, "_sample", "self logits spec_decode_metadata", _sample),
         Patch.of(row_sampler, "__call__", "self args kwargs", partial(_draw_rows, truncate)),
         Patch.of(rejection, "rejection_sample", verified, _rejection_sample, features),
-    ]
-    coupled = [
         Patch.of(proposer, "set_inputs_first_pass", first, _set_inputs_first_pass),
         Patch.of(proposer, "_sample_draft_tokens", drafts, _sample_draft_tokens),
+        *cpu_fixes.patches(),
     ]
-    found += coupled if settings.drafts == "coupled" else ()
-    return [*found, *cpu_fixes.patches(settings)]
 
 
 # ---- the runner
@@ -92,7 +83,7 @@ def _sample(stock: Callable[..., Any], self: Any, logits: Any, spec_decode_metad
     """Sample a step with its noise at hand."""
     if self.input_batch.sampling_metadata.all_greedy:
         return stock(self, logits, spec_decode_metadata)
-    noise = step_noise(self, spec_decode_metadata)
+    noise = step_noise(self)
     # Nothing is drawn with them, and on a CPU vLLM 0.32 cannot rewind them after part of a prompt.
     self.input_batch.generators.clear()
     if getattr(self, "drafter", None) is not None:
@@ -104,19 +95,11 @@ def _sample(stock: Callable[..., Any], self: Any, logits: Any, spec_decode_metad
         _NOISE.reset(token)
 
 
-def step_noise(runner: Any, spec_decode_metadata: Any) -> StepNoise:
+def step_noise(runner: Any) -> StepNoise:
     """Return the noise of a step. The row at position p draws the token at p + 1."""
     keys = _request_keys(runner)
-    if spec_decode_metadata is None:
-        ends = runner.query_start_loc.gpu[1 : len(keys) + 1].long() - 1
-        return StepNoise(keys=keys, last=runner.positions[ends] + 1)
-    drawn = runner.positions[spec_decode_metadata.logits_indices.long()] + 1
-    return StepNoise(
-        keys=keys,
-        last=drawn[spec_decode_metadata.bonus_logits_indices.long()],
-        num_drafts=torch.tensor(spec_decode_metadata.num_draft_tokens).to(keys.device),
-        drafted=drawn[spec_decode_metadata.target_logits_indices.long()],
-    )
+    ends = runner.query_start_loc.gpu[1 : len(keys) + 1].long() - 1
+    return StepNoise(keys=keys, last=runner.positions[ends] + 1)
 
 
 def _request_keys(runner: Any) -> Int[Tensor, "requests"]:
@@ -161,12 +144,14 @@ def _draw_rows(
 
 def _rejection_sample(stock: Callable[..., Tensor], *args: Any, **features: Any) -> Tensor:
     """Draw the rows that hold drafts, and keep the drafts that equal their draws."""
-    noise = _NOISE.get()
-    if noise is None or noise.num_drafts is None or noise.drafted is None:
+    drafts, numbers, depth, _, _, logits, bonus, sampling = args  # as `check` has them
+    if sampling.all_greedy:
         return stock(*args, **features)
-    drafts, _, depth, _, _, logits, bonus, sampling = args  # as `check` has them
-    counts = noise.num_drafts
-    drawn = draw(logits, noise.keys.repeat_interleave(counts), noise.drafted)
+    # Where a step has no noise vLLM measures its memory: any will do.
+    keys, last = _NOISE.get() or drafts.new_zeros(2, len(numbers), dtype=torch.int64)
+    counts, at = torch.tensor(numbers).to(keys.device), torch.arange(len(drafts)).to(keys.device)
+    at += (last - counts.cumsum(0)).repeat_interleave(counts)
+    drawn = draw(logits, keys.repeat_interleave(counts), at)
     if not sampling.all_random:
         is_greedy = (sampling.temperature < GREEDY_BELOW).repeat_interleave(counts)
         drawn = torch.where(is_greedy, logits.argmax(-1), drawn)

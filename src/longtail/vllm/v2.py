@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.vllm.guards import Patch, check, module_of
 from longtail.vllm.v1 import match
 
 _GPU = "vllm.v1.worker.gpu"
 
 
-def patches(settings: VllmSettings) -> list[Patch]:
+def patches() -> list[Patch]:
     """Return the replacements for this vLLM; ConfigError if a function is not a known one."""
     rejection = module_of(f"{_GPU}.spec_decode.rejection_sampler")
     verified = (
@@ -36,18 +35,19 @@ def patches(settings: VllmSettings) -> list[Patch]:
         "use_block_verification contexts watermarking watermarking_skip_mask watermark_key "
         "fly_window_size fly_entropy_threshold fly_entropy_top_k"
     )
-    draw = target_draw()
-    verify = partial(_rejection_sample, draw)
-    found = [Patch.of(rejection, "rejection_sample", verified, verify, features)]
-    if settings.drafts == "coupled":
-        speculator = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
-        drafts = (
-            "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
-            "draft_logits"
-        )
-        steps, new = "spec_step_idx num_steps", partial(_sample_draft, draw)
-        found.append(Patch.of(speculator, "sample_draft", drafts, new, steps))
-    return [*found, *_truncation(), *_without_fused_samplers()]
+    speculator = module_of(f"{_GPU}.spec_decode.speculator").DraftModelSpeculator
+    drafts = (
+        "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step "
+        "draft_logits"
+    )
+    draw, steps = target_draw(), "spec_step_idx num_steps"
+    verify, propose = partial(_rejection_sample, draw), partial(_sample_draft, draw)
+    return [
+        Patch.of(rejection, "rejection_sample", verified, verify, features),
+        Patch.of(speculator, "sample_draft", drafts, propose, steps),
+        *_truncation(),
+        *_without_fused_samplers(),
+    ]
 
 
 def target_draw() -> Callable[..., Tensor]:

@@ -80,6 +80,7 @@ def test_another_release_of_vllm_is_refused(models: Path, monkeypatch) -> None:
     ("words", "field"),
     [
         (("--rollout.min_p=0.1",), "rollout.min_p = 0.1"),
+        (("--speculation.coupled=false",), "speculation.coupled = false"),
         (("--speculation.tuner=fixed", "--speculation.width=2"), "speculation.width = 2"),
     ],
 )

@@ -110,23 +110,6 @@ def test_plain_decoding_and_the_deepest_table_are_bounds(tuner, depth):
     assert output.num_spec_tokens_to_schedule == depth
 
 
-def test_ranks_with_schedulers_of_their_own_take_the_choice_of_the_first():
-    """As torchrun starts them; each follows its own clock, and would hang at another depth."""
-    told: list[Plan] = []
-
-    def first(plan: Plan) -> Plan:
-        told.append(plan)
-        return plan
-
-    ranks: list[Any] = [Scheduler(2), Scheduler(2)]
-    Depths(ranks[0], Recording(2, 0, 3), first)
-    Depths(ranks[1], Recording(1, 4, 4), lambda plan: told.pop(0))
-    for _ in range(18):
-        outputs = [scheduler.schedule() for scheduler in ranks]
-        assert len({output.num_spec_tokens_to_schedule for output in outputs}) == 1
-    assert not told
-
-
 def test_the_first_step_after_a_pause_says_so() -> None:
     scheduler: Any = Scheduler(2)
     Depths(scheduler, Recording(2))

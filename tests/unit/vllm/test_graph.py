@@ -37,7 +37,7 @@ def learner(at: torch.device = CPU) -> Learned:
     maps = {f"streams.{slot}.weight": normal(HIDDEN, 2 * HIDDEN) for slot in range(DEPTH)}
     moves = {f"transitions.{slot}.weight": normal(HIDDEN, HIDDEN) for slot in range(DEPTH - 1)}
     block.take({**maps, **moves, DRAFT_IDS: ids})
-    return Learned(block, Texts(RUNNING, LENGTH, at), LearnedProposer().draw, copies=True)
+    return Learned(block, Texts(RUNNING, LENGTH, at), LearnedProposer().draw)
 
 
 def play(learned: Learned) -> list[torch.Tensor]:

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import guards, v2
 from longtail.vllm.guards import admit, admit_learned, check, check_room, module_of
@@ -62,7 +61,7 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     newer = function(PARAMETERS[name] + " novelty", lambda: 1)
     monkeypatch.setattr(modules[place], name, newer)
     with pytest.raises(ConfigError, match=f"{name} .* has a new parameter novelty"):
-        v2.patches(VllmSettings())
+        v2.patches()
 
 
 @pytest.mark.parametrize(

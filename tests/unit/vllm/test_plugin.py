@@ -85,10 +85,7 @@ def test_an_engine_that_asks_gets_the_functions_and_says_so(process):
     assert config.speculative_config.draft_sample_method == "greedy"
     worker = process.WorkerBase(vllm_config=config)
     assert process.modules["rejection_sampler"].rejection_sample is not own
-    (status,) = plugin.require(engine(worker))
-    assert status["runner"] == "v2"
-    assert status["settings"]["drafts"] == "coupled"
-    assert "rejection_sampler.rejection_sample" in status["replaced"]
+    assert plugin.require(engine(worker)) == [{"runner": "v2"}]
 
 
 def test_the_variable_reaches_workers_through_the_configuration(process, monkeypatch):
@@ -96,12 +93,12 @@ def test_the_variable_reaches_workers_through_the_configuration(process, monkeyp
     args = process.EngineArgs({}, method="ngram")
     args.create_engine_config()
     assert args.speculative_config is None  # the engine does not ask
-    monkeypatch.setenv("LONGTAIL_VLLM", "match")
+    monkeypatch.setenv("LONGTAIL_VLLM", "coupled")
     config = args.create_engine_config()
     assert args.speculative_config == {"method": "ngram"}
     monkeypatch.delenv("LONGTAIL_VLLM")  # a worker on another machine
     plugin.install(config)
-    assert plugin._PROCESS.settings == VllmSettings(drafts="match")
+    assert plugin._PROCESS.runner == "v2"
 
 
 def test_what_cannot_be_coupled_is_refused_in_the_front_end(process):

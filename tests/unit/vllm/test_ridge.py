@@ -1,8 +1,7 @@
 """The block that vLLM learns: its sums are those of whole texts, its drafts those of the layer."""
 
-import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.weights import DRAFT_IDS, load_parameters
 from longtail.errors import ConfigError
 from longtail.vllm.ridge import FIRST_SOLVE, Block, Parts
-from support.spot_training import same
 from support.tiny_models import tiny_config
 
 HIDDEN, VOCAB, DEPTH = 8, 24, 3
@@ -141,22 +139,6 @@ def test_soft_cap_and_scale_of_the_head_are_the_targets() -> None:
         lambda _, logits, ids: seen.append(logits) or ids[:1],
     )  # fmt: skip
     assert torch.allclose(seen[0][0], torch.tanh(HEAD.bias[[3, 7]] / 2.0))
-
-
-def test_each_rank_takes_what_the_first_has_solved(monkeypatch: pytest.MonkeyPatch) -> None:
-    head = torch.nn.Linear(HIDDEN, VOCAB)
-    head.tp_size = 2  # type: ignore[assignment]
-    block, first = Block(parts(lm_head=head), DEPTH, 4), learned()
-    first.solve()
-    sent = [first.tensors(), {}]
-    group = SimpleNamespace(broadcast_tensor_dict=lambda own, src: sent.pop(0))
-    distributed = SimpleNamespace(get_tp_group=lambda: group)
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.distributed", distributed)):
-        monkeypatch.setitem(sys.modules, name, module)
-    for _ in range(2):
-        block.solve()
-    assert block.num_solved == 1
-    assert same(block.tensors(), first.tensors())
 
 
 def test_a_failed_solve_keeps_the_weights_and_says_so(caplog: pytest.LogCaptureFixture) -> None:

@@ -18,13 +18,12 @@ def test_an_engine_that_does_not_ask_has_no_settings():
 def test_either_way_of_asking_gives_the_same_settings():
     assert requested({"longtail": {}}, {}) == VllmSettings()
     assert requested({}, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings()
-    assert requested({}, {"LONGTAIL_VLLM": "learned"}) == VllmSettings(drafter="learned")
-    assert requested(None, {"LONGTAIL_VLLM": " Match "}) == VllmSettings(drafts="match")
+    assert requested(None, {"LONGTAIL_VLLM": " Learned "}) == VllmSettings(drafter="learned")
 
 
 def test_additional_config_goes_before_the_variable_unless_that_says_off():
-    asked = {"longtail": {"drafts": "match"}}
-    assert requested(asked, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings(drafts="match")
+    asked = {"longtail": {"depth": 3}}
+    assert requested(asked, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings(depth=3)
     assert requested(asked, {"LONGTAIL_VLLM": "off"}) is None
 
 
@@ -32,12 +31,9 @@ def test_additional_config_goes_before_the_variable_unless_that_says_off():
     ("value", "said"),
     [
         (True, "additional_config.longtail = true: it must be a valid dictionary"),
-        ({"draft": "coupled"}, "longtail.draft: it is unknown; known are drafts, block_rows,"),
-        ({"drafts": "greedy"}, "longtail.drafts = \"greedy\": it must be 'coupled' or 'match'"),
-        ({"block_rows": 0}, "longtail.block_rows = 0: it must be greater than or equal to 1"),
+        ({"draft": "coupled"}, "longtail.draft: it is unknown; known are drafter, depth, begin"),
         ({"drafter": "eagle"}, "longtail.drafter = \"eagle\": it must be 'learned'"),
         ({"depth": 17}, "longtail.depth = 17: it must be less than or equal to 16"),
-        ({"history": 3}, "longtail.history = 3: it must be a valid boolean"),
         ({"begin": 1}, "longtail.begin = 1: it must be a valid string"),
     ],
 )
@@ -47,7 +43,7 @@ def test_an_impossible_setting_is_named(value, said):
 
 
 def test_a_mistyped_variable_is_refused():
-    with pytest.raises(ConfigError, match="LONGTAIL_VLLM must be learned, coupled, match or off"):
+    with pytest.raises(ConfigError, match="LONGTAIL_VLLM must be learned, coupled or off"):
         requested({}, {"LONGTAIL_VLLM": "on"})
 
 

@@ -1,11 +1,10 @@
-import logging
 from pathlib import Path
 
 import pytest
 
 from longtail.engine.request import EngineLimits
 from longtail.vllm.eagle import MAX_DEPTH
-from longtail.vllm.start import phases, start_error, step_tokens
+from longtail.vllm.start import start_error, step_tokens
 
 FIELDS = {
     "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
@@ -36,15 +35,3 @@ def test_a_step_on_a_gpu_has_room_for_prompts_beside_all_drafts(own: int, prompt
     limits = EngineLimits(max_running=256, max_step_tokens=own, max_len=4096)
     assert step_tokens(limits, on_cpu=False) == prompts + 256 * (1 + MAX_DEPTH)
     assert step_tokens(limits, on_cpu=True) == own
-
-
-def test_phases_of_a_start_are_told_once_whatever_vllm_prints(monkeypatch) -> None:
-    logger, told = logging.getLogger("vllm"), []
-    monkeypatch.setattr(logger, "level", logging.ERROR)
-    with phases(told.append):
-        for _ in range(2):
-            logging.getLogger("vllm.v1").info("Starting to load model %s...", "m")
-        logger.info("GPU KV cache size: 1,000 tokens")
-    logger.info("Dynamo bytecode transform time: 3 s")
-    assert told == ["vLLM loads the weights", "vLLM warms up and captures its graphs"]
-    assert logger.level == logging.ERROR
