@@ -27,5 +27,6 @@ def test_each_metric_that_the_code_names_is_described_once() -> None:
     written = _written()
     assert len(written) > 40
     # a part filled in at run time, such as cluster/*_s, is compared with a run's own names
-    assert not [name for name in written if not is_described(name)]
+    whole = {f"{name}1" if name.endswith("_") else name for name in written}
+    assert not [name for name in whole if not is_described(name)]
     assert len(NAMES) == len(set(NAMES))

@@ -27,6 +27,7 @@ from longtail.drafter.kind import (
     DepthReport,
     DraftConfig,
     DrafterKind,
+    DraftLayer,
     LayerTrainer,
     Lessons,
     trained_in,
@@ -229,16 +230,9 @@ def assemble(
         trainer = kind.trainer(lessons, *kind.fresh(drafter, lessons), None)
     if given is not None and given.sums:
         trainer.restore(0, given.sums)
-    layer, dropped = trainer.layer, corpus.num_dropped
-    count = sum(parameter.numel() for parameter in layer.parameters())
-    title = (
-        f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
-        f"{len(corpus.training)} texts, {len(corpus.heldout)} held out"
-    )
-    why = f"{dropped} rows are left out: the prompt is too long, or the text is too short"
     return DrafterTraining(
         config=config,
-        about=(title, *([why] if dropped else [])),
+        about=_about(config, trainer.layer, corpus),
         trainer=trainer,
         batches=ExampleBatches(
             corpus.training,
@@ -249,6 +243,17 @@ def assemble(
         corpus=corpus,
         target=identity(target.name, target.model, tokenizer),
     )
+
+
+def _about(config: DrafterTrainConfig, layer: DraftLayer, corpus: Corpus) -> tuple[str, ...]:
+    """Return what is trained on what, and what is left out."""
+    count = sum(parameter.numel() for parameter in layer.parameters())
+    title = (
+        f"{layer.config.recipe} drafter of {config.target.path}: {count:,} parameters, "
+        f"{len(corpus.training)} sequences, {len(corpus.heldout)} held out"
+    )
+    why = f"{corpus.num_dropped} rows are left out: prompt too long, or sequence too short"
+    return (title, why) if corpus.num_dropped else (title,)
 
 
 def check_settings(config: DrafterTrainConfig) -> None:
