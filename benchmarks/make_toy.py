@@ -145,7 +145,8 @@ def make_reasoner() -> None:
         matrix_rate=0.02,
     )
     for step in range(1, STEPS + 1):
-        print(f"model {step}/{STEPS}  loss {learner.step(batches.take()).loss:.3f}", flush=True)
+        loss = learner.step(batches.take())["train/loss"]
+        print(f"model {step}/{STEPS}  loss {loss:.3f}", flush=True)
     save_model(model.to(torch.bfloat16), REASONER, eos_ids=words.eos_ids)
 
 

@@ -110,7 +110,7 @@ def _in_episodes(
         calls = format_of(tokenizer.template.source or "")
     except ConfigError as error:  # which only tools need
         problem = error
-    environments = open_environments(own, calls, most=rollout.max_running, modules=plan.modules)
+    environments = open_environments(own, calls, most=rollout.max_running)
     tools = environments.first("tools")
     if problem is not None and tools:
         raise problem

@@ -68,12 +68,6 @@ class DataSection(PromptSection):
     shuffle: bool = True
     """Whether prompts come in a new order each epoch, drawn from the run's seed."""
 
-    @property
-    def own_reward(self) -> str | None:
-        """Reward that belongs to the source; None for one that has none."""
-        is_gym = self.source.partition(":")[0] == REASONING_GYM
-        return REASONING_GYM if is_gym else None
-
 
 _MOST_SEQUENCES = 1_000_000
 
@@ -284,11 +278,12 @@ class RunConfig(Section):
     @classmethod
     def _reward_of_source(cls, reward: RewardSection, info: Any) -> RewardSection:
         """Fill in the reward that belongs to environment or source, if none was named."""
-        data, environment = info.data.get("data"), info.data.get("environment")
-        own = None if data is None else data.own_reward
+        data, environment, own = info.data.get("data"), info.data.get("environment"), reward.name
+        if data is not None and data.source.partition(":")[0] == REASONING_GYM:
+            own = REASONING_GYM
         if environment is not None and environment.name is not None:
             own = ENVIRONMENT
-        if own is None or "name" in reward.model_fields_set:
+        if own == reward.name or "name" in reward.model_fields_set:
             return reward
         return reward.model_copy(update={"name": own})
 

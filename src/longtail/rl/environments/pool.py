@@ -29,9 +29,7 @@ _REPLY = Annotated[Reply, AfterValidator(_checked)]
 _KINDS = {"tools": list[dict[str, Any]], "reset": _REPLY, "step": _REPLY, "finish": _REPLY}
 
 
-def open_environments(
-    own: EnvironmentSection, calls: str, *, most: int, modules: tuple[str, ...] = ()
-) -> ProcessPool:
+def open_environments(own: EnvironmentSection, calls: str, *, most: int) -> ProcessPool:
     """Return environments for at most `most` episodes at a time, which answer as a `Session` does.
 
     `calls` is the format of calls in texts. The time of the model does not count.
@@ -40,14 +38,9 @@ def open_environments(
         field=f"environment.name = {own.name!r}",
         make="longtail.rl.environments.session:Session",
         arguments=(own.name or "", own.tools, calls),
-        modules=modules,
         is_confined=True,
         network=own.network,
     )
     return ProcessPool(
-        program,
-        _KINDS,
-        most=most,
-        call_s=own.timeout_s,
-        total_s=own.episode_timeout_s,
+        program, _KINDS, most=most, call_s=own.timeout_s, total_s=own.episode_timeout_s
     )

@@ -79,9 +79,7 @@ class _Process:
     """One process, idle or in use, that answers one question at a time."""
 
     def __init__(self, program: Program) -> None:
-        own = machine.module_path()
-        path = [*own, *(each for each in program.modules if each not in own)]
-        start = f"import sys; sys.path[:] = {path}; from longtail.rl.processes import process;"
+        path = f"import sys; sys.path[:] = {machine.module_path()};"
         self.pipe, theirs = socket.socketpair()
         self.pipe.setblocking(False)  # a process may read and write when it likes, or never
         self._unsent, self._received = memoryview(b""), bytearray()
@@ -90,7 +88,8 @@ class _Process:
                 [
                     *(_namespaces(program.network)[0] if program.is_confined else ()),
                     *(sys.executable, "-c"),
-                    f"{start} process.main({theirs.fileno()}, process.{program})",
+                    f"{path} from longtail.rl.processes import process; "
+                    f"process.main({theirs.fileno()}, process.{program})",
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,  # that of this process belongs to the run

@@ -46,8 +46,6 @@ class Program:
     """Path `module:name` of the function that makes the object."""
     arguments: tuple[Any, ...]
     """Arguments of that function, whose `repr` is their source."""
-    modules: tuple[str, ...] = ()
-    """More folders of modules."""
     is_confined: bool = False
     network: bool = True
     """Whether it reaches the network if it is confined."""
