@@ -172,7 +172,7 @@ def test_texts_that_arrive_while_a_stop_is_asked_for_disturb_nothing() -> None:
     room, numbers = SpotSetup(), iter(range(100, 200))
 
     def arriving() -> bool:
-        room.buffer.add([counting(next(numbers), 20, step=1, is_finished=False)])
+        room.buffer.add([counting(next(numbers), 20, step=1)])
         return room.spot._trainer.steps >= 3
 
     report = room.train(arriving)

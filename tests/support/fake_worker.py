@@ -335,7 +335,6 @@ class FakeWorker:
             tokens=(*request.prompt_tokens, *self._written_of(request)),
             prompt_len=len(request.prompt_tokens),
             step=step,
-            is_finished=request.request_id not in self._left,
         )
 
     def _completion(self, request: Request) -> Completion:

@@ -30,7 +30,7 @@ SETTINGS = SpotSettings(
 )
 
 
-def counting(number: int, length: int, *, step: int = 0, is_finished: bool = True) -> TextSnapshot:
+def counting(number: int, length: int, *, step: int = 0) -> TextSnapshot:
     """Text that counts up from somewhere, in one of two steps."""
     start, by = 5 + 7 * number % 40, 1 + number % 2
     return TextSnapshot(
@@ -38,7 +38,6 @@ def counting(number: int, length: int, *, step: int = 0, is_finished: bool = Tru
         tokens=tuple(start + by * i for i in range(length)),
         prompt_len=3,
         step=step,
-        is_finished=is_finished,
     )
 
 

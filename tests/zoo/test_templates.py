@@ -1,10 +1,8 @@
 """Chat templates of released models: what longtail renders is what transformers renders."""
 
-import json
 from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
@@ -14,7 +12,7 @@ from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
 from longtail.model.hf.turns import Turns
 from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder
-from zoo.menagerie import ANSWER, CONVERSATIONS, HERE, TEMPLATES, USER, write_tokenizer
+from zoo.menagerie import ANSWER, CONVERSATIONS, TEMPLATES, USER, write_tokenizer
 
 OTHERWISE = {
     *("apriel-1.6-15b-thinker", "deepseek-r1", "deepseek-r1-distill-llama-8b"),
@@ -85,21 +83,6 @@ def test_names_of_roles_in_data_are_known_and_no_role_is_left_out(
             assert "in one word" in text or "refuses messages with roles" in text
         else:
             assert "Answer in one word." in text
-
-
-def test_templates_of_other_licences_are_rewritten_from_what_they_render(tmp_path: Path) -> None:
-    facts: dict[str, dict[str, Any]] = json.loads((HERE / "rendered.json").read_text("utf-8"))
-    cases = {**CONVERSATIONS, "answered": [USER, {**ANSWER, "content": " Seven. "}]}
-    for name, texts in facts.items():
-        inner = PreTrainedTokenizerFast.from_pretrained(write_tokenizer(tmp_path / name, name))
-        for case, text in texts.items():
-            if text is not None:
-                assert text == inner.apply_chat_template(
-                    cases[case],
-                    tokenize=False,
-                    add_generation_prompt=case != "answered",
-                    date_string="26 Jul 2024",
-                ), (name, case)
 
 
 @pytest.mark.parametrize(

@@ -277,16 +277,14 @@ def check_settings(config: DrafterTrainConfig) -> None:
 def _shape(config: DrafterTrainConfig, shape: ModelConfig) -> DraftConfig:
     """Return the shape of the drafter; ConfigError if it does not fit the target's."""
     own, name = config.drafter, config.target.path
-    if own.layers and own.layers[-1] >= shape.num_layers:
-        raise ConfigError(
-            f"drafter.layers = {list(own.layers)}: {name} has {shape.num_layers} layers, counted "
-            "from 0"
-        )
     if own.draft_vocab_size > shape.vocab_size:
         raise ConfigError(
             f"drafter.draft_vocab_size = {own.draft_vocab_size}: {name} has {shape.vocab_size} "
             "tokens; give fewer, or 0 for all"
         )
     given = {name: getattr(own, name) for name in KINDS[own.recipe].settings}
-    made: DraftConfig = KINDS[own.recipe].config(recipe=own.recipe, target=shape, **given)
+    try:
+        made: DraftConfig = KINDS[own.recipe].config(recipe=own.recipe, target=shape, **given)
+    except ValueError as error:
+        raise ConfigError(f"drafter.{error}") from error
     return made

@@ -1,6 +1,5 @@
 """Spot training in simulated time: texts to idle workers, drafters from them."""
 
-from collections import Counter
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -50,8 +49,6 @@ def test_spot_workers_receive_each_text_once_and_longer_versions_of_unfinished_o
         assert received[name] == sorted(set(received[name])), "longer each time"
         assert len(received[name]) >= whole / 10 - 3
     assert received["p2@0#0"][-1] == 50
-    finished = Counter(each.request_id for each in pool.workers[1].received if each.is_finished)
-    assert finished == {"p1@0#0": 1, "p2@0#0": 1}
 
 
 def test_a_restored_drafter_is_served_and_learns_on():

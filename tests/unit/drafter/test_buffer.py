@@ -22,14 +22,12 @@ def _snapshot(
     step: int = 0,
     name: str | None = None,
     prompt_len: int = PROMPT_LEN,
-    is_finished: bool = True,
 ) -> TextSnapshot:
     return TextSnapshot(
         request_id=name or f"train/{number}@0#0",
         tokens=tuple(range(number * FAR, number * FAR + length)),
         prompt_len=prompt_len,
         step=step,
-        is_finished=is_finished,
     )
 
 
@@ -61,13 +59,9 @@ def _draws_of_a_pass(buffer: DrafterBuffer) -> set[int]:
 
 def test_a_longer_version_of_a_text_replaces_a_shorter_one() -> None:
     number = _learned(1)[0]
-    buffer = _buffer([_snapshot(number, 9, is_finished=False)])
-    buffer.add([_snapshot(number, 14, is_finished=False)])
-    buffer.add([_snapshot(number, 11, is_finished=False)])  # a late message
+    buffer = _buffer([_snapshot(number, length) for length in (9, 14, 11)])  # the last is late
     assert buffer.num_texts == 1
     assert buffer.batch(100)[0].tokens == _snapshot(number, 14).tokens
-    buffer.add([_snapshot(number, 14, is_finished=True)])
-    assert buffer.snapshots()[0].is_finished
 
 
 def test_long_texts_of_the_previous_step_stay_for_one_step() -> None:
@@ -165,16 +159,13 @@ def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_texts_are_dropped_f
 
 @settings(max_examples=60)
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(0, 2), st.booleans()),
-        max_size=40,
-    ),
+    st.lists(st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(0, 2)), max_size=40),
     st.integers(0, 2000),
 )
 def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
     buffer = _buffer(max_bytes=max_bytes)
-    for number, length, step, is_finished in arrivals:
-        buffer.add([_snapshot(number, length, step=step, is_finished=is_finished)])
+    for number, length, step in arrivals:
+        buffer.add([_snapshot(number, length, step=step)])
         assert buffer.num_bytes <= max_bytes
         num_tokens = sum(len(text.tokens) for text in buffer.snapshots())
         assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_texts

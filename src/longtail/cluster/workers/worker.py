@@ -241,9 +241,7 @@ class Worker:
     def texts(self, step: int) -> list[TextSnapshot]:
         """Copy the unfinished sequences of the present shard."""
         return [
-            TextSnapshot(
-                request_id=name, tokens=tokens, prompt_len=prompt_len, step=step, is_finished=False
-            )
+            TextSnapshot(request_id=name, tokens=tokens, prompt_len=prompt_len, step=step)
             for name, tokens, prompt_len in self._components.generator.unfinished()
         ]
 

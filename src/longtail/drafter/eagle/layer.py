@@ -60,7 +60,10 @@ class EagleConfig(DraftConfig):
         if self.recipe == "eagle3" and not self.layers:
             object.__setattr__(self, "layers", default_layers(self.target.num_layers))
         if not all(0 <= each < self.target.num_layers for each in self.layers):
-            raise ValueError(f"layers = {self.layers}, of {self.target.num_layers}")
+            raise ValueError(
+                f"layers = {list(self.layers)}: the target has {self.target.num_layers} layers, "
+                "counted from 0"
+            )
 
     @property
     def shape(self) -> ModelConfig:

@@ -43,7 +43,6 @@ class TextSnapshot:
     prompt_len: int
     step: int
     """Policy step of the rollout."""
-    is_finished: bool
 
     @staticmethod
     def of(request: Request, completion: Completion, step: int) -> "TextSnapshot":
@@ -55,7 +54,6 @@ class TextSnapshot:
             tokens=(*prompt, *completion.tokens),
             prompt_len=len(prompt),
             step=step,
-            is_finished=True,
         )
 
 
@@ -73,7 +71,6 @@ class TextWindow(Example):
 class _Kept:
     tokens: Int[Tensor, "tokens"]
     prompt_len: int
-    is_finished: bool
     is_heldout: bool
     drawn: int
     """Number of the last pass in which it was drawn, from 1; 0: none."""
@@ -138,7 +135,6 @@ class DrafterBuffer:
                 self._texts[key] = _Kept(
                     tokens=torch.tensor(text.tokens, dtype=torch.int32),
                     prompt_len=text.prompt_len,
-                    is_finished=text.is_finished,
                     is_heldout=_is_heldout(text.request_id),
                     drawn=0 if known is None else known.drawn,
                     number=self.num_added,
@@ -203,7 +199,6 @@ class DrafterBuffer:
                 tokens=tuple(kept.tokens.tolist()),
                 prompt_len=kept.prompt_len,
                 step=step,
-                is_finished=kept.is_finished,
             )
             for (step, request_id), kept in sorted(self._texts.items(), key=_step_of)
             if kept.number > since
@@ -214,11 +209,7 @@ class DrafterBuffer:
         known, length = self._texts.get(key), len(text.tokens)
         if length <= text.prompt_len or _bytes_of(length) > self._max_bytes:
             return False
-        if known is None:
-            return text.step == self._step
-        return length > len(known.tokens) or (
-            length == len(known.tokens) and text.is_finished and not known.is_finished
-        )
+        return text.step == self._step if known is None else length > len(known.tokens)
 
     def _drop(self, key: Key) -> _Kept | None:
         kept = self._texts.pop(key, None)
