@@ -34,6 +34,7 @@ class RidgeDrafter(GrowingDrafter):
         target: Transformer,
         *,
         draft_ids: Int[Tensor, "draft_vocab"] | None = None,
+        **_: object,  # the head is the target's
     ) -> None:
         super().__init__(draft_ids)
         self._target = target

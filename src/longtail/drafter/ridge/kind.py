@@ -3,24 +3,12 @@
 from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from longtail.drafter.kind import LEARNED, DrafterKind, Lessons, trained_in
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import LagSums
 from longtail.drafter.ridge.trainer import RidgeTrainer, as_eagle
-from longtail.model.transformer import Transformer
-
-
-def _drafter(
-    layer: RidgeLayer,
-    target: Transformer,
-    draft_ids: Int[Tensor, "draft"] | None = None,
-    **_: object,  # the head is the target's
-) -> RidgeDrafter:
-    return RidgeDrafter(layer, target, draft_ids=draft_ids)
 
 
 def _fresh(config: RidgeConfig, lessons: Lessons) -> tuple[RidgeLayer, None]:
@@ -35,7 +23,7 @@ def _trainer(lessons: Lessons, layer: RidgeLayer, *_: Any) -> RidgeTrainer:
 RIDGE = DrafterKind(
     config=RidgeConfig,
     layer=RidgeLayer,
-    drafter=_drafter,
+    drafter=RidgeDrafter,
     settings=("slots",),
     num_unrolled=1,
     fresh=_fresh,

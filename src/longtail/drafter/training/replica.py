@@ -53,18 +53,18 @@ class SpotEnd(StrEnum):
     """A NaN or infinity occurred; the replica was discarded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SpotReport:
     """Work and result of an interval of spot training."""
 
-    num_steps: int
-    num_tokens: int
+    num_steps: int = 0
+    num_tokens: int = 0
     """Tokens trained."""
-    num_reused: int
+    num_reused: int = 0
     """Number of these whose features an engine had kept; the others were computed again."""
-    seconds: float
-    reason: SpotEnd
-    replica: Replica | None
+    seconds: float = 0.0
+    reason: SpotEnd = SpotEnd.STOPPED
+    replica: Replica | None = None
     """Best replica measured in this interval."""
 
 

@@ -65,12 +65,10 @@ class _SinceBase:
 
 @final
 class _Interval:
-    """Counts and measurements of one call of `train`."""
+    """Report and measurements of one call of `train`."""
 
     def __init__(self, base: DrafterWeights) -> None:
-        self.base, self.began_s = base, time.perf_counter()
-        self.num_steps = self.num_tokens = self.num_reused = 0
-        self.best: Replica | None = None
+        self.base, self.began_s, self.report = base, time.perf_counter(), SpotReport()
         self.base_texts: tuple[TextWindow, ...] = ()
         self.base_accept_len = math.nan
         """Accept length of the base on `base_texts`; the target does not change in one call."""
@@ -81,8 +79,8 @@ class _Interval:
 
     def record(self, replica: Replica) -> None:
         """Keep the best replica; the last one if unmeasured."""
-        best = replica if self.best is None else max(replica, self.best, key=_rank)
-        self.best = replace(best, seconds=replica.seconds)
+        best = max(filter(None, (replica, self.report.replica)), key=_rank)
+        self.report.replica = replace(best, seconds=replica.seconds)
 
 
 def _rank(replica: Replica) -> float:
@@ -163,25 +161,19 @@ class SpotTrainer:
         base = self._base
         assert base is not None, "begin from a published drafter first"
         interval = _Interval(base)
+        report = interval.report
         try:
-            reason = self._train(buffer, stopped, interval)
+            report.reason = self._train(buffer, stopped, interval)
         except Interrupted:
-            reason = SpotEnd.STOPPED
+            report.reason = SpotEnd.STOPPED
         except NonFiniteError as error:
             _log.warning("spot training: %s; the replica is discarded", error)
-            reason, interval.best = SpotEnd.NOT_FINITE, None
+            report.reason, report.replica = SpotEnd.NOT_FINITE, None
             self._trainer.restart(base.tensors)
             self._since = _SinceBase()
-        seconds = interval.seconds
-        self._since.seconds += seconds
-        return SpotReport(
-            num_steps=interval.num_steps,
-            num_tokens=interval.num_tokens,
-            num_reused=interval.num_reused,
-            seconds=seconds,
-            reason=reason,
-            replica=interval.best,
-        )
+        report.seconds = interval.seconds
+        self._since.seconds += report.seconds
+        return report
 
     def _train(
         self,
@@ -206,9 +198,9 @@ class SpotTrainer:
                 raise
             self._since.num_tokens += report.num_trained
             self._since.num_unmeasured += 1
-            interval.num_steps += 1
-            interval.num_tokens += report.num_trained
-            interval.num_reused += report.num_reused
+            interval.report.num_steps += 1
+            interval.report.num_tokens += report.num_trained
+            interval.report.num_reused += report.num_reused
         return SpotEnd.STOPPED
 
     def _measure(
