@@ -115,7 +115,7 @@ class Drafters:
             max_running=_WARM_RUNNING, max_step_tokens=_STEP_TOKENS, max_len=subject.max_len
         )
         target = subject.target
-        reading = Speculation(drafters=(), tuner=OffTuner(), texts=statistics, guarded=False)
+        reading = Speculation(drafters=(), tuner=OffTuner(), statistics=statistics, guarded=False)
         engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=reading)
         requests = subject.requests(num_texts)
         for request, done in zip(requests, engine.generate(requests), strict=True):

@@ -36,7 +36,7 @@ def faults(first: int, last: int, *kinds: str) -> st.SearchStrategy[list[Fault]]
     return st.lists(one, max_size=3)
 
 
-MESSAGES = ("clear_stop", "progress", "texts", "add_texts", "completed", "stop")
+MESSAGES = ("clear_stop", "progress", "sequences", "add_sequences", "completed", "stop")
 lengths = st.lists(st.integers(1, 90), min_size=1, max_size=9)
 
 

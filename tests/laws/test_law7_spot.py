@@ -15,7 +15,7 @@ from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.training.replica import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from support.spot_training import SETTINGS, SpotSetup, counting, same, stop_at
 
 NUM_STEPS = 4
@@ -29,7 +29,7 @@ def _packed():
     """Several micro-batches, one of them without anything to learn."""
     texts = [counting(number, 12 + number) for number in range(5)]
     examples = [Example(tokens=text.tokens, prompt_len=text.prompt_len) for text in texts]
-    return pack_texts([*examples, Example(tokens=tuple(range(30)), prompt_len=30)], 30)
+    return pack_sequences([*examples, Example(tokens=tuple(range(30)), prompt_len=30)], 30)
 
 
 def _after(room: SpotSetup, num_steps: int) -> Callable[[], bool]:
@@ -98,7 +98,7 @@ def test_updates_that_no_measurement_has_seen_are_added_to_a_newer_drafter(matri
     measured = room.measured[0].weights
     room.train(_after(room, SETTINGS.measure_every + 2))
     room.train(_passes_more(room, 2))  # the first one is finished
-    left = len(pack_texts(room.spot._batch, SETTINGS.tokens_per_micro_batch)) - 1
+    left = len(pack_sequences(room.spot._batch, SETTINGS.tokens_per_micro_batch)) - 1
     moved = {name: own - measured[name] for name, own in room.spot._trainer.weights().items()}
     assert any(move.any() for move in moved.values())
     newer = {name: tensor + 0.5 for name, tensor in room.published.tensors.items()}

@@ -52,7 +52,7 @@ def _engine(
     plain = Speculation(drafters=(), tuner=OffTuner(), guarded=False)
     drafts = plain if strategy is None else Speculation.fixed(drafter, strategy)
     engine = RolloutEngine(model, lambda ids: "".join(map(chr, ids)), limits)
-    engine.speculate(replace(drafts, texts=texts))
+    engine.speculate(replace(drafts, statistics=texts))
     return engine, texts
 
 

@@ -172,7 +172,7 @@ def law_1_a_text_that_is_given_up_is_written_again(opening: Open) -> None:
 def _statistics(generator: Generator) -> Statistics | None:
     """Return what adds up the texts of longtail's engine for a drafter; None in another one."""
     speculation: Speculation | None = getattr(generator, "speculation", None)
-    return None if speculation is None else speculation.texts
+    return None if speculation is None else speculation.statistics
 
 
 def _num_counted(generator: Generator) -> float | None:

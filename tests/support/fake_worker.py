@@ -15,7 +15,7 @@ import torch
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.worker import Stopped
-from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.buffer import SequenceSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutReport
@@ -137,8 +137,8 @@ class FakeWorker:
         """Batches that were learned, in order, in place of weights."""
         self.engine: tuple[int, ...] | None = None
         self.served = drafter(0, QUALITY)
-        self.received: list[TextSnapshot] = []
-        """All texts that it received by `add_texts`."""
+        self.received: list[SequenceSnapshot] = []
+        """All texts that it received by `add_sequences`."""
         self.team: str | None = None
         self._team_size = 1
         self._base: DrafterWeights | None = None
@@ -315,13 +315,13 @@ class FakeWorker:
             numbers=self.policy_state().learner.numbers,
         )
 
-    def texts(self, step: int) -> list[TextSnapshot]:
+    def sequences(self, step: int) -> list[SequenceSnapshot]:
         return [self._written(self._shard[name], step) for name in self._left]
 
     def completed(self, first: int) -> list[Completion]:
         return self._finished[first:]
 
-    def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
+    def add_sequences(self, texts: Sequence[SequenceSnapshot]) -> None:
         self.received += texts
 
     # ---- parts
@@ -329,8 +329,8 @@ class FakeWorker:
     def _written_of(self, request: Request) -> tuple[int, ...]:
         return text(request)[: request.noise_key % 1000 - self._left.get(request.request_id, 0)]
 
-    def _written(self, request: Request, step: int) -> TextSnapshot:
-        return TextSnapshot(
+    def _written(self, request: Request, step: int) -> SequenceSnapshot:
+        return SequenceSnapshot(
             request_id=request.request_id,
             tokens=(*request.prompt_tokens, *self._written_of(request)),
             prompt_len=len(request.prompt_tokens),

@@ -11,13 +11,13 @@ from longtail.config.sections import OptimizerSection
 from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.trainer import TrainerSettings
-from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.buffer import DrafterBuffer, SequenceSnapshot
 from longtail.drafter.training.replica import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from support.tiny_models import tiny_model
 
 SETTINGS = SpotSettings(
@@ -30,10 +30,10 @@ SETTINGS = SpotSettings(
 )
 
 
-def counting(number: int, length: int, *, step: int = 0) -> TextSnapshot:
+def counting(number: int, length: int, *, step: int = 0) -> SequenceSnapshot:
     """Text that counts up from somewhere, in one of two steps."""
     start, by = 5 + 7 * number % 40, 1 + number % 2
-    return TextSnapshot(
+    return SequenceSnapshot(
         request_id=f"train/{number}@0#0",
         tokens=tuple(start + by * i for i in range(length)),
         prompt_len=3,
@@ -54,7 +54,7 @@ class SpotSetup:
     def __init__(self, settings: SpotSettings = SETTINGS, *, matrix_rate: float | None = None):
         self.target: Transformer = tiny_model()
         config = EagleConfig(recipe="eagle3", target=self.target.config, layers=(0, 1), window=8)
-        sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
+        sample = pack_sequences([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
         layer = fresh_drafter(config, self.target, sample, torch.Generator().manual_seed(3))
         self.published = DrafterWeights(version=1, tensors=copy_parameters(layer))
         teaching = replace(settings.trainer, matrix_rate=matrix_rate)

@@ -17,7 +17,7 @@ from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer, as_eagle
 from longtail.programs.drafter_eval import complete, find_prompts, open_target
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.sampling import noise_key
 from longtail.types import SamplingParams
 from support import toy
@@ -67,7 +67,7 @@ def _ridge(prompts: Sequence[tuple[int, ...]], asked: EvalOptions) -> LoadedDraf
         for prompt, each in zip(prompts, done, strict=True)
     ]
     trainer = RidgeTrainer(RidgeLayer(RidgeConfig(target=target.model.config)), target.model)
-    trainer.step(list(pack_texts(texts, 1024)))
+    trainer.step(list(pack_sequences(texts, 1024)))
     eagle = read_drafter(str(toy.DRAFTERS["eagle1"]), target, torch.float32)
     assert eagle is not None
     return replace(eagle, layer=as_eagle(trainer.layer), draft_ids=None)

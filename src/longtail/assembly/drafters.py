@@ -85,7 +85,7 @@ def open_speculation(
     if spot.train == "never" or (learner := made.learner) is None:
         return made
     if (statistics := learner.statistics()) is not None:
-        return replace(made, texts=statistics)
+        return replace(made, statistics=statistics)
     if not spot.features_mb:
         return made
     store = FeatureStore(training_taps(learner.taps), spot.features_mb * 2**20)

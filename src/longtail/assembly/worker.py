@@ -161,10 +161,10 @@ def make_drafting(
         ),
         buffer=DrafterBuffer(own.buffer_mb * 2**20, seed=seed),
     )
-    if speculation is not None and (texts := speculation.texts) is not None:
-        sums = texts.take()
+    if speculation is not None and (statistics := speculation.statistics) is not None:
+        sums = statistics.take()
         sums = sums.restored(drafter.sums) if drafter.sums else sums
-        return replace(drafting, texts=texts, sums=sums)
+        return replace(drafting, statistics=statistics, sums=sums)
     settings = SpotSettings(
         trainer=TrainerSettings(
             unroll_steps=drafter.training.unroll_steps,

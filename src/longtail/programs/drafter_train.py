@@ -40,7 +40,7 @@ from longtail.programs import steps
 from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.data.prompts import fingerprint
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.models import model_directory
@@ -94,7 +94,7 @@ class DrafterTraining(steps.Training):
     def step(self) -> dict[str, float]:
         """Make one update and return its metrics."""
         batch = self.batches.take(crosses=not self._is_sum)
-        texts = pack_texts(batch, self.config.train.tokens_per_micro_batch)
+        texts = pack_sequences(batch, self.config.train.tokens_per_micro_batch)
         report = self.trainer.step(texts)
         self.num_tokens += report.num_tokens
         self.depths = None
@@ -110,7 +110,7 @@ class DrafterTraining(steps.Training):
         """Measure the overlap by depth on held-out texts."""
         if not self.corpus.heldout:
             return {}
-        packed = pack_texts(self.corpus.heldout, self.config.train.tokens_per_micro_batch)
+        packed = pack_sequences(self.corpus.heldout, self.config.train.tokens_per_micro_batch)
         num_depths = max(_MEASURED_DEPTHS, self._num_unrolled)
         self.depths = depths = self.trainer.evaluate(packed, num_depths)
         overlaps = {f"heldout/overlap_{n}": each for n, each in enumerate(depths.overlap, 1)}

@@ -98,7 +98,7 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
     return replace(packed, **tensors)
 
 
-def pack_texts(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
+def pack_sequences(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
     """Pack texts into micro-batches of at most `budget` tokens."""
     chosen = [[texts[i] for i in each] for each in plan([len(t.tokens) for t in texts], budget)]
     return [lay_out([t.tokens for t in each], [t.prompt_len for t in each]) for each in chosen]

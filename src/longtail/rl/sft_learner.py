@@ -17,7 +17,7 @@ from longtail.model.policy import Policy
 from longtail.rl.data.examples import Example
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.optim import Optimizer, check_loss, load_parameters
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.types import SamplingParams
 
 
@@ -83,7 +83,7 @@ class SftLearner:
 
     def _scores(self, examples: Sequence[Example]) -> Iterator[TokenScores]:
         own = self._settings
-        for packed in pack_texts(examples, own.tokens_per_micro_batch):
+        for packed in pack_sequences(examples, own.tokens_per_micro_batch):
             yield score(
                 self._model,
                 packed,

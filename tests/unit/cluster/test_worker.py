@@ -11,7 +11,7 @@ from longtail.cluster.workers.components import WorkerComponents
 from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
-from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.buffer import SequenceSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
@@ -83,10 +83,10 @@ def test_learning_shows_a_beat_for_every_micro_batch(components, worker):
 def test_texts_are_of_the_present_rollout_only(worker, asked):
     worker.publish()
     seen: list[int] = []
-    worker.on_step = lambda progress: seen.append(len(worker.texts(1)))
+    worker.on_step = lambda progress: seen.append(len(worker.sequences(1)))
     worker.generate(asked)
     assert max(seen) == len(asked)
-    assert worker.texts(2) == []
+    assert worker.sequences(2) == []
 
 
 def learn(components: WorkerComponents) -> SpotReport:
@@ -104,7 +104,7 @@ def test_a_worker_trains_on_its_own_texts_with_the_features_it_kept(components, 
     worker.publish()
     requests = {each.request_id: each for each in asked}
     done = worker.generate(asked).completions  # in the order of their ends
-    components.drafting.buffer.add(TextSnapshot.of(requests[d.request_id], d, 1) for d in done)
+    components.drafting.buffer.add(SequenceSnapshot.of(requests[d.request_id], d, 1) for d in done)
     report = learn(components)
     assert report.num_reused == report.num_tokens > 0
     worker.publish()  # the same texts, of a policy that is gone

@@ -7,7 +7,7 @@ from copy import deepcopy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.buffer import DrafterBuffer, SequenceSnapshot
 from longtail.rl.data.examples import Example
 
 PROMPT_LEN = 4
@@ -22,8 +22,8 @@ def _snapshot(
     step: int = 0,
     name: str | None = None,
     prompt_len: int = PROMPT_LEN,
-) -> TextSnapshot:
-    return TextSnapshot(
+) -> SequenceSnapshot:
+    return SequenceSnapshot(
         request_id=name or f"train/{number}@0#0",
         tokens=tuple(range(number * FAR, number * FAR + length)),
         prompt_len=prompt_len,
@@ -31,7 +31,7 @@ def _snapshot(
     )
 
 
-def _buffer(texts: Sequence[TextSnapshot] = (), *, max_bytes: int = 10**6, seed: int = 1):
+def _buffer(texts: Sequence[SequenceSnapshot] = (), *, max_bytes: int = 10**6, seed: int = 1):
     buffer = DrafterBuffer(max_bytes, seed=seed)
     buffer.add(texts)
     return buffer
@@ -60,7 +60,7 @@ def _draws_of_a_pass(buffer: DrafterBuffer) -> set[int]:
 def test_a_longer_version_of_a_text_replaces_a_shorter_one() -> None:
     number = _learned(1)[0]
     buffer = _buffer([_snapshot(number, length) for length in (9, 14, 11)])  # the last is late
-    assert buffer.num_texts == 1
+    assert buffer.num_sequences == 1
     assert buffer.batch(100)[0].tokens == _snapshot(number, 14).tokens
 
 
@@ -168,7 +168,7 @@ def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
         buffer.add([_snapshot(number, length, step=step)])
         assert buffer.num_bytes <= max_bytes
         num_tokens = sum(len(text.tokens) for text in buffer.snapshots())
-        assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_texts
+        assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_sequences
         for text in (*buffer.batch(30), *buffer.heldout(30)):
             assert 1 <= text.prompt_len < len(text.tokens) <= 30
             assert text.tokens == text.text.tokens[text.start : text.start + len(text.tokens)]

@@ -11,7 +11,7 @@ from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.drafter.eagle.target_states import TargetReader, training_taps
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.training.buffer import DrafterBuffer, TextSnapshot
+from longtail.drafter.training.buffer import DrafterBuffer, SequenceSnapshot
 from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
@@ -20,7 +20,7 @@ from longtail.engine.speculation.features import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from support.drafters import ScriptedDrafter, ragged
@@ -41,7 +41,7 @@ class Workplace:
     config: EagleConfig
     target: Transformer
     store: FeatureStore
-    own: list[TextSnapshot]
+    own: list[SequenceSnapshot]
     """Texts of 6 to 45 tokens that the engine generated."""
     num_computed: int = 0
 
@@ -63,7 +63,7 @@ class Workplace:
 
     def spot(self, *, reuses: bool) -> SpotTrainer:
         """Return a trainer that draws the texts of the store first, in both cases."""
-        sample = pack_texts([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
+        sample = pack_sequences([Example(tokens=counting(1, 40).tokens, prompt_len=3)], 100)[0]
         generator = torch.Generator().manual_seed(3)
         layer = fresh_drafter(self.config, self.target, sample, generator).to(self.target.dtype)
         store = self.store if reuses else Forgetful(self.store)
@@ -85,7 +85,7 @@ class Forgetful:
         """Find nothing."""
 
 
-def write(engine: RolloutEngine) -> list[TextSnapshot]:
+def write(engine: RolloutEngine) -> list[SequenceSnapshot]:
     requests = [
         request_of(
             f"own/{n}@0#{s}",
@@ -98,10 +98,12 @@ def write(engine: RolloutEngine) -> list[TextSnapshot]:
         for s in range(2)
     ]
     done = engine.generate(requests)
-    return [TextSnapshot.of(request, each, 0) for request, each in zip(requests, done, strict=True)]
+    return [
+        SequenceSnapshot.of(request, each, 0) for request, each in zip(requests, done, strict=True)
+    ]
 
 
-def buffer_of(*texts: TextSnapshot) -> DrafterBuffer:
+def buffer_of(*texts: SequenceSnapshot) -> DrafterBuffer:
     buffer = DrafterBuffer(10**6, seed=4)
     buffer.add(texts)
     return buffer
@@ -141,7 +143,7 @@ def test_a_window_has_the_states_of_its_whole_text() -> None:
     cut = set()
     for _ in range(6):
         for window in spot._looked_up(buffer.batch(80, max_len=20)):
-            (packed,) = pack_texts([window.text], 1000)
+            (packed,) = pack_sequences([window.text], 1000)
             whole = reader.read(packed, Pairs.of(packed)).features
             states = spot._trainer.reader.found[window.tokens][:-1]  # the last may be NaN
             expected = whole[window.start : window.start + len(states)]

@@ -27,7 +27,7 @@ from longtail.errors import CheckpointError, ConfigError, DataError
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.sampling import gumbel_noise
 from longtail.speculation.drafter import Draftable, Observed
 from longtail.speculation.strategy import Strategy
@@ -57,7 +57,7 @@ def _texts(model: Transformer, lengths: Sequence[int]) -> dict[str, tuple[list[i
 
 def _batch(seed: int, count: int = 6) -> list[PackedSequences]:
     drawn = (text(20, seed=100 * seed + each) for each in range(count))
-    return pack_texts([Example(tokens=tuple(each), prompt_len=3) for each in drawn], 50)
+    return pack_sequences([Example(tokens=tuple(each), prompt_len=3) for each in drawn], 50)
 
 
 def _layer(model: Transformer, seed: int = 2) -> RidgeLayer:
@@ -175,7 +175,7 @@ def test_training_reads_the_states_of_completions_and_restores():
     assert same(copy_parameters(trainer.layer), copy_parameters(again.layer))
     with pytest.raises(CheckpointError, match="products is missing or misshapen"):
         again.restore(1, {**trainer.tensors(), "products": torch.zeros(2, 2)})
-    short = pack_texts([Example(tokens=(1, 2, 3), prompt_len=3)], 50)
+    short = pack_sequences([Example(tokens=(1, 2, 3), prompt_len=3)], 50)
     with pytest.raises(DataError, match="give longer texts"):
         trainer.step(short)
 

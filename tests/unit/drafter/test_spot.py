@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica import DrafterGain, SpotEnd
 from longtail.drafter.weights import DrafterWeights
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, replica
 
 ROLLOUT_S = 20.0
@@ -33,7 +33,7 @@ def test_the_replica_is_the_one_with_the_largest_gain() -> None:
     assert 0.0 < seconds[-1] <= report.seconds
     assert best.base_version == 1
     assert 0 < best.num_tokens <= report.num_tokens
-    texts = pack_texts(room.buffer.heldout(60, max_len=24), 24)
+    texts = pack_sequences(room.buffer.heldout(60, max_len=24), 24)
     trainer, measured = room.spot._trainer, []
     for weights in (room.published.tensors, best.weights):
         trainer.load_weights(weights)

@@ -15,7 +15,7 @@ from longtail.model.transformer import Transformer
 from longtail.programs.drafter_data import read_texts, save_texts
 from longtail.rl import muon
 from longtail.rl.data.examples import Example
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 from longtail.types import PackedSequences
 from support.processors import HalfProducts
 from support.spot_training import same
@@ -44,12 +44,12 @@ def _trainer(
     layers = (0, 1) if recipe == "eagle3" else ()
     config = EagleConfig(recipe=recipe, target=target.config, layers=layers, window=8)
     generator = torch.Generator().manual_seed(3)
-    layer = fresh_drafter(config, target, pack_texts(_texts(), 100)[0], generator).to(dtype)
+    layer = fresh_drafter(config, target, pack_sequences(_texts(), 100)[0], generator).to(dtype)
     return DrafterTrainer(layer, target, settings)
 
 
 def _batch(budget: int = 1000) -> list[PackedSequences]:
-    return pack_texts(_texts(), budget)
+    return pack_sequences(_texts(), budget)
 
 
 def test_the_target_is_never_written() -> None:
@@ -90,15 +90,15 @@ def test_the_most_frequent_tokens_are_counted_in_completions() -> None:
 
 def test_too_short_texts_are_refused_with_a_remedy() -> None:
     with pytest.raises(DataError, match=r"2 tokens deep.*unroll_steps"):
-        _trainer().step(pack_texts([Example(tokens=(5, 6, 7), prompt_len=1)], 100))
+        _trainer().step(pack_sequences([Example(tokens=(5, 6, 7), prompt_len=1)], 100))
 
 
 def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() -> None:
     trainer, texts = _trainer(), [Example(tokens=tuple(range(5, 12)), prompt_len=1)]
-    assert len(trainer.evaluate(pack_texts(texts, 100), 3).overlap) == 3
-    deep = trainer.evaluate(pack_texts(texts, 100), 9)
+    assert len(trainer.evaluate(pack_sequences(texts, 100), 3).overlap) == 3
+    deep = trainer.evaluate(pack_sequences(texts, 100), 9)
     assert len(deep.overlap) == 5  # seven tokens, two of them in the first pair
-    assert deep.overlap[:3] == trainer.evaluate(pack_texts(texts, 100), 3).overlap
+    assert deep.overlap[:3] == trainer.evaluate(pack_sequences(texts, 100), 3).overlap
 
 
 @pytest.mark.parametrize(("recipe", "matrix_rate"), [("eagle1", None), ("eagle3", 0.02)])

@@ -19,7 +19,7 @@ from longtail.cluster.work.idle import IdleWork
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
-from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.buffer import SequenceSnapshot
 from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.speculation.drafter import Sums
@@ -93,7 +93,7 @@ class DrafterPublisher(IdleWork):
         if not self._has_trained or worker in self._failed:
             return False
         buffer = self.versions.buffer
-        has_new = buffer.num_texts and buffer.num_added > self._sent.get(worker, 0)
+        has_new = buffer.num_sequences and buffer.num_added > self._sent.get(worker, 0)
         return bool(has_new) or worker in self._pool.workers(State.SPOT)
 
     def start(self, worker: int) -> None:
@@ -109,7 +109,7 @@ class DrafterPublisher(IdleWork):
         """Add finished completions to the buffer."""
         if self._has_trained:
             self.versions.buffer.add(
-                TextSnapshot.of(self._requests[each.request_id], each, self._step)
+                SequenceSnapshot.of(self._requests[each.request_id], each, self._step)
                 for each in completions
             )
 
@@ -148,8 +148,8 @@ class DrafterPublisher(IdleWork):
             for state in (State.GENERATING, State.SPOT)
         )
         asked = dict.fromkeys(generating, (self._step,))
-        for texts in self._pool.ask_each(Worker.texts, asked).values():
-            self.versions.buffer.add(texts)
+        for sequences in self._pool.ask_each(Worker.sequences, asked).values():
+            self.versions.buffer.add(sequences)
         for worker in training:
             self._send_new(worker)
 
@@ -157,7 +157,7 @@ class DrafterPublisher(IdleWork):
         """Send a worker what the buffer has and it has not."""
         buffer = self.versions.buffer
         unsent = buffer.snapshots(self._sent.get(worker, 0))
-        if unsent and self._pool.tell(worker, Worker.add_texts, unsent):
+        if unsent and self._pool.tell(worker, Worker.add_sequences, unsent):
             self._sent[worker] = buffer.num_added
 
     def _discard(self, worker: int, num_tokens: int, reason: str) -> None:

@@ -22,7 +22,7 @@ class Drafting:
     """Initial weights of the drafter."""
     buffer: DrafterBuffer
     """Texts of `trainer`."""
-    texts: Statistics | None = None
+    statistics: Statistics | None = None
     """Adds up what the engine writes."""
     sums: Sums | None = None
     """Sums that the drafter begins with."""

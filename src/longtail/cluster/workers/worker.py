@@ -1,7 +1,7 @@
 """A worker: an engine, a learner and a drafter trainer on one processor, one of them at a time.
 
     task        generate, learn, publish, train_drafter, adopt, ...   one after another, one thread
-    message     stop, progress, completed, texts, add_texts, ...      at any time, another thread
+    message     stop, completed, sequences, add_sequences, ...        at any time, another thread
 
 A worker knows neither the other workers nor its callers. The arguments of a message take effect
 between two engine steps or two micro-steps of training, and answers are copies, so no message waits
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.components import WorkerComponents
-from longtail.drafter.training.buffer import TextSnapshot
+from longtail.drafter.training.buffer import SequenceSnapshot
 from longtail.drafter.training.replica import SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutReport
@@ -51,7 +51,7 @@ class Worker:
         self._components = components
         self._served = None if components.drafting is None else components.drafting.served
         self._stop = Event()
-        self._new_texts = deque[TextSnapshot]()
+        self._new_sequences = deque[SequenceSnapshot]()
         self._finished: list[Completion] = []
         """Completions of the shard that is being generated."""
         self._progress = Progress()
@@ -74,7 +74,7 @@ class Worker:
         `learns`: the result has the sums over these completions, if the drafter learns from sums.
         """
         generator, report, series = self._components.generator, RolloutReport(), RolloutSeries()
-        accepted, texts = AcceptedSpans(), self._texts_of(learns)
+        accepted, statistics = AcceptedSpans(), self._statistics_of(learns)
         names, self._finished = {each.request_id for each in requests}, []
         self._progress = Progress(beats=self._beats)
 
@@ -89,8 +89,8 @@ class Worker:
             with compute_threads(self._components.rollout_threads):
                 generator.generate(requests, on_step)
         except BaseException:
-            if texts is not None:
-                texts.take()  # the next rollout begins with none
+            if statistics is not None:
+                statistics.take()  # the next rollout begins with none
             raise
         finally:  # later messages are about another rollout
             completions, self._finished = self._finished, []
@@ -101,7 +101,7 @@ class Worker:
             report=report,
             series=series if series.seconds else None,
             drafted=accepted.characters(completions, self._components.tokenizer.decode),
-            sums=None if texts is None else texts.take(),
+            sums=None if statistics is None else statistics.take(),
         )
 
     def accumulate(self, micro_batch: MicroBatch, sampling: SamplingParams) -> None:
@@ -238,10 +238,10 @@ class Worker:
         learner = self._components.learner
         return PolicyState(weights=learner.learned(), learner=learner.state())
 
-    def texts(self, step: int) -> list[TextSnapshot]:
+    def sequences(self, step: int) -> list[SequenceSnapshot]:
         """Copy the unfinished sequences of the present shard."""
         return [
-            TextSnapshot(request_id=name, tokens=tokens, prompt_len=prompt_len, step=step)
+            SequenceSnapshot(request_id=name, tokens=tokens, prompt_len=prompt_len, step=step)
             for name, tokens, prompt_len in self._components.generator.unfinished()
         ]
 
@@ -249,9 +249,9 @@ class Worker:
         """Copy the completions of the present shard from `first` on, in order of their ends."""
         return list(self._finished)[first:]
 
-    def add_texts(self, texts: Sequence[TextSnapshot]) -> None:
+    def add_sequences(self, sequences: Sequence[SequenceSnapshot]) -> None:
         """Add sequences to train the drafter on."""
-        self._new_texts.extend(texts)
+        self._new_sequences.extend(sequences)
 
     # ---- between two steps
 
@@ -272,15 +272,15 @@ class Worker:
         if self._stop.is_set():
             raise Stopped
 
-    def _texts_of(self, learns: bool) -> Statistics | None:
+    def _statistics_of(self, learns: bool) -> Statistics | None:
         """Return the empty sums of a rollout; None if nothing learns from them."""
         drafting = self._components.drafting
-        if drafting is None or drafting.texts is None:
+        if drafting is None or drafting.statistics is None:
             return None
-        drafting.texts.is_on = learns
-        return drafting.texts if learns else None
+        drafting.statistics.is_on = learns
+        return drafting.statistics if learns else None
 
-    def _arrived(self) -> Iterator[TextSnapshot]:
+    def _arrived(self) -> Iterator[SequenceSnapshot]:
         """Yield the sequences that were added since the last call; more may come meanwhile."""
-        while self._new_texts:
-            yield self._new_texts.popleft()
+        while self._new_sequences:
+            yield self._new_sequences.popleft()

@@ -11,7 +11,7 @@ from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, EagleLayer
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.kind import DrafterKind, Lessons, trained_in
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 
 _SAMPLE = 16
 """Number of texts from which a fresh drafter is scaled."""
@@ -20,7 +20,7 @@ _SAMPLE = 16
 def _fresh(config: EagleConfig, lessons: Lessons) -> tuple[EagleLayer, Int[Tensor, "draft"] | None]:
     own, texts, size = lessons.config, lessons.texts, config.draft_vocab_size
     ids = commonest_tokens(texts, size, lessons.eos_ids) if size else None
-    sample = pack_texts(texts[:_SAMPLE], own.train.tokens_per_micro_batch)[0]
+    sample = pack_sequences(texts[:_SAMPLE], own.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(own.run.seed)
     layer = fresh_drafter(config, lessons.target, sample, generator)
     return layer.to(trained_in(lessons.target)), ids

@@ -33,7 +33,7 @@ Key = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSnapshot:
+class SequenceSnapshot:
     """A text as far as it is generated."""
 
     request_id: str
@@ -45,11 +45,11 @@ class TextSnapshot:
     """Policy step of the rollout."""
 
     @staticmethod
-    def of(request: Request, completion: Completion, step: int) -> "TextSnapshot":
+    def of(request: Request, completion: Completion, step: int) -> "SequenceSnapshot":
         """Return the finished text of a request."""
         episode = completion.episode
         prompt = request.prompt_tokens if episode is None else episode.prompt_tokens
-        return TextSnapshot(
+        return SequenceSnapshot(
             request_id=request.request_id,
             tokens=(*prompt, *completion.tokens),
             prompt_len=len(prompt),
@@ -107,7 +107,7 @@ class DrafterBuffer:
         """Number of additions; each version of a text is one."""
 
     @property
-    def num_texts(self) -> int:
+    def num_sequences(self) -> int:
         """Number of texts, held-out ones included."""
         return len(self._texts)
 
@@ -124,7 +124,7 @@ class DrafterBuffer:
                     self._drop(key)
         self._step = step
 
-    def add(self, texts: Iterable[TextSnapshot]) -> None:
+    def add(self, texts: Iterable[SequenceSnapshot]) -> None:
         """Add texts; one of a later step begins that step, one without completion is ignored."""
         for text in texts:
             self.begin(text.step)
@@ -188,13 +188,13 @@ class DrafterBuffer:
             found.append(example)
         return tuple(found)
 
-    def snapshots(self, since: int = 0) -> list[TextSnapshot]:
+    def snapshots(self, since: int = 0) -> list[SequenceSnapshot]:
         """Copy the texts after the first `since` additions, for another buffer's `add`.
 
         Texts of earlier steps come first.
         """
         return [
-            TextSnapshot(
+            SequenceSnapshot(
                 request_id=request_id,
                 tokens=tuple(kept.tokens.tolist()),
                 prompt_len=kept.prompt_len,
@@ -204,7 +204,7 @@ class DrafterBuffer:
             if kept.number > since
         ]
 
-    def _is_new(self, key: Key, text: TextSnapshot) -> bool:
+    def _is_new(self, key: Key, text: SequenceSnapshot) -> bool:
         """Return whether a text may be kept and is longer than its kept version."""
         known, length = self._texts.get(key), len(text.tokens)
         if length <= text.prompt_len or _bytes_of(length) > self._max_bytes:

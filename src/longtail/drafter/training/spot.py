@@ -29,7 +29,7 @@ from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer
-from longtail.rl.packing import pack_texts
+from longtail.rl.packing import pack_sequences
 
 _log = logging.getLogger("longtail")
 
@@ -192,7 +192,7 @@ class SpotTrainer:
             if not texts:
                 return SpotEnd.NO_TEXTS
             try:
-                report = self._trainer.step(pack_texts(texts, max_len), stopped)
+                report = self._trainer.step(pack_sequences(texts, max_len), stopped)
             except Interrupted:
                 self._batch = texts
                 raise
@@ -212,7 +212,7 @@ class SpotTrainer:
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
         max_len = self._settings.tokens_per_micro_batch
         texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
-        packed, num_depths = pack_texts(texts, max_len), self._settings.num_depths
+        packed, num_depths = pack_sequences(texts, max_len), self._settings.num_depths
 
         def accept_len() -> float:
             if not packed:

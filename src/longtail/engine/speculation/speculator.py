@@ -49,7 +49,7 @@ class Speculation:
     """Clock of what guard, tuner and cost model learn from."""
     features: FeatureStore | None = None
     """Store of the target's features for drafter training."""
-    texts: Statistics | None = None
+    statistics: Statistics | None = None
     """Reads every token that is computed, whether or not anything is drafted."""
 
     @property
@@ -125,7 +125,7 @@ class Speculator:
     ) -> None:
         self.speculation, self.drafters = speculation, speculation.ready
         self.observations: Observations = Observations(
-            self.drafters, speculation.texts, speculation.features
+            self.drafters, speculation.statistics, speculation.features
         )
         assert costs is not None or not speculation.needs_costs, "costs are measured first"
         self._costs = costs

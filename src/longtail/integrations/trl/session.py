@@ -69,7 +69,7 @@ class Session:
         self._metrics = SessionMetrics(ranks)
         self._speculation: Speculation | None = None
         self._initial: LoadedDrafter | None = None
-        self._texts: Statistics | None = None
+        self._statistics: Statistics | None = None
         """Adds up what is written, for a drafter that learns from it; it has versions, too."""
         self._versions: DrafterVersions | None = None
         self._num_rollouts = 0
@@ -108,8 +108,8 @@ class Session:
             )
             for each in samples
         ]
-        if self._texts is not None:
-            self._texts.is_on = batch.is_training
+        if self._statistics is not None:
+            self._statistics.is_on = batch.is_training
         report, began = RolloutReport(), time.perf_counter()
         with compute_threads(self._threads):
             if engine.speculation is not self._speculation:
@@ -147,16 +147,16 @@ class Session:
         loaded = open_trainable(names, self.target)
         if speculation is None or loaded is None:
             return
-        self._initial, self._texts = loaded.copied(), speculation.texts
-        if self._texts is not None:
+        self._initial, self._statistics = loaded.copied(), speculation.statistics
+        if self._statistics is not None:
             drafting = make_drafting(spot, loaded, self.target.model, speculation, seed=0)
             self._versions = DrafterVersions(drafting.served, drafting.buffer, drafting.sums)
 
     def _exchange(self) -> None:
         """Add up the sums of all processes; each solves them, on one thread, to equal bits."""
-        if self._texts is None or self._versions is None:
+        if self._statistics is None or self._versions is None:
             return
-        own, versions = self._texts.take(), self._versions
+        own, versions = self._statistics.take(), self._versions
         num_new = versions.add_sums(
             own.restored(self.ranks.broadcast(own.tensors(), rank))
             for rank in range(self.ranks.size)
