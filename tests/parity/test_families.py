@@ -110,16 +110,3 @@ def test_both_sides_compute_the_same_from_a_directory_of_either(case: str, tmp_p
     assert torch.equal(their_logits(reopened), expected)
     assert reopened.generation_config.eos_token_id == [1, 2]
     assert load_config(tmp_path / "ours") == ours.config
-
-
-def test_shards_hold_what_a_single_file_holds(tmp_path: Path) -> None:
-    theirs = build_theirs("qwen2, tied")
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
-    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
-    ours = load_model(tmp_path / "theirs")
-    save_model(ours, tmp_path / "ours", max_shard_bytes=20_000)
-    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
-    assert torch.equal(
-        their_logits(open_with_transformers(tmp_path / "ours")), their_logits(theirs)
-    )
-    assert torch.equal(our_logits(load_model(tmp_path / "ours")), our_logits(ours))
