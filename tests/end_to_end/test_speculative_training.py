@@ -48,7 +48,7 @@ def test_what_speculation_did_is_kept_once_a_step_if_a_run_is_resumed_with_anoth
         assert row["speculation/switches"] == len(series["switches"])
         assert row["speculation/nodes_per_step"] == sum(series["nodes"]) / len(series["nodes"])
         assert max(series["running"]) <= 16
-    assert not (workshop.path / "plain" / "speculation.jsonl").exists()
+    assert read_lines(workshop.path / "plain" / "speculation.jsonl") == []
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,10 @@ class RunLogger:
         self, own: RunSection, directory: Path, *, last_step: int | None, shown: Mapping[str, Any]
     ) -> None:
         self._keeps_rollouts = own.save_rollouts
-        self._directory = directory
         self._metrics = MetricLog(own.writers, directory, last_step=last_step, config=shown)
         self._trace = TraceFile(directory / TRACE_FILE, last_step=last_step)
-        self._files = {ROLLOUTS: JsonLines(directory / ROLLOUTS, last_step=last_step)}
-        for name in (rollout_log.FILE, DRAFTS, DECISIONS):
-            if (directory / name).exists():  # cut back even if the run drafts no more
-                self._open(name, last_step)
-
-    def _open(self, name: str, last_step: int | None) -> JsonLines:
-        """Return a file that only some runs have; it is made at its first line."""
-        if name not in self._files:
-            self._files[name] = JsonLines(self._directory / name, last_step=last_step)
-        return self._files[name]
+        names = (ROLLOUTS, rollout_log.FILE, DRAFTS, DECISIONS)
+        self._files = {name: JsonLines(directory / name, last_step=last_step) for name in names}
 
     def write(self, step: int, metrics: Mapping[str, float], record: StepRecord) -> None:
         """Write one step: metrics, rollouts, speculation and costs."""
@@ -61,19 +52,19 @@ class RunLogger:
             if record.series is not None:
                 parts = [each.rollout.drafted for each in record.rounds]
                 drafted = {name: places for part in parts for name, places in part.items()}
-                self._open(DRAFTS, step).write(step, {"drafted": drafted})
+                self._files[DRAFTS].write(step, {"drafted": drafted})
         self._metrics.write(step, metrics)
 
     def log(self, step: int, lines: Iterable[dict[str, Any]]) -> None:
         """Write the speculation of a rollout, one line per worker."""
         for line in lines:
-            self._open(rollout_log.FILE, step).write(step, line)
+            self._files[rollout_log.FILE].write(step, line)
 
     def log_workers(self, step: int, states: Timeline, decisions: Sequence[Decision]) -> None:
         """Write the states of the workers in or before a step, and the decisions in it."""
         self._trace.append(step, states)
         for decision in decisions:
-            self._open(DECISIONS, step).write(step, asdict(decision))
+            self._files[DECISIONS].write(step, asdict(decision))
 
     def close(self) -> None:
         """Close all files."""

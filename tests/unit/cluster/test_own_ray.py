@@ -48,23 +48,30 @@ _WATCHED = """
 import subprocess, sys, time
 from types import SimpleNamespace
 from longtail.cluster.workers.ray import watch
-raylet = subprocess.Popen(["sleep", "1000"])
+raylet = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 processes = {"raylet": [SimpleNamespace(process=raylet)]}
 watch.ray_worker._global_node = SimpleNamespace(all_processes=processes)
-watch.end_with_ray(lambda: print("said"))
+watch._HEAD_S, watch._POLL_MS = 1.0, 100
+watch.end_with_ray(lambda: print("said"), sys.argv[1])
 print(raylet.pid, flush=True)
 time.sleep(1000)
 """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes have no descriptors")
-def test_a_run_ends_with_a_sentence_when_its_raylet_ends():
+@pytest.mark.parametrize(("head", "what"), [("", "raylet"), ("127.0.0.1:1", "head at 127.0.0.1:1")])
+def test_a_run_ends_with_a_sentence_when_its_raylet_ends(head, what):
+    """Or when the head of its cluster is silent."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", _WATCHED], text=True, **pipes) as run:
-        os.kill(int(run.stdout.readline()), signal.SIGKILL)
+    with subprocess.Popen([sys.executable, "-c", _WATCHED, head], text=True, **pipes) as run:
+        raylet = int(run.stdout.readline())
+        if not head:
+            os.kill(raylet, signal.SIGKILL)
         out, err = run.communicate(timeout=60)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(raylet, signal.SIGKILL)
     assert (run.returncode, out) == (1, "said\n")
-    assert "raylet" in err
+    assert f"Ray's {what}" in err
     assert err.endswith("start again: the run resumes from its newest checkpoint\n")
 
 

@@ -56,18 +56,16 @@ def _lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> set[str]:
-    """Write some steps of a run; return the names of its files."""
+def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> None:
+    """Write some steps of a run."""
     logger = RunLogger(load(None, words).run, directory, last_step=None, shown={})
     for step in range(1, steps + 1):
         logger.write(step, {"reward/mean": 0.5}, _record(ROLLOUT, **more))
     logger.close()
-    return {path.name for path in directory.iterdir()}
 
 
 def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path):
-    names = _written(tmp_path)
-    assert names == {"metrics.jsonl", "rollouts.jsonl", "trace.json"}, "none of speculation"
+    _written(tmp_path)
     assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
     (row,) = _lines(tmp_path / "rollouts.jsonl")
     assert row == {
