@@ -125,8 +125,8 @@ class Request:
                 )
         if not -(2**63) <= self.noise_key < 2**63:
             raise RequestError(
-                f"request {self.request_id!r} has noise_key {self.noise_key}, which is no "
-                "signed 64-bit integer; make it with sampling.noise_key"
+                f"request {self.request_id!r} has noise_key {self.noise_key}, beyond a signed "
+                "64-bit integer; make it with sampling.noise_key"
             )
         if longest > max_len:
             raise RequestError(

@@ -192,7 +192,7 @@ def weightless(name: str, *, field: str = "speculation.drafter") -> Drafter:
     try:
         made = make()
         if not isinstance(made, Drafter):
-            raise ConfigError("it is no subclass of longtail.speculation.drafter.Drafter")
+            raise ConfigError("it must be a subclass of longtail.speculation.drafter.Drafter")
         made.curve.table()
         for method in ("propose", "observe", "learn", "forget", "refresh"):
             expected = inspect.signature(getattr(Drafter, method)).parameters

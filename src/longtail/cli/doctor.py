@@ -73,7 +73,7 @@ def examine() -> Iterator[Finding]:
     nodes = len(machine.numa_nodes())
     why = "one for each node of memory" if nodes > 1 else "one that computes on all cores"
     yield Finding("fastest on CPUs", f"cluster.workers = {nodes}: {why}")
-    yield Finding("instructions", ", ".join(machine.cpu_flags()) or "none that matter")
+    yield Finding("instructions", ", ".join(machine.cpu_flags()) or "none that kernels use")
     yield Finding("memory", f"{_size(memory.available)} of {_size(memory.total)} available")
     if all(finding.level == "ok" for finding in software):
         yield from _torch_facts()

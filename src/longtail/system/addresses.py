@@ -49,7 +49,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(
-            f"--host = {host!r} is no address of this machine ({error}): give one of its own"
+            f"--host = {host!r} is not an address of this machine ({error}): give one of its own"
         ) from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -55,7 +55,7 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
         ("fresh+history", "has to learn while it is used"),
         ("{place}", "neither a drafter nor a run with one"),
         ("mine:Deaf", "'mine:Deaf': TypeError: missing a required argument"),
-        ("history+builtins:dict", "'builtins:dict': it is no subclass of .*Drafter"),
+        ("history+builtins:dict", "'builtins:dict': it must be a subclass of .*Drafter"),
         ("textwrap:dedent", "'textwrap:dedent': TypeError: .*missing 1 required positional"),
     ],
 )

@@ -173,7 +173,8 @@ def test_a_server_that_speaks_grpc_and_names_without_a_port_are_left_to_ray(serv
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"), [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "is no Ray"), (b"", "timed out")]
+    ("words", "reason"),
+    [(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program than Ray"), (b"", "timed out")],
 )
 def test_another_server_and_an_impossible_port_are_refused(server, words, reason):
     with pytest.raises(ConnectionError, match=reason):

@@ -111,7 +111,7 @@ def test_a_stream_ends_when_someone_aborts_its_request():
         (ask(prompt=(1,) * 45), r"may reach 65 tokens \(prompt 45 \+ max_tokens 20\), over .* 64"),
         (
             Request(request_id="a", prompt_tokens=(1,), noise_key=2**63),
-            "noise_key 9223372036854775808, which is no signed 64-bit integer",
+            "noise_key 9223372036854775808, beyond a signed 64-bit integer",
         ),
     ],
     ids=["empty", "vocabulary", "negative", "long", "key"],

@@ -41,7 +41,7 @@ def test_the_row_the_column_the_value_and_the_remedy_are_named(answer):
     said = str(raised.value)
     assert said.startswith("data.source = 'math.jsonl', row 2, column 'solution': reward")
     assert ("lacks (it has prompt, solution, answer)" if answer is None else repr(answer)) in said
-    assert "1 more of 4 rows are no better" in said
+    assert "1 more of 4 rows have such faults" in said
     assert "data.drop_ungradable = true" in said
 
 

@@ -122,7 +122,7 @@ def tools_of(row: Row, *, where: str) -> list[Any] | None:
     if tools and not (isinstance(tools, list) and all(map(tool_name, tools))):
         raise DataError(
             f"{where}: the column 'tools' is {row['tools']!r:.80}, expected a list of functions "
-            "with names, as TRL has it; rename the column if it is none"
+            "with names, as TRL has it; rename the column if it holds something else"
         )
     return tools
 

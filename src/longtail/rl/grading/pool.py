@@ -185,9 +185,9 @@ def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) 
 def _error_text(prompts: PromptSet, reasons: Mapping[int, str]) -> str:
     first, *others = sorted(reasons)
     column = "" if prompts.answer_column is None else f", column {prompts.answer_column!r}"
-    more = f"; {len(others)} more of {len(prompts.prompts)} rows are no better" if others else ""
+    more = f"; {len(others)} more of {len(prompts.prompts)} rows have such faults" if others else ""
     return (
         f"data.source = {prompts.source!r}, row {prompts.rows[first]}{column}: {reasons[first]}"
-        f"{more}; mend the data, name the column of the answers in data.answer_column, choose "
+        f"{more}; correct the data, name the column of the answers in data.answer_column, choose "
         "another reward.name, or set data.drop_ungradable = true to leave such rows out"
     )

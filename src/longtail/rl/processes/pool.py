@@ -133,7 +133,7 @@ class _Process:
         except (EOFError, ConnectionError):
             return self._ending()
         except (ValueError, GradingError):
-            return f"it wrote what is no answer of at most {_MAX_ANSWER_BYTES >> 20} MiB"
+            return f"its output is not an answer of at most {_MAX_ANSWER_BYTES >> 20} MiB"
         if time.monotonic() < self.deadline:
             return None
         rest = " (the rest of its episode's time)" if self.limit_s == self.left_s else ""

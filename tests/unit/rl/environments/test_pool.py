@@ -134,7 +134,7 @@ BAD = {
             'forge {"value": {"messages": [{"role": "assistant", "content": ""}]}}$',
             'forge {"value": {"calls": -1}}$',
         ),
-        "environment.name = 'toy_environments:Toy': it wrote what is no answer of at most 64 MiB",
+        "environment.name = 'toy_environments:Toy': its output is not an answer of at most 64 MiB",
     ),
     "infinite": "step returned inf: a reward must be finite",
 }

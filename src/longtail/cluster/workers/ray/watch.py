@@ -111,4 +111,4 @@ def check_answers(address: str, timeout_s: float = CONNECT_S) -> None:
     except (OSError, OverflowError) as error:
         raise ConnectionError(f"no Ray answers there: {error}") from error
     if answer[3:4] != _SETTINGS:
-        raise ConnectionError("what answers there is no Ray")
+        raise ConnectionError("another program than Ray answers there")
