@@ -18,7 +18,7 @@ from longtail.rl.data.examples import make_examples
 from longtail.rl.data.prompts import Encoder, PromptSource, make_prompts
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.grading.pool import gradable
-from longtail.rl.grading.reward import ExactReward
+from longtail.rl.grading.reward import Grader
 from longtail.system.files import find_surrogate
 
 ENDS = Ends(ids=(0,), turn="", turn_id=None, special={})
@@ -84,17 +84,6 @@ def render(messages: list[dict[str, Any]], tools: list[Any] | None = None, **_: 
     return f"{tools}" + "".join(f"<{message['role']}>{message['content']}" for message in messages)
 
 
-def exact(rows: Sequence[Row]) -> dict[int, str]:
-    """Check rows as graders do, in this process."""
-    reasons = {}
-    for number, row in enumerate(rows):
-        try:
-            ExactReward().check(row)
-        except Exception as error:  # noqa: BLE001 - a reward may raise anything
-            reasons[number] = str(error)
-    return reasons
-
-
 def use(rows: list[Row], source: str) -> None:
     """Take rows through all that reads them; DataError is an answer, too."""
     for encoder in (Encoder(encode=encode, render=None), Encoder(encode=encode, render=render)):
@@ -106,7 +95,7 @@ def train_on(rows: list[Row], source: str, encoder: Encoder) -> None:
     prompts = make_prompts(rows, source=source, encoder=encoder, max_prompt_len=64, drop_long=True)
     assert len(prompts.prompts) == len(prompts.rows) == len(rows) - prompts.num_dropped
     assert PromptSource(prompts, seed=0).take(1)[0].prompt in prompts.prompts
-    for prompt in gradable(prompts, "exact", exact, drop=True).prompts:
+    for prompt in gradable(prompts, "exact", Grader("exact").check, drop=True).prompts:
         answer = prompt.data["answer"]
         assert not isinstance(answer, float) or math.isfinite(answer)
 

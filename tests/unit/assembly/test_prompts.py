@@ -25,7 +25,7 @@ def _load(workshop: Workshop, *words: str, template: str | None = TEMPLATE) -> H
     tokenizer = load_tokenizer(workshop.model)
     tokenizer._inner.chat_template = template
     config = load(None, workshop.words("run", *words)[1:])
-    return load_prompts(config, tokenizer, lambda rows: {})
+    return load_prompts(config, tokenizer, lambda rows: [None] * len(rows))
 
 
 def test_arguments_and_a_system_prompt_reach_the_chat_template(workshop):
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_said(workshop, tmp_path):
     config = load(None, workshop.words("run", *words, *drop)[1:])
     said = list[str]()
     tokenizer = load_tokenizer(workshop.model)
-    load_prompts(config, tokenizer, lambda rows: {0: "none"}, said.append)
+    load_prompts(config, tokenizer, lambda rows: ["none", *[None] * (len(rows) - 1)], said.append)
     assert said == [
         f"{source}: 2 prompts over 8 tokens are left out (data.drop_long_prompts)",
         f"{source}: 1 prompts are left out (data.drop_ungradable)",

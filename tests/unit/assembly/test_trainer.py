@@ -35,7 +35,7 @@ def _config(workshop: Workshop, *words: str) -> RunConfig:
 
 def _assemble(workshop: Workshop, *words: str) -> TrainerComponents:
     config = _config(workshop, *words)
-    prompts = partial(load_prompts, config, check=lambda rows: {})
+    prompts = partial(load_prompts, config, check=lambda rows: [None] * len(rows))
     return assemble(config, workshop.model, None, prompts)
 
 

@@ -3,10 +3,10 @@
 import pytest
 
 from longtail.config.rewards import RewardSection
-from longtail.errors import DataError, GradingError
+from longtail.errors import DataError
 from longtail.rl.data.prompts import Encoder, hold_out, make_prompts
 from longtail.rl.grading.pool import GraderPool, gradable
-from longtail.rl.grading.reward import reward_factory
+from longtail.rl.grading.reward import Grader
 
 ENCODER = Encoder(encode=lambda text, **_: list(text.encode()), render=None)
 UNUSABLE = [None, float("nan"), "", "####", [1]]
@@ -20,18 +20,7 @@ def prompts_of(*answers, **options):
 
 
 def gradable_here(prompts, *, drop=False):
-    """Check in this process."""
-
-    def check(rows):
-        reasons = {}
-        for number, row in enumerate(rows):
-            try:
-                reward_factory("exact")().check(row)
-            except GradingError as error:
-                reasons[number] = str(error)
-        return reasons
-
-    return gradable(prompts, "exact", check, drop=drop)
+    return gradable(prompts, "exact", Grader("exact").check, drop=drop)
 
 
 @pytest.mark.parametrize("answer", UNUSABLE, ids=repr)
@@ -57,7 +46,7 @@ def test_alike_rows_are_checked_once():
 
     def check(rows):
         asked.extend(rows)
-        return {}
+        return [None] * len(rows)
 
     gradable(prompts_of("1", "2", "1", 1), "exact", check, drop=False)
     assert asked == [{"answer": "1"}, {"answer": "2"}, {"answer": 1}]
@@ -69,5 +58,5 @@ def test_graders_check_rows_in_their_own_processes():
         reasons = pool.check([{"answer": answer} for answer in answers])
         with pytest.raises(DataError, match=r"row 1, column 'solution': .* is nan"):
             gradable(prompts_of(*answers), "exact", pool.check, drop=False)
-    assert sorted(reasons) == [1, 2]
-    assert "is nan, expected text or a finite number" in reasons[1]
+    assert [why is None for why in reasons] == [True, False, False, True]
+    assert "is nan, expected text or a finite number" in str(reasons[1])

@@ -90,16 +90,15 @@ class GraderPool(ProcessPool):
                 rollouts.append(Rollout(prompt=prompt, completion=completion, reward=outcome))
         return Graded(rollouts=tuple(rollouts), failures=tuple(failures))
 
-    def check(self, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-        """Return, by index, why some rows cannot be graded for any completion.
+    def check(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """Return, for each row, why no completion of it can be graded; None if one can.
 
         A row has the columns that `required_columns` names. Raises as `wait_ready` does.
         """
         self.wait_ready()
         starts = range(0, len(rows), _CHECKED_TOGETHER)
         parts = [[dict(row) for row in rows[at : at + _CHECKED_TOGETHER]] for at in starts]
-        reasons = self._run("check", parts)
-        return {index: why for index, why in enumerate(reasons) if why is not None}
+        return self._run("check", parts)
 
     def _run(self, method: str, parts: Sequence[list[Any]]) -> list[Any]:
         """Return the outcome of each item of each part, which is a task.
@@ -148,8 +147,8 @@ def _check_room(workers: int) -> None:
         )
 
 
-Check = Callable[[Sequence[Mapping[str, Any]]], Mapping[int, str]]
-"""Map rows, reduced to the columns that a reward needs, to reasons why some cannot be graded."""
+Check = Callable[[Sequence[Mapping[str, Any]]], Sequence[str | None]]
+"""Map rows, reduced to the columns that a reward needs, to reasons why they cannot be graded."""
 
 
 def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) -> PromptSet:
@@ -174,8 +173,8 @@ def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) 
     index_lists = list(equal_rows.values())
     firsts = (prompts.prompts[indices[0]].data for indices in index_lists)
     rows = [{name: data[name] for name in columns} for data in firsts]
-    for number, why in check(rows).items():
-        reasons |= dict.fromkeys(index_lists[number], why)
+    for indices, why in zip(index_lists, check(rows), strict=True):
+        reasons |= {} if why is None else dict.fromkeys(indices, why)
     if reasons and (not drop or len(reasons) == len(prompts.prompts)):
         raise DataError(_error_text(prompts, reasons))
     kept = [index for index in range(len(prompts.prompts)) if index not in reasons]
