@@ -1,7 +1,7 @@
 """OpenAI's protocol: request bodies, checked by pydantic, and response bodies, whole or in chunks.
 
-A field that would change the text and is not supported is refused by its name. Fields that change
-nothing are ignored. Unknown fields are refused, since a mistyped option would be silently ignored.
+A field that would change the completion and is not supported is refused by its name. Fields that
+change nothing are ignored. Unknown fields are refused: a mistyped option would have no effect.
 """
 
 import time
@@ -43,7 +43,7 @@ _IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "prediction", "parallel_tool_calls"),
 }
-"""Fields that do not change the text."""
+"""Fields that do not change the completion."""
 _CONTENTS = ("audio", "function_call", "refusal")
 """Contents of messages that no chat template writes."""
 
@@ -116,7 +116,7 @@ class _CommonFields(_Body):
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = []
     stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
-    """Tokens that end a text, besides the model's own."""
+    """Tokens that end a completion, besides the model's own."""
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool = False
     stream_options: dict[Literal["include_usage", "include_obfuscation"], bool] = {}

@@ -140,7 +140,7 @@ def listed(rows: Sequence[Row]) -> Row:
 def completion(row: Row, drafts: Sequence[Row]) -> Row:
     """Return one completion with its prompt and drafted characters.
 
-    `drafts` are the step's rows of drafts.jsonl, which are apart from the texts, since texts do not
+    `drafts` are the step's rows of drafts.jsonl, which are apart from the texts, which do not
     depend on the drafter. `drafted` has begin and end of each accepted draft, in characters of the
     text; None if the run did not keep them. `turns`: see `_turns`; `calls` are all and bad ones.
     """

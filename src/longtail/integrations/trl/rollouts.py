@@ -35,11 +35,11 @@ class Rollouts:
     """Rollouts for one trainer, made inside this context; called `longtail_rollouts`.
 
     `drafter` is a name as for `--speculation.drafter`: "auto" begins a fresh one, which learns
-    during the run, "none" decodes plainly; texts are the same. `train` "never": no drafter learns;
-    one of EAGLE never does. `seed` is that of the noise, by default the trainer's. `dtype` is
-    "float32" or "bfloat16", by default what the trainer computes in, but float32 where bfloat16 is
-    emulated. `resume` is a checkpoint of the trainer whose drafter is used, by default the one in
-    its output directory that it resumes from.
+    during the run, "none" decodes plainly; completions are the same. `train` "never": no drafter
+    learns; one of EAGLE never does. `seed` is that of the noise, by default the trainer's. `dtype`
+    is "float32" or "bfloat16", by default what the trainer computes in, but float32 where bfloat16
+    is emulated. `resume` is a checkpoint of the trainer whose drafter is used, by default the one
+    in its output directory that it resumes from.
     Raises ConfigError for other values.
     """
 

@@ -91,7 +91,7 @@ def refuse_images(images: Any) -> None:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return the tokens that end a text: the tokenizer's, then those of the generation config."""
+    """Return the tokens that end a completion: of tokenizer and generation config."""
     listed = None if model.generation_config is None else model.generation_config.eos_token_id
     several = listed if isinstance(listed, list) else [listed]
     found = [tokenizer.eos_token_id, *several]
@@ -138,7 +138,7 @@ class LongtailGeneration(VLLMGeneration):
         refuse_unsupported(self)
         self._params()  # refuses before any work
         session = self._rollouts.open(self)
-        # TRL's loop over tools reads the longest text here.
+        # TRL's loop over tools reads the longest sequence here.
         longest = SimpleNamespace(max_model_len=session.max_len)
         self.llm = SimpleNamespace(llm_engine=SimpleNamespace(model_config=longest))
 

@@ -1,8 +1,8 @@
 """Rollouts for one trainer: its policy, its drafters and what they learn, keys, metrics, state.
 
 The policy is a copy of the trainer's weights, which is written in place at each change. At the
-begin of a rollout the processes exchange the sums of the texts since the last one. A single process
-also learns from them after each rollout.
+begin of a rollout the processes exchange the sums of the completions since the last one. A single
+process also learns from them after each rollout.
 """
 
 import time
@@ -41,8 +41,8 @@ _STEP_TOKENS = 512
 class Session:
     """Owns the policy's copy and all that drafts for it. `pull` first, then `generate`.
 
-    `target` is the model that generates, empty until then. Texts have at most `max_len` tokens,
-    prompts included.
+    `target` is the model that generates, empty until then. Sequences have at most `max_len`
+    tokens, prompts included.
     """
 
     def __init__(

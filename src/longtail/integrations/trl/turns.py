@@ -4,8 +4,8 @@
     later turns   prompt, completion, tool result       the key of its first turn
 
 TRL calls its generator once for each turn, with the samples that are not done. Noise is drawn by
-key and position, so a later turn continues the noise of the text before it. `sample` is the place
-in the batch of all processes; so a text does not depend on their number.
+key and position, so a later turn continues the noise of the turn before it. `sample` is the place
+in the batch of all processes; so a completion does not depend on their number.
 """
 
 import hashlib
@@ -50,10 +50,10 @@ class Batch:
 
 @final
 class Turns:
-    """Remembers the texts of the present batch, to find the key of a later turn."""
+    """Remembers the sequences of the present batch, to find the key of a later turn."""
 
     def __init__(self) -> None:
-        self._texts: dict[Tokens, list[Sample]] = {}
+        self._sequences: dict[Tokens, list[Sample]] = {}
         self._step: tuple[int, bool] | None = None
         self._round = 0
         """Number of batches before this one between two updates."""
@@ -61,24 +61,24 @@ class Turns:
     def begin(self, prompts: Sequence[Tokens], batch: Batch) -> tuple[list[Sample], bool]:
         """Return the samples of a call, and whether it is the first turn of a batch.
 
-        All of a later turn extend texts of this batch.
+        All of a later turn extend sequences of this batch.
         """
         step = (batch.step, batch.is_training)
         if step != self._step:
             self._step, self._round = step, 0
-            self._texts.clear()
-        later = self._later(prompts) if self._texts else None
+            self._sequences.clear()
+        later = self._later(prompts) if self._sequences else None
         if later is not None:
             return later, False
-        self._round += bool(self._texts)
-        self._texts.clear()
+        self._round += bool(self._sequences)
+        self._sequences.clear()
         numbered = enumerate(prompts, start=batch.first)
         return [self._sample(prompt, batch, number) for number, prompt in numbered], True
 
     def end(self, samples: Sequence[Sample], completions: Sequence[Tokens]) -> None:
-        """Remember the texts that a later turn may extend; the last token may be left out there."""
+        """Remember the sequences that a later turn may extend, but for their last token."""
         for sample, tokens in zip(samples, completions, strict=True):
-            self._texts.setdefault((*sample.prompt, *tokens[:-1]), []).append(sample)
+            self._sequences.setdefault((*sample.prompt, *tokens[:-1]), []).append(sample)
 
     def _sample(self, prompt: Tokens, batch: Batch, number: int) -> Sample:
         name = _digest(prompt)
@@ -89,15 +89,15 @@ class Turns:
 
     def _later(self, prompts: Sequence[Tokens]) -> list[Sample] | None:
         """Return the samples that these prompts continue; None if one continues none."""
-        lengths = sorted({len(text) for text in self._texts}, reverse=True)
+        lengths = sorted({len(known) for known in self._sequences}, reverse=True)
         found = []
         taken: dict[Tokens, int] = {}
         for prompt in prompts:
-            text = next((t for n in lengths if (t := prompt[:n]) in self._texts), None)
-            if text is None or len(text) == len(prompt):
+            begun = next((t for n in lengths if (t := prompt[:n]) in self._sequences), None)
+            if begun is None or len(begun) == len(prompt):
                 return None
-            before, count = self._texts[text], taken.get(text, 0)
-            taken[text] = count + 1
+            before, count = self._sequences[begun], taken.get(begun, 0)
+            taken[begun] = count + 1
             earlier = before[min(count, len(before) - 1)]
             group = f"{earlier.group}/{_digest(prompt)}"
             found.append(replace(earlier, group=group, prompt=prompt))
