@@ -82,7 +82,7 @@ class RolloutEngine(ActiveRequests):
         if speculation is None:
             return
         costs, model, limits = None, self.model, self._limits
-        if speculation.needs_costs:
+        if speculation.guarded:
             self._costs = costs = self._costs or profile.measure_steps(model, limits)
             costs.drafts = [profile.measure_drafts(each, model, limits) for each in drafters]
         speculation.tuner.begin(costs, len(drafters))
@@ -131,9 +131,7 @@ class RolloutEngine(ActiveRequests):
 
     def abort(self, request_id: str) -> None:
         """Remove an unfinished request."""
-        if request_id not in self._active:
-            raise RequestError(f"request {request_id!r} is not in progress")
-        self._remove(self._active[request_id])
+        self._remove(self._in_progress(request_id))
         if self._speculator is not None and not self._active:
             self._speculator.end()
 
@@ -217,6 +215,4 @@ class RolloutEngine(ActiveRequests):
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this engine can never serve the request; thread-safe."""
-        if request.request_id in self._active:
-            raise RequestError(f"request {request.request_id!r} is already in progress")
-        request.check(self.model.config.vocab_size, self._limits.max_len)
+        self._check(request, self.model.config.vocab_size, self._limits.max_len)

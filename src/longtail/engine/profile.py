@@ -7,7 +7,7 @@ take too long are interpolated or extrapolated.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -52,8 +52,8 @@ def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
     for repeat in range(_REPEATS):  # repeats apart in time, so that a stall affects only one
         deadline = started + _SECONDS * (repeat + 1) / _REPEATS
         for place, count in enumerate(dict.fromkeys(counts)):
-            end = time.perf_counter() + _expected_s(seconds, count)
-            if (place < _NEEDED and repeat < _NEEDED_REPEATS) or end < deadline:
+            is_needed = place < _NEEDED and repeat < _NEEDED_REPEATS
+            if is_needed or time.perf_counter() < deadline:
                 took = steps.step(count, steps.short)
                 seconds[count] = min(took, seconds.get(count, took))
     knots = sorted(seconds)
@@ -66,15 +66,6 @@ def measure_steps(model: Transformer, limits: EngineLimits) -> CostModel:
         pair_s=max(requests_s, 0.0) / pairs,
         node_pair_s=min(max(drafts_s - requests_s, 0.0) / 3, max(requests_s, 0.0)) / pairs,
     )
-
-
-def _expected_s(seconds: Mapping[int, float], count: int) -> float:
-    """Return the seconds of the next larger measured size; in proportion beyond the largest."""
-    larger = [known for known in seconds if known >= count]
-    if larger:
-        return seconds[min(larger)]
-    largest = max(seconds, default=count)
-    return seconds.get(largest, 0.0) * count / largest
 
 
 @torch.inference_mode()

@@ -134,6 +134,18 @@ class ActiveRequests(Generator):
     def save_drafter(self, path: Path) -> None:
         """Do nothing: its drafters learn from what the loop reads."""
 
+    def _check(self, request: Request, vocab_size: int, max_len: int) -> None:
+        """Raise RequestError for a request in progress, or one beyond these limits."""
+        if request.request_id in self._active:
+            raise RequestError(f"request {request.request_id!r} is already in progress")
+        request.check(vocab_size, max_len)
+
+    def _in_progress(self, request_id: str) -> ActiveRequest:
+        """Return an unfinished request; RequestError if there is none of this id."""
+        if request_id not in self._active:
+            raise RequestError(f"request {request_id!r} is not in progress")
+        return self._active[request_id]
+
     def _begin(self, request: Request) -> ActiveRequest:
         """Add a checked request to the table, and return it."""
         active = ActiveRequest(

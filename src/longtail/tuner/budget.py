@@ -106,9 +106,7 @@ class _Budget:
 
 
 class BudgetTuner(Tuner):
-    """Decides by the cost model and by calibrated probabilities."""
-
-    needs_costs = True
+    """Decides by the cost model and by calibrated probabilities, with a guard beside it."""
 
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:
         """Start with the estimate that every drafter is fairly good."""

@@ -20,9 +20,6 @@ from longtail.tuner.records import Batch, Outcome, Plan
 class Tuner(abc.ABC):
     """Decides in each step whether to draft, with which drafters, and which nodes to verify."""
 
-    needs_costs = False
-    """Whether `begin` needs measured costs."""
-
     def begin(self, costs: CostModel | None, num_drafters: int) -> None:  # noqa: B027
         """Start over with these drafters; the engine keeps correcting the costs."""
 

@@ -24,7 +24,7 @@ from longtail.drafter.weights import are_finite
 from longtail.engine.batch import Results
 from longtail.engine.request import ActiveRequests, EngineLimits
 from longtail.engine.text import Decode
-from longtail.errors import NonFiniteError, RequestError
+from longtail.errors import NonFiniteError
 from longtail.generator import StepReport, Switch, Verified
 from longtail.types import Request, SamplingParams
 from longtail.vllm import plugin
@@ -85,9 +85,7 @@ class VllmGenerator(ActiveRequests):
 
     def check(self, request: Request) -> None:
         """Raise RequestError if vLLM can never serve the request; thread-safe."""
-        if request.request_id in self._active:
-            raise RequestError(f"request {request.request_id!r} is already in progress")
-        request.check(self._vocab_size, self._limits.max_len)
+        self._check(request, self._vocab_size, self._limits.max_len)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -101,8 +99,7 @@ class VllmGenerator(ActiveRequests):
 
     def abort(self, request_id: str) -> None:
         """Remove an unfinished request."""
-        if request_id not in self._active:
-            raise RequestError(f"request {request_id!r} is not in progress")
+        self._in_progress(request_id)
         self._engine.abort_request([request_id])
         self._forget(request_id)
 

@@ -6,14 +6,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from longtail.drafter.ridge.drafter import RidgeDrafter
-from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.weights import copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.runner import ModelRunner
 from longtail.engine.speculation.speculator import Speculation
-from longtail.generator import StepReport
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
@@ -22,7 +18,6 @@ from longtail.tuner.records import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
 from longtail.types import Request
 from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, ragged
-from support.eagle_requests import ridge_layer
 from support.engine_requests import (
     CROWDED,
     ROOMY,
@@ -224,23 +219,6 @@ def test_a_drafter_keeps_no_finished_request_and_follows_new_weights(removed):
     other = tiny_model("llama", seed=1, dtype=torch.float64)
     engine.load_policy(1, hf_rows(other).items())
     assert drafter.num_refreshes == before + (not removed)
-
-
-def test_a_fresh_drafter_is_not_asked_before_its_first_weights() -> None:
-    model = tiny_model(dtype=torch.float64)
-    config = RidgeConfig(target=model.config, slots=4)
-    engine = RolloutEngine(model, nothing, ROOMY)
-    drafter = RidgeDrafter(RidgeLayer(config), model)
-    engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
-    counts = []
-    for weights in (None, copy_parameters(ridge_layer(config))):
-        if weights is not None:
-            engine.load_drafter(weights)
-        steps: list[StepReport] = []
-        engine.generate(make_requests(max_tokens=8), steps.append)
-        counts.append(sum(len(step.verified) for step in steps))
-        assert all(step.speculates for step in steps)
-    assert counts[0] == 0 < counts[1]
 
 
 class Turns(Tuner):

@@ -44,7 +44,7 @@ class Speculation:
     coupled: bool = True
     """Whether drafters use the target's sampling noise; off only for comparisons."""
     guarded: bool = True
-    """Whether drafting that loses against plain decoding is paused; off only for comparisons."""
+    """Whether drafting that loses by the measured costs is paused; off only for comparisons."""
     clock: Clock = time.perf_counter
     """Clock of what guard, tuner and cost model learn from."""
     features: FeatureStore | None = None
@@ -74,11 +74,6 @@ class Speculation:
         """Draft by one strategy in all steps of at most `max_running` requests (0: any number)."""
         tuner = FixedTuner(strategy, max_running=max_running)
         return Speculation(drafters=(drafter,), tuner=tuner, coupled=coupled, guarded=False)
-
-    @property
-    def needs_costs(self) -> bool:
-        """Whether guard or tuner use the cost model."""
-        return self.guarded or self.tuner.needs_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +122,8 @@ class Speculator:
         self.observations: Observations = Observations(
             self.drafters, speculation.statistics, speculation.features
         )
-        assert costs is not None or not speculation.needs_costs, "costs are measured first"
         self._costs = costs
-        self._guard = Guard(costs) if speculation.guarded and costs is not None else None
+        self._guard = None if costs is None else Guard(costs)
         self._tuner, self._clock = speculation.tuner, speculation.clock
         windows = [window for window in config.windows if window]
         # A window counts positions, and the nodes of a draft share positions but not slots.
