@@ -134,7 +134,8 @@ def _tensors(reader: Any, config: ModelConfig) -> dict[str, torch.Tensor]:
     parts = [part.name for parts in layout(config).values() for part in parts]
     theirs = {names.get_name(name, (".weight", ".bias")): name for name in parts}
     found = {theirs.get(tensor.name, tensor.name): tensor for tensor in reader.tensors}
-    kinds = {name: Kind(shape=tuple(map(int, t.shape[::-1]))) for name, t in found.items()}
+    shapes = {name: tuple(map(int, tensor.shape[::-1])) for name, tensor in found.items()}
+    kinds = {name: Kind(shape=each, dtypes=("float32",)) for name, each in shapes.items()}
     require_layout(kinds, config, "the file")
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     tensors = {}
