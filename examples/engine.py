@@ -1,4 +1,4 @@
-"""The engine in ten lines: two samples of one prompt. A seed's texts do not depend on the drafter.
+"""The engine in ten lines: two samples of one prompt. No seed's completion depends on the drafter.
 
 python examples/engine.py
 """

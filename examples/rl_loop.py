@@ -3,7 +3,7 @@
     python examples/rl_loop.py [STEPS] [RUN_DIR] [DRAFTER]
 
     prompts -> rollout -> rewards -> advantages -> learner -> published weights -> next step
-                  a drafter learns from the texts beside it; no text depends on it
+                  a drafter learns from the completions beside it; none depends on it
 
 SmolLM2-135M adds numbers. `longtail train` does the same with checkpoints, held-out prompts,
 graders in processes of their own, several workers and pictures.
@@ -73,7 +73,7 @@ def main(steps: int = 12, run_dir: str = "runs/rl-loop", drafter: str = "auto") 
                         data={"answer": answer},
                     )
                 )
-            # A text is a function of weights, prompt, sampling parameters and this key.
+            # A completion is a function of weights, prompt, sampling parameters and this key.
             requests = [
                 Request(
                     request_id=f"{prompt.prompt_id}#{sample}",
