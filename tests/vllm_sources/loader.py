@@ -3,21 +3,19 @@
 Triton's interpreter runs the kernels (tests/conftest.py switches it on).
 """
 
-import builtins
 import importlib.util
 import sys
-from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
+
+from vllm_sources.interpreter import hasten, log1p
 
 GPU = "vllm.v1.worker.gpu"
 REAL = (
@@ -30,20 +28,6 @@ REAL = (
     f"{GPU}.spec_decode.rejection_sampler_utils", f"{GPU}.spec_decode.speculator",
 )  # fmt: skip
 """Modules that are loaded from vLLM's sources, where a release has them."""
-
-
-def log1p(x: Any) -> Any:
-    """Return log(1 + x), which kernels take from the device's library."""
-    with np.errstate(divide="ignore"):
-        value = np.log1p(x.handle.data)
-    return tl.tensor(interpreter.TensorHandle(value, x.handle.dtype), x.type)
-
-
-class _Index(int):
-    """A number of an interpreted range, which kernels convert."""
-
-    def to(self, _dtype: Any) -> "_Index":
-        return self
 
 
 class Memory:
@@ -137,6 +121,4 @@ def load(root: Path) -> None:
     if not (root / "vllm" / "v1" / "worker" / "gpu" / "sample" / "gumbel.py").exists():
         raise FileNotFoundError(f"{root} holds no sources of vLLM")
     sys.meta_path.insert(0, _Sources(root))
-    interpreter.range = lambda *limits: map(_Index, builtins.range(*limits))
-    builder = interpreter.interpreter_builder  # hash functions mean to overflow
-    builder.options = replace(builder.options, sanitize_overflow=False)
+    hasten()

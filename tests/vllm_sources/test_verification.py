@@ -18,7 +18,7 @@ from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Requests, rows
 
 SOURCES = Path(os.environ["LONGTAIL_VLLM_SOURCES"])
-COUNT, VOCAB, STEPS = 4000, 24, 2
+COUNT, VOCAB, STEPS = 10_000, 24, 2
 pytestmark = [  # of what vLLM imports, and of interpreted logarithms of 0
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
