@@ -87,9 +87,7 @@ function textWidth(texts) {
 //   unit, xLabel, log, wholeX, top (least top of y), range (of x)
 export class Chart {
   constructor(host, { onPick, onZoom, onHover, height = HEIGHT, sync } = {}) {
-    Object.assign(this, { host, onPick, onZoom, onHover, height, sync });
-    this.plot = null;
-    this.spec = null;
+    Object.assign(this, { host, onPick, onZoom, onHover, height, sync, plot: null, spec: null });
     new ResizeObserver(() => this.resize()).observe(host);
   }
 
