@@ -38,12 +38,12 @@ from longtail.model.hf.causal import CausalModel, read_pretrained
 from longtail.model.hf.model import PolicyTransformer, load_model
 from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.kernels.linear import Linear
-from longtail.model.kernels.products import ROWS
+from longtail.model.kernels.training_products import ROWS
 from longtail.model.policy import Policy
 from longtail.model.transformer import Transformer
 from longtail.rl.learner import Learner
 from longtail.rl.packing import pack_rollouts
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system.device import choose_device, multiplies_bfloat16, now, set_threads
 from longtail.types import Completion, FinishReason, Prompt, Rollout, SamplingParams, TrainBatch
 

@@ -9,8 +9,8 @@ from longtail.engine.report import RolloutReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.speculation.drafter import Drafter
-from longtail.tuner.budget import BudgetTuner
-from longtail.tuner.records import Outcome
+from longtail.tuner.budget_tuner import BudgetTuner
+from longtail.tuner.messages import Outcome
 from longtail.types import Completion
 from subject import Subject
 

@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 from pydantic import Field
 
 from longtail.cli.main import guarded, set_environment
-from longtail.config.options import WORD, Parser, read
+from longtail.config.arguments import WORD, Parser, read
 from longtail.config.sections import Count
 
 set_environment()

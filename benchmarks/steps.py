@@ -24,9 +24,9 @@ from longtail.bench.card import Spread, Table, print_card, progress
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.limit import limit_of, measure
+from longtail.model.roofline import limit_of, measure
 from longtail.model.transformer import Transformer
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system.device import set_threads
 from longtail.types import Request, SamplingParams
 

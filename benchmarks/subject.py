@@ -25,9 +25,9 @@ from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import load_tokenizer
-from longtail.model.limit import Limit, limit_of, measure
+from longtail.model.roofline import Limit, limit_of, measure
 from longtail.rl.data.prompts import PromptSource
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.sampling import noise_key
 from longtail.speculation.drafter import Drafter, Observed
 from longtail.speculation.grow import GrowingDrafter

@@ -19,7 +19,7 @@ from longtail.bench.card import Spread, Table, print_card, ratios
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.model.hf.model import load_model
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system.device import set_threads
 from longtail.types import Request, SamplingParams
 

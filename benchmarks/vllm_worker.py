@@ -115,7 +115,7 @@ def load_loop(spec: dict[str, Any]) -> tuple[str, Generate]:
 def drafting(spec: dict[str, Any]) -> dict[str, Any]:
     """Register longtail's plugin; return vLLM's options for a rule."""
     sys.path.append(spec["packages"])  # behind the packages of this environment
-    from longtail.vllm import cpu_fixes, guards, plugin
+    from longtail.vllm import cpu_fixes, patching, plugin
 
     plugin.register()
     rule = spec["rule"]
@@ -125,7 +125,7 @@ def drafting(spec: dict[str, Any]) -> dict[str, Any]:
         own = {"drafter": "learned", "depth": spec["depth"]} if learns else {}
         options["additional_config"] = {"longtail": own}
     elif cpu_fixes.is_cpu():
-        guards.replace(cpu_fixes.defects())
+        patching.replace(cpu_fixes.defects())
     if rule not in ("plain", "learned"):
         options["speculative_config"] = {
             "method": spec["method"],

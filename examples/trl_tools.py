@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from longtail.integrations.trl import longtail_rollouts
 from longtail.rl.data.sum_task import problems
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"

@@ -29,7 +29,7 @@ from longtail.generator import StepReport
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.hf.tokenizer import load_tokenizer as read_tokenizer
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system.device import own_engine_device, to_stderr
 from longtail.types import Completion, Request, SamplingParams
 

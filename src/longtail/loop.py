@@ -33,13 +33,13 @@ from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size
 from longtail.rl.data.requests import RequestBatch, requests_of
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.streaming import GroupStream, samples_dynamically, step_batches
+from longtail.rl.group_stream import GroupStream, samples_dynamically, step_batches
 from longtail.run import summary
+from longtail.run.base_model import find_base
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
 from longtail.run.evaluation import Evaluator, some_graded
-from longtail.run.logger import RunLogger
-from longtail.run.models import find_base
+from longtail.run.log_files import RunLogger
 from longtail.run.state import StateSaver, TrainerState
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.system.device import set_threads, threads_each

@@ -10,7 +10,6 @@ import torch
 from end_to_end.workshop import Workshop, build, say
 from longtail import Engine, SamplingParams
 from longtail.assembly import drafters
-from longtail.drafter.architecture import KINDS
 from longtail.drafter.kind import (
     DepthReport,
     DraftConfig,
@@ -19,6 +18,7 @@ from longtail.drafter.kind import (
     Lessons,
     TrainerReport,
 )
+from longtail.drafter.kinds import KINDS
 from longtail.drafter.weights import load_parameters
 from longtail.speculation.drafter import NO_TAPS
 from longtail.speculation.grow import Frontier, GrowingDrafter, Walker

@@ -48,8 +48,8 @@ def test_no_function_is_too_long_and_no_call_trusts_remote_code_or_pickles() -> 
 
 
 _READERS = {
-    *("system/files.py", "config/files.py", "config/options.py", "programs/drafter_eval.py"),
-    *("view/run_files.py", "run/metrics.py", "bench/arms.py"),
+    *("system/files.py", "config/files.py", "config/arguments.py", "programs/drafter_eval.py"),
+    *("view/run_files.py", "run/metrics_log.py", "bench/arms.py"),
 }
 """Files that may parse JSON or TOML: the one reader that checks it, TOML, and logs of runs."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from end_to_end.workshop import Workshop, build, read_lines, save_untaught, write_lines
-from longtail.drafter.training.replica import DrafterGain, Replica, SpotReport
+from longtail.drafter.training.replica_gain import DrafterGain, Replica, SpotReport
 from longtail.drafter.training.spot import SpotTrainer
 
 WORDS = (

@@ -35,9 +35,9 @@ from longtail.sampling import noise_key
 from longtail.speculation.drafter import Draftable
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree, keep_reached, prune, ranked
-from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.budget_tuner import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
-from longtail.tuner.records import Batch, Plan
+from longtail.tuner.messages import Batch, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, FinishReason, Request
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged

@@ -12,7 +12,7 @@ import torch
 
 from longtail.drafter.eagle.target_states import Interrupted
 from longtail.drafter.eagle.unroll import Pairs
-from longtail.drafter.training.replica import SpotEnd
+from longtail.drafter.training.replica_gain import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_sequences

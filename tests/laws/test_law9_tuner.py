@@ -18,10 +18,10 @@ import pytest
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import Accepted, DraftTree, follow, keep_reached, prune
-from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.budget_tuner import BudgetTuner
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.messages import Batch, DraftTiming, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 from support.worked import confidences
 

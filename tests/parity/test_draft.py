@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtail.drafter.architecture import KINDS
+from longtail.drafter.kinds import KINDS
 from longtail.model.kernels import native
 from longtail.speculation.confidence import ConfidenceCurve
 from longtail.speculation.drafter import Draftable

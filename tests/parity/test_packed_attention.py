@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from longtail.model.attention import PackedAttention, SharedAttention, causal_window_mask
 from longtail.model.kernels import native
 from longtail.model.kernels.packed_attention import NativePackedAttention
-from longtail.model.kernels.training import select_training_kernels
+from longtail.model.kernels.training_ops import select_training_kernels
 
 pytestmark = pytest.mark.skipif(
     native.functions(torch.float32) is None, reason="needs a C compiler"

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.model.attention import PackedAttention
-from longtail.model.kernels import native, products
+from longtail.model.kernels import native, training_products
 from longtail.model.kernels.ops import HeadNorms, Kernels
-from longtail.model.kernels.products import training_product
-from longtail.model.kernels.training import NativeTrainingKernels, select_training_kernels
+from longtail.model.kernels.training_ops import NativeTrainingKernels, select_training_kernels
+from longtail.model.kernels.training_products import training_product
 from longtail.model.rope import Rope, RopeConfig
 from longtail.model.transformer import Transformer
 from support.tiny_models import tiny_model
@@ -50,7 +50,7 @@ def maker(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.param and not torch._C._has_mkldnn:
         pytest.skip("this PyTorch has no oneDNN")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "_prefers_onednn", lambda: request.param)
+        patch.setattr(training_products, "_prefers_onednn", lambda: request.param)
         yield
 
 
@@ -182,10 +182,10 @@ def test_a_trained_product_and_its_gradients_are_those_of_linear(
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):
     """A learner meets another number of tokens in every micro-batch; what is compiled is kept."""
     shapes: list[torch.Size] = []
-    made = products._onednn
-    monkeypatch.setattr(products, "_prefers_onednn", lambda: True)
+    made = training_products._onednn
+    monkeypatch.setattr(training_products, "_prefers_onednn", lambda: True)
     monkeypatch.setattr(
-        products, "_onednn", lambda x, *others: shapes.append(x.shape) or made(x, *others)
+        training_products, "_onednn", lambda x, *others: shapes.append(x.shape) or made(x, *others)
     )
     for rows in (1, 2, 77, 128, 129, 255, 256):
         x, weight = tensors(0, (rows, 8), (5, 8))

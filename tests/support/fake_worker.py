@@ -16,7 +16,7 @@ import torch
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.worker import Stopped
 from longtail.drafter.training.buffer import SequenceSnapshot
-from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
+from longtail.drafter.training.replica_gain import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutReport
 from longtail.errors import NonFiniteError, ProcessGroupError

@@ -12,7 +12,7 @@ from longtail.drafter.eagle.fresh import fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig
 from longtail.drafter.eagle.trainer import TrainerSettings
 from longtail.drafter.training.buffer import DrafterBuffer, SequenceSnapshot
-from longtail.drafter.training.replica import Replica
+from longtail.drafter.training.replica_gain import Replica
 from longtail.drafter.training.spot import SpotSettings, SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.model.transformer import Transformer

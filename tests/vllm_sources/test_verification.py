@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtail.vllm import v2
+from longtail.vllm import coupled_v2
 from vllm_sources.loader import GPU, load
 from vllm_sources.machine import Machine, Requests, rows
 
@@ -33,7 +33,7 @@ def plugin() -> Iterator[None]:
     for name in ("sample.gumbel", "spec_decode.rejection_sampler"):
         assert Path(import_module(f"{GPU}.{name}").__file__).is_relative_to(SOURCES)
     with pytest.MonkeyPatch.context() as patch:
-        for each in v2.patches():
+        for each in coupled_v2.patches():
             patch.setattr(each.owner, each.name, each.replacement)
         yield
 

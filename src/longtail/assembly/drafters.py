@@ -26,7 +26,7 @@ from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, i
 from longtail.drafter.formats.eagle_files import is_published, load_published
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.feature_store import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, describe, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
 from longtail.system.files import similar_folders
 from longtail.system.machine import is_path, named_callable
-from longtail.tuner.budget import BudgetTuner
+from longtail.tuner.budget_tuner import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
 _FRESH_VOCAB = 64

@@ -14,15 +14,15 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.adapters import import_peft
 from longtail.model.hf.causal import equal_decoder
 from longtail.model.hf.model import load_config
-from longtail.model.limit import Limit, limit_of, measure
+from longtail.model.roofline import Limit, limit_of, measure
 from longtail.model.transformer import ModelConfig
 from longtail.rl import objective
+from longtail.rl.group_stream import why_not
 from longtail.rl.policy import uses_transformers
-from longtail.rl.streaming import why_not
-from longtail.run.models import Base
+from longtail.run.base_model import Base
 from longtail.system.device import DTYPES, compute_threads
 from longtail.system.machine import module_path, usable_cores, vllm_version
-from longtail.vllm.guards import TRAINS, trains_with
+from longtail.vllm.patching import TRAINS, trains_with
 
 _SHARDING_SINCE = "2.13"
 """First version of PyTorch with `FSDPModule.reset_iter_state`, for models without gradients."""

@@ -1,4 +1,4 @@
-"""Device of a run, values of `auto` on it, and lines about what a precision costs or loses.
+"""Device and dtypes of a run: what `auto` becomes there, and where a dtype is slow or lossy.
 
     run.device                         longtail's own engine generates on CPUs; on GPUs vLLM does
     rollout.dtype, target.dtype        bfloat16 where inference in it is fast, else float32

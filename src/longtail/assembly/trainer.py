@@ -6,7 +6,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 
-from longtail.assembly import memory, precision
+from longtail.assembly import memory_bound, precision
 from longtail.assembly.drafters import drafter_names, located
 from longtail.assembly.plan import RunPlan, limit_on, plan_run
 from longtail.assembly.worker import build_worker
@@ -18,11 +18,11 @@ from longtail.config.rl import RunConfig
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, RequestError
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from longtail.model.limit import Limit
+from longtail.model.roofline import Limit
 from longtail.model.size import count_parameters
 from longtail.rl.data.prompts import HeldOut, PromptSource
 from longtail.rl.processes.pool import confinement
-from longtail.run.models import Base, model_directory
+from longtail.run.base_model import Base, model_directory
 from longtail.system import machine
 from longtail.system.device import set_threads, threads_each, to_stderr
 from longtail.types import Prompt, SamplingParams
@@ -56,9 +56,9 @@ def assemble(  # noqa: PLR0913 - the parts of a run
     `on_progress` is called during rollouts and may raise; `now` is the time that chat templates
     write. Raises ConfigError if configuration, model and data do not fit together.
     """
-    plan = replace(memory.fitted(plan_run(config, directory, base), log), now=now)
+    plan = replace(memory_bound.fitted(plan_run(config, directory, base), log), now=now)
     tokenizer = load_tokenizer(directory)
-    memory.check(plan)
+    memory_bound.check(plan)
     tokenizer.limit(plan.shape.vocab_size)
     sampling, prompts = sampling_of(config, tokenizer), read_prompts(tokenizer)
     train, heldout = prompts.train.prompts, prompts.heldout.prompts
@@ -84,7 +84,7 @@ def open_workers(
     """
     config = precision.decided(config)
     set_threads(threads_each(config.run.threads, config.cluster.workers))
-    plan = memory.fitted(plan_run(config, model_directory(config.model.path, log)), log)
+    plan = memory_bound.fitted(plan_run(config, model_directory(config.model.path, log)), log)
     return _started(plan, max_prompt_len, log, lambda progress: None)
 
 
@@ -125,7 +125,7 @@ def _ray_processes(
     """Start Ray actors, which on other hosts have copies of the folders."""
     own = plan.config.cluster
     try:
-        from longtail.cluster.workers.ray.hosts import own_kit
+        from longtail.cluster.workers.ray.host_checks import own_kit
         from longtail.cluster.workers.ray.ray_processes import RayProcesses
     except ImportError as error:
         raise ConfigError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longtail.assembly.drafters import AUTO, FRESH, WEIGHTLESS, Target, make_tuner, open_trainable
-from longtail.assembly.memory import vllm_arguments
+from longtail.assembly.memory_bound import vllm_arguments
 from longtail.assembly.plan import RunPlan
 from longtail.config.rl import RunConfig
 from longtail.config.vllm_plugin import VllmSettings
@@ -31,9 +31,9 @@ from longtail.run.drafter_store import INITIAL
 from longtail.system.device import DTYPES, to_stderr
 from longtail.system.machine import is_path
 from longtail.tuner.depth import DepthTuner
-from longtail.vllm.eagle import VllmDrafter, eagle_drafter
 from longtail.vllm.generator import VllmGenerator
-from longtail.vllm.guards import KEY
+from longtail.vllm.patching import KEY
+from longtail.vllm.run_drafter import VllmDrafter, eagle_drafter
 
 
 def open_vllm(

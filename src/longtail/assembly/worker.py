@@ -38,7 +38,7 @@ from longtail.rl.environments.calls import format_of
 from longtail.rl.environments.pool import open_environments
 from longtail.rl.learner import Learner
 from longtail.rl.policy import open_policy
-from longtail.run.models import check_base
+from longtail.run.base_model import check_base
 from longtail.system.device import (
     DTYPES,
     multiplies_bfloat16,

@@ -1,4 +1,4 @@
-"""A card: tables for people, the machine they were measured on, one JSON object for programs.
+"""Printout of a benchmark: tables, the machine they were measured on, one line of JSON.
 
     With drafts, longtail generates 2.15x at 1 running, relative to plain decoding.
     TITLE

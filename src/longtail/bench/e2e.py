@@ -12,7 +12,7 @@ All are in memory from the first step to the last; arms that do not fit together
 import tempfile
 from pathlib import Path
 
-from longtail.assembly import memory
+from longtail.assembly import memory_bound
 from longtail.assembly.plan import limit_on, plan_run
 from longtail.assembly.precision import run_device
 from longtail.bench import e2e_card
@@ -20,7 +20,7 @@ from longtail.bench.arms import OFF, Arm, ArmResult, Comparison, make_comparison
 from longtail.bench.card import Log, print_card, progress
 from longtail.config.command_options import E2eBenchOptions
 from longtail.errors import ConfigError
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 
 
 def run(options: E2eBenchOptions) -> int:
@@ -48,15 +48,18 @@ def check_memory(compared: Comparison) -> None:
     has: nothing is evaluated.
     """
     own = compared.arms[OFF]
-    directory, available = model_directory(own.model.path), memory.available_bytes(run_device(own))
+    directory, available = (
+        model_directory(own.model.path),
+        memory_bound.available_bytes(run_device(own)),
+    )
     requests = own.rollout.prompts_per_step * own.rollout.group_size
     parts = []
     for arm in compared.arms.values():
         running = {"max_running": min(arm.rollout.max_running, requests)}
         rollout = arm.rollout.model_copy(update=running)
         plan = plan_run(arm.model_copy(update={"rollout": rollout}), directory)
-        parts.append((arm.cluster.workers, memory.estimate(memory.fitted(plan))))
-    passing = [n * sum(part.get(name, 0) for name in memory.PASSING) for n, part in parts]
+        parts.append((arm.cluster.workers, memory_bound.estimate(memory_bound.fitted(plan))))
+    passing = [n * sum(part.get(name, 0) for name in memory_bound.PASSING) for n, part in parts]
     needed = sum(n * sum(part.values()) for n, part in parts) - sum(passing) + max(passing)
     if available is not None and needed > available:
         raise ConfigError(

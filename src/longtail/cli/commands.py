@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from longtail.config import command_options, files
+from longtail.config.arguments import Parser, read
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.config.options import Parser, read
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
 

@@ -90,7 +90,7 @@ def examine() -> Iterator[Finding]:
 def _model_facts(name: str) -> Iterator[Finding]:
     """Yield the tokens that end a completion of a model."""
     from longtail.model.hf.tokenizer import load_tokenizer
-    from longtail.run.models import model_directory
+    from longtail.run.base_model import model_directory
 
     tokenizer = load_tokenizer(model_directory(name, field="MODEL"))
     ends = [f"{tokenizer.token_bytes(each).decode()} = {each}" for each in tokenizer.eos_ids]
@@ -107,8 +107,8 @@ def _limits(name: str) -> Table | str:
 
     from longtail.assembly.precision import fastest_dtype
     from longtail.model.hf.model import load_config
-    from longtail.model.limit import limit_of, measure
-    from longtail.run.models import model_directory
+    from longtail.model.roofline import limit_of, measure
+    from longtail.run.base_model import model_directory
     from longtail.system.device import DTYPES, choose_device
 
     try:
@@ -197,7 +197,7 @@ def _torch_facts() -> Iterator[Finding]:
 
 def _training_on_gpus(count: int) -> Finding:
     """Return what `longtail train` runs on the GPUs of this machine."""
-    from longtail.vllm.guards import TRAINS, trains_with
+    from longtail.vllm.patching import TRAINS, trains_with
 
     value = f"cluster.workers = {count}: one for each GPU; vLLM generates"
     version = _installed("vllm")

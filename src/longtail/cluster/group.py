@@ -19,7 +19,7 @@ from longtail.cluster.schedule.placement import Lengths
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import Decision, DrafterState, DrafterVersions
 from longtail.cluster.work.idle import IdleWork
-from longtail.cluster.work.learning import LearningWork
+from longtail.cluster.work.learning_ahead import LearningWork
 from longtail.cluster.workers.learner_team import LearnerTeam
 from longtail.cluster.workers.processes import Processes
 from longtail.cluster.workers.states import State, Timeline
@@ -27,9 +27,9 @@ from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.config.rl import RunConfig
 from longtail.drafter.training.buffer import DrafterBuffer
+from longtail.rl.group_stream import GroupStream, streams
 from longtail.rl.learner import LearnerState
 from longtail.rl.learner_metrics import LearnerReport
-from longtail.rl.streaming import GroupStream, streams
 from longtail.types import Request, TrainBatch
 
 

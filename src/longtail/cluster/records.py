@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from torch import Tensor
 
-from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.training.replica_gain import SpotReport
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.learner import LearnerState

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from longtail.config.options import WORD
+from longtail.config.arguments import WORD
 from longtail.config.sections import Dtype, NotNegative
 from longtail.errors import ConfigError
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from longtail.config.options import Parser, describe, place_of, section_of
+from longtail.config.arguments import Parser, describe, place_of, section_of
 from longtail.errors import ConfigError, did_you_mean
 from longtail.system.files import read_file
 

@@ -1,4 +1,4 @@
-"""A kind of drafter with weights: one record of all that is known outside its folder.
+"""Interface of a trainable kind of drafter: all that code outside its folder needs of it.
 
 DraftConfig --layer--> DraftLayer --drafter--> Drafter
                            ^-- fresh, trainer: `longtail drafter train`

@@ -25,7 +25,7 @@ from longtail.model.kernels.ops import (
     NativeKernels,
     select_kernels,
 )
-from longtail.model.kernels.training import select_training_kernels
+from longtail.model.kernels.training_ops import select_training_kernels
 from longtail.model.rope import Rope, RopeConfig, Rotation
 from longtail.speculation.drafter import NO_TAPS, Taps
 from longtail.system import machine

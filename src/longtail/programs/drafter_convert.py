@@ -11,7 +11,7 @@ from longtail.drafter.formats.layouts import export_drafter
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs.drafter_eval import default_target
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system.device import DTYPES, set_threads
 
 

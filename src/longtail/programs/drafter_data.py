@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from longtail.config.drafter import DrafterTrainConfig
-from longtail.drafter.architecture import KINDS
+from longtail.drafter.kinds import KINDS
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, DataError

@@ -35,9 +35,9 @@ from longtail.model.sources import smollm2
 from longtail.programs.drafter_data import prompts_of, source_rows
 from longtail.rl.data.prompts import Encoder
 from longtail.rl.data.sources import load_rows
+from longtail.run.base_model import model_directory
 from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
 from longtail.run.drafter_store import drafter_directory, run_drafters
-from longtail.run.models import model_directory
 from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.system.device import set_threads

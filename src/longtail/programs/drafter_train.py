@@ -15,7 +15,6 @@ import torch
 from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.precision import decided, run_device
 from longtail.config.drafter import DrafterSection, DrafterTrainConfig, DrafterTrainSection
-from longtail.drafter.architecture import KINDS
 from longtail.drafter.formats.checkpoint import (
     LoadedDrafter,
     TargetIdentity,
@@ -32,6 +31,7 @@ from longtail.drafter.kind import (
     Lessons,
     trained_in,
 )
+from longtail.drafter.kinds import KINDS
 from longtail.errors import ConfigError
 from longtail.model.hf.model import load_config, load_model
 from longtail.model.hf.tokenizer import load_tokenizer
@@ -41,9 +41,9 @@ from longtail.programs.drafter_data import Corpus, generated_texts, given_texts
 from longtail.rl.data.examples import ExampleBatches
 from longtail.rl.data.prompts import fingerprint
 from longtail.rl.packing import pack_sequences
+from longtail.run.base_model import model_directory
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.models import model_directory
 from longtail.system.device import DTYPES, own_engine_device
 from longtail.system.interrupt import Interruption
 

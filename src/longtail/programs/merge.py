@@ -9,8 +9,8 @@ from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.rl.optim import load_parameters
 from longtail.rl.policy import open_policy
+from longtail.run.base_model import find_base
 from longtail.run.checkpoint import CONFIG_FILE, RunDirectory
-from longtail.run.models import find_base
 from longtail.run.state_file import RUN_FORMAT
 from longtail.system.files import replace_folder, writing
 

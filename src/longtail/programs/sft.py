@@ -26,9 +26,9 @@ from longtail.rl.data.examples import Example, ExampleBatches, make_examples
 from longtail.rl.data.prompts import Encoder, origin_of
 from longtail.rl.data.sources import Row, load_rows
 from longtail.rl.sft_learner import SftLearner
+from longtail.run.base_model import model_directory
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.models import model_directory
 
 _HELDOUT_ONE_IN, _MAX_HELDOUT = 20, 64
 """One example in 20, and at most 64, are held out."""

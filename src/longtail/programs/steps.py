@@ -13,7 +13,7 @@ from longtail.drafter.kind import LayerTrainer
 from longtail.rl.sft_learner import SftLearner
 from longtail.run.checkpoint import Checkpoint, RunDirectory
 from longtail.run.console import Console
-from longtail.run.metrics import MetricLog
+from longtail.run.metrics_log import MetricLog
 from longtail.system.device import set_threads
 from longtail.system.interrupt import Interrupted, Interruption
 

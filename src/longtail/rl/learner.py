@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from longtail.config.rl import LearnerSection
 from longtail.errors import ClusterError, ConfigError, ProcessGroupError
 from longtail.model.hf.model import PolicyTransformer
-from longtail.model.kernels.products import can_hold_casts
+from longtail.model.kernels.training_products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
 from longtail.rl.gradient_accumulators import GradientAccumulators
@@ -40,7 +40,7 @@ from longtail.rl.loss import LossInputs, LossSettings
 from longtail.rl.objective import loss_of
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
-from longtail.system.memory import release_freed_memory, reuse_freed_memory
+from longtail.system.tensor_memory import release_freed_memory, reuse_freed_memory
 from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ class TrainerState:
     threads: int
     """Threads of a worker; the bits of an update depend on them."""
     base: Mapping[str, str] | None = None
-    """Model that adapters or the KL divergence refer to, as `run.models` records it."""
+    """Model that adapters or the KL divergence refer to, as `run.base_model` records it."""
 
 
 @final

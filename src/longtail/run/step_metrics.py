@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from longtail.cluster.records import RolloutResult
-from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.training.replica_gain import SpotReport
 from longtail.engine.report import RolloutReport, join_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.rl.data.requests import regroup

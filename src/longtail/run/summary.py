@@ -11,7 +11,7 @@ from typing import Any
 
 from longtail.errors import SPACE
 from longtail.run.checkpoint import Checkpoint
-from longtail.run.metrics import Number, is_row, read_line
+from longtail.run.metrics_log import Number, is_row, read_line
 from longtail.system.files import parse_json, write_atomically, writing
 
 _log = logging.getLogger("longtail")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, final
 
 from longtail.cluster.workers.states import Timeline
-from longtail.run.metrics import JsonLines, is_number
+from longtail.run.metrics_log import JsonLines, is_number
 
 TRACE_FILE = "trace.json"
 

@@ -28,7 +28,7 @@ from longtail.config.command_options import ServeOptions
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.tokenizer import Tokenizer, load_tokenizer
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.serve.protocol import Body, ChatRequest, CompletionRequest, ResponseBuilder, problem
 from longtail.serve.service import CompletionStream, Service
 from longtail.system.addresses import bind, is_loopback_header, url

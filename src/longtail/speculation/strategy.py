@@ -1,13 +1,13 @@
-"""The shape of a draft, and the thresholds for its nodes.
+r"""The shape of a draft, and the thresholds for its nodes.
 
     depth 3, width 2, beam 1                depth 3, width 2 (beam 2)
 
           0                                        0
-         / \\                                      / \
+         / \                                      / \
         1   2                                    1   2
-       / \\                                     / |   | \
+       / \                                     / |   | \
       3   4                                   3  4   5  6      two of these are expanded
-     / \\                                     ...
+     / \                                     ...
 
 A beam of 1 costs one row of the drafter per level for any width: the second-best token is known
 anyway, and costs only its verification.

@@ -1,4 +1,4 @@
-"""Draft trees: the proposal of a drafter for one request, and its verification.
+r"""Draft trees: the proposal of a drafter for one request, and its verification.
 
 The root is the request's last token. It is node 0 and not part of the draft. Nodes are numbered so
 that a parent comes before its children. The example is used throughout:

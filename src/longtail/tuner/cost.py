@@ -21,7 +21,7 @@ from typing import final
 import numpy as np
 from jaxtyping import Float, Int
 
-from longtail.tuner.records import Batch, DraftTiming, Outcome
+from longtail.tuner.messages import Batch, DraftTiming, Outcome
 
 _RATE, _CLIP = 0.06, 0.3
 """Fraction of an error by which one observation corrects a prediction, and the clip of the error (a

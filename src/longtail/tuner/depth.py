@@ -1,4 +1,4 @@
-"""The depth of chains for an engine that reports only what its steps took and accepted.
+"""Depth tuner for an engine (vLLM) that reports only time and accepted tokens of its steps.
 
     gain of depth k = (1 + c + c^2 + ... + c^k) / (1 + k x slope)
 
@@ -14,7 +14,7 @@ from typing import final
 
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, Tuner, fit_strategy
 
 _RATE = 0.04

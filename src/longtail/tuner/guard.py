@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import final
 
 from longtail.tuner.cost import CostModel
-from longtail.tuner.records import Batch, Outcome
+from longtail.tuner.messages import Batch, Outcome
 
 LOSS_SHARE = 0.01
 """Fraction of all seconds that drafting may lose."""

@@ -14,7 +14,7 @@ from longtail.speculation.budget import merge
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.tuner.cost import CostModel
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 
 
 class Tuner(abc.ABC):

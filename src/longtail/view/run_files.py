@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, final
 
 from longtail.errors import ConfigError
-from longtail.run.metrics import is_number, is_row, read_line
+from longtail.run.metrics_log import is_number, is_row, read_line
 from longtail.run.trace import TRACE_FILE, is_event
 from longtail.system.files import parse_json, process_of
 from longtail.view import steps

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
-from longtail.run.metrics import is_row, read_line, step_of_line
+from longtail.run.metrics_log import is_row, read_line, step_of_line
 
 MOST_BYTES = 32 * 2**20
 """Longest line, and most bytes of the lines of one step."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtail.run.metrics import is_number
+from longtail.run.metrics_log import is_number
 from longtail.view.series import short
 
 Row = dict[str, Any]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, check, module_of, reloading
+from longtail.vllm.patching import Patch, check, module_of, reloading
 
 
 def patches() -> list[Patch]:

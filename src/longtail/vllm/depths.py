@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 from longtail.tuner.tuner import OffTuner, Tuner
-from longtail.vllm.gains import Gains
-from longtail.vllm.guards import around, check
+from longtail.vllm.gain_log import Gains
+from longtail.vllm.patching import around, check
 
 _HELD_STEPS = 6
 """Steps in which a depth is kept."""

@@ -29,10 +29,10 @@ from longtail.generator import StepReport, Switch, Verified
 from longtail.types import Request, SamplingParams
 from longtail.vllm import plugin
 from longtail.vllm.depths import Depths
-from longtail.vllm.eagle import VllmDrafter
-from longtail.vllm.guards import reloading
 from longtail.vllm.learned_worker import save_if_learned
+from longtail.vllm.patching import reloading
 from longtail.vllm.reload import load_drafter, load_policy
+from longtail.vllm.run_drafter import VllmDrafter
 from longtail.vllm.start import start
 
 _ENVIRONMENT = {

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, check, learning, module_of
+from longtail.vllm.coupled_v1 import draw_drafts
 from longtail.vllm.history import sent
 from longtail.vllm.learned import Learned, Step
-from longtail.vllm.v1 import draw_drafts
+from longtail.vllm.patching import Patch, check, learning, module_of
 
 
 def patches() -> list[Patch]:

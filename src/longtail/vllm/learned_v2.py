@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longtail.vllm.guards import Patch, check, learning, module_of
+from longtail.vllm.coupled_v2 import target_draw
 from longtail.vllm.learned import Learned, Step
-from longtail.vllm.v2 import target_draw
+from longtail.vllm.patching import Patch, check, learning, module_of
 
 _GPU = "vllm.v1.worker.gpu"
 

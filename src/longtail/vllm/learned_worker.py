@@ -30,9 +30,9 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
-from longtail.vllm.guards import Patch, around, learning, module_of
 from longtail.vllm.history import Texts
 from longtail.vllm.learned import Draw, Learned
+from longtail.vllm.patching import Patch, around, learning, module_of
 from longtail.vllm.ridge import Block, Parts
 
 logger = logging.getLogger("vllm.plugins.longtail")

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from longtail.errors import ConfigError
-from longtail.vllm import guards
-from longtail.vllm.guards import KEY, VARIABLE, learning, requested
+from longtail.vllm import patching
+from longtail.vllm.patching import KEY, VARIABLE, learning, requested
 
 logger = logging.getLogger("vllm.plugins.longtail")  # vLLM shows what is below its own name
 
@@ -76,19 +76,25 @@ def install(config: Any) -> None:
             "start it in a process of its own"
         )
     if settings is not None:
-        guards.admit(config)
+        patching.admit(config)
         if settings.drafter is not None:
-            guards.check_room(config)
-        from longtail.vllm import learned_v1, learned_v2, learned_worker, v1, v2  # they need torch
+            patching.check_room(config)
+        from longtail.vllm import (  # they need torch
+            coupled_v1,
+            coupled_v2,
+            learned_v1,
+            learned_v2,
+            learned_worker,
+        )
 
         if not _PROCESS.runner:
             runner = "v2" if getattr(config, "use_v2_model_runner", False) else "v1"
-            guards.replace((v2 if runner == "v2" else v1).patches())
+            patching.replace((coupled_v2 if runner == "v2" else coupled_v1).patches())
             _PROCESS.runner = runner
             logger.info("longtail: coupled drafts in vLLM's %s model runner", runner)
         if settings.drafter is not None and not _PROCESS.learns:
             learned = learned_v2 if _PROCESS.runner == "v2" else learned_v1
-            guards.replace([*learned.patches(), *learned_worker.patches()])
+            patching.replace([*learned.patches(), *learned_worker.patches()])
             _PROCESS.learns = True
     _PROCESS.workers += 1
 
@@ -134,10 +140,10 @@ def _hook(module: str, name: str, method: str, new: Callable[..., Any], asked: b
     if stock is None:
         problem = f"longtail: this vLLM has no {name}.{method} in {module}"
         if asked:
-            raise ConfigError(f"{problem}; use vLLM {guards.KNOWN}, or unset {VARIABLE}")
+            raise ConfigError(f"{problem}; use vLLM {patching.KNOWN}, or unset {VARIABLE}")
         logger.warning(problem)
     elif not hasattr(stock, "longtail_stock"):
-        hooked: Any = guards.around(stock, new)
+        hooked: Any = patching.around(stock, new)
         hooked.longtail_stock = stock
         setattr(owner, method, hooked)
 
@@ -146,11 +152,11 @@ def _create_engine_config(stock: Callable[..., Any], self: Any, *args: Any, **kw
     """Check the vllm_config of the front end and write the settings into it, for the workers."""
     asked, learned = requested(self.additional_config, os.environ), learning(self)
     if asked is not None:
-        guards.check_version()
+        patching.check_version()
     given = "the argument speculative_config"
     if asked is not None and self.speculative_config is None:
-        given = f"the variable {guards.SPECULATION_VARIABLE}"
-        self.speculative_config = guards.speculation(os.environ)
+        given = f"the variable {patching.SPECULATION_VARIABLE}"
+        self.speculative_config = patching.speculation(os.environ)
     if learned is not None:
         if self.speculative_config is not None:
             raise ConfigError(
@@ -160,32 +166,32 @@ def _create_engine_config(stock: Callable[..., Any], self: Any, *args: Any, **kw
             )
         # It stands in the place of vLLM's n-gram search, the drafter without a model and a
         # cache: of that on the device, with steps ahead, or, in V1, of the other.
-        self.speculative_config = guards.chains("ngram_gpu", learned.depth)
-    tries = learned is None or guards.may_run_v2()
+        self.speculative_config = patching.chains("ngram_gpu", learned.depth)
+    tries = learned is None or patching.may_run_v2()
     config = stock(self, *args, **kwargs) if tries else None
     if learned is not None and (config is None or not config.use_v2_model_runner):
         self.async_scheduling = False
-        self.speculative_config = guards.chains("ngram", learned.depth)
+        self.speculative_config = patching.chains("ngram", learned.depth)
         config = stock(self, *args, **kwargs)
     assert config is not None, "it is made above"
     settings = requested(config.additional_config, os.environ)
     if settings is None:
         return config
-    guards.check_version(in_v2=bool(config.use_v2_model_runner))
-    guards.admit(config)
+    patching.check_version(in_v2=bool(config.use_v2_model_runner))
+    patching.admit(config)
     _hook(_WORKER, "WorkerBase", "__init__", _init_worker, asked=True)
     _hook(_SCHEDULER, "Scheduler", "__init__", _init_scheduler, asked=True)
     if (drafts := config.speculative_config) is not None:
-        from longtail.vllm import gains
+        from longtail.vllm import gain_log
 
-        gains.carry_gauges()
-        _hook(_METRICS, "PrometheusStatLogger", "record", gains.record, asked=False)
-        if config.use_v2_model_runner and guards.chooses_depth(config):
+        gain_log.carry_gauges()
+        _hook(_METRICS, "PrometheusStatLogger", "record", gain_log.record, asked=False)
+        if config.use_v2_model_runner and patching.chooses_depth(config):
             # V2 captures graphs for these depths. In V1 a table here costs its full graphs.
             most = drafts.num_speculative_tokens
             drafts.num_speculative_tokens_per_batch_size = [(1, 1, most), (2, 2, 0)]
     if settings.drafter is not None:
-        guards.admit_learned(config)
+        patching.admit_learned(config)
         if settings.begin is not None:  # before the model is loaded
             from longtail.drafter.formats.checkpoint import target_name  # needs torch
 
@@ -209,10 +215,10 @@ def _init_scheduler(stock: Callable[..., None], self: Any, *args: Any, **kwargs:
     if requested(config.additional_config, os.environ):
         from longtail.tuner.depth import DepthTuner
         from longtail.vllm.depths import Depths, agreement
-        from longtail.vllm.gains import carry_gauges
+        from longtail.vllm.gain_log import carry_gauges
 
         carry_gauges()
-        chooses = drafts is not None and guards.chooses_depth(config)
+        chooses = drafts is not None and patching.chooses_depth(config)
         if drafts is not None and not chooses:
             logger.info("longtail: all steps draft alike, as %s has to here", drafts.method)
         agree = agreement(config.parallel_config) if chooses else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longtail.errors import ConfigError
 from longtail.vllm import cpu_fixes
-from longtail.vllm.guards import RELOAD, check, reloading
+from longtail.vllm.patching import RELOAD, check, reloading
 
 
 @torch.no_grad()

@@ -10,8 +10,8 @@ import torch
 from longtail.engine.request import EngineLimits
 from longtail.errors import ConfigError, LongtailError
 from longtail.system.device import to_stderr
-from longtail.vllm.eagle import MAX_DEPTH, VllmDrafter
-from longtail.vllm.guards import KEY
+from longtail.vllm.patching import KEY
+from longtail.vllm.run_drafter import MAX_DEPTH, VllmDrafter
 
 GPU_SHARE = 0.4
 """Share of a GPU's memory that vLLM takes unless told; the learner needs the rest."""

@@ -18,7 +18,7 @@ from longtail.config.rl import RunConfig, load
 from longtail.engine.request import EngineLimits
 from longtail.errors import CheckpointError, ConfigError, DataError, NonFiniteError
 from longtail.model.hf.model import save_model
-from longtail.run.models import find_base
+from longtail.run.base_model import find_base
 from support.tiny_models import tiny_model
 
 DRAFTERS = ("fresh", "history")

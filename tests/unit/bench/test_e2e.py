@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from end_to_end.workshop import Workshop, build, say
-from longtail.assembly import memory
+from longtail.assembly import memory_bound
 from longtail.assembly.plan import plan_run
 from longtail.bench import e2e_card as card
 from longtail.bench.arms import ArmResult, Comparison, differing_share, make_comparison
@@ -15,7 +15,7 @@ from longtail.config import files as configfile
 from longtail.config import rl as config
 from longtail.config.command_options import E2eBenchOptions
 from longtail.errors import ConfigError
-from longtail.rl.streaming import streams
+from longtail.rl.group_stream import streams
 
 
 def arm(rollouts: list[float], others: float, **texts: str) -> ArmResult:
@@ -170,13 +170,13 @@ def test_arms_that_do_not_fit_into_memory_together_are_refused(workshop, monkeyp
         compared(workshop, overrides=(f"--rollout.max_running={n}",)).arms["off"] for n in (16, 64)
     )
     plan = Comparison(arms=dict.fromkeys(("off", "on"), many), steps=1)
-    parts = memory.estimate(plan_run(own, workshop.model))  # a step has 16 requests
+    parts = memory_bound.estimate(plan_run(own, workshop.model))  # a step has 16 requests
     # Activations and gradients are those of one arm at a time.
-    both = 2 * sum(parts.values()) - sum(parts[name] for name in memory.PASSING)
+    both = 2 * sum(parts.values()) - sum(parts[name] for name in memory_bound.PASSING)
     for free in (both, None):
-        monkeypatch.setattr(memory, "available_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(memory_bound, "available_bytes", lambda device, free=free: free)
         check_memory(plan)
-    monkeypatch.setattr(memory, "available_bytes", lambda device: both - 1)
+    monkeypatch.setattr(memory_bound, "available_bytes", lambda device: both - 1)
     with pytest.raises(ConfigError, match=r"the arms off, on need up to .* GB"):
         check_memory(plan)
 

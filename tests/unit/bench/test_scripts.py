@@ -21,8 +21,8 @@ import script
 import vllm_engine
 from longtail.cli.commands import COMMANDS
 from longtail.config import files
+from longtail.config.arguments import read
 from longtail.config.command_options import E2eBenchOptions
-from longtail.config.options import read
 from longtail.config.rl import load
 from support.toy import DRAFTERS, PROBLEMS, REASONER
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from longtail.cluster.group import WorkerGroup
 from longtail.cluster.workers.states import State
-from longtail.rl.streaming import GroupStream
+from longtail.rl.group_stream import GroupStream
 from longtail.types import Completion, Request
 from support.fake_worker import Death, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests

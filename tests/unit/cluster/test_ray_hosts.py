@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("ray")
 
 from longtail.cluster.workers.processes import Place
-from longtail.cluster.workers.ray import hosts
-from longtail.cluster.workers.ray.hosts import Kit, find, keep, own_kit, read
+from longtail.cluster.workers.ray import host_checks
+from longtail.cluster.workers.ray.host_checks import Kit, find, keep, own_kit, read
 from longtail.errors import ClusterError
 
 
@@ -18,8 +18,8 @@ from longtail.errors import ClusterError
 def kit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kit:
     """The kit of a driver, and an empty cache; what is sent comes as it is."""
     monkeypatch.setenv("LONGTAIL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hosts.ray, "get", lambda sent: sent)
-    monkeypatch.setattr(hosts.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
+    monkeypatch.setattr(host_checks.ray, "get", lambda sent: sent)
+    monkeypatch.setattr(host_checks.ray.util, "get_node_ip_address", lambda: "10.0.0.2")
     model, drafter = tmp_path / "model", tmp_path / "drafter"
     for folder in (model, drafter / "initial"):
         folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.ridge.sums import TextSums
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.replica import SpotEnd
+from longtail.drafter.training.replica_gain import SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from support.fake_worker import QUALITY, FakeWorker, SpotScript, text
 from support.scripted_pool import ScriptedPool, batch, begun, requests

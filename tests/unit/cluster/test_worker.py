@@ -12,7 +12,7 @@ from longtail.cluster.workers.processes import Place
 from longtail.cluster.workers.worker import Worker
 from longtail.config.rl import load
 from longtail.drafter.training.buffer import SequenceSnapshot
-from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.training.replica_gain import SpotReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.hf.model import load_model

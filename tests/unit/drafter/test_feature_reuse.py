@@ -16,7 +16,7 @@ from longtail.drafter.training.spot import SpotTrainer
 from longtail.drafter.weights import DrafterWeights, copy_parameters
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.engine.speculation.features import FeatureStore
+from longtail.engine.speculation.feature_store import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
 from longtail.model.transformer import Transformer
 from longtail.rl.data.examples import Example

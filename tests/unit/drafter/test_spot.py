@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.replica import DrafterGain, SpotEnd
+from longtail.drafter.training.replica_gain import DrafterGain, SpotEnd
 from longtail.drafter.weights import DrafterWeights
 from longtail.rl.packing import pack_sequences
 from support.spot_training import SETTINGS, SpotSetup, counting, make_buffer, replica

@@ -10,7 +10,7 @@ from longtail.drafter.eagle.fresh import commonest_tokens, fresh_drafter
 from longtail.drafter.eagle.layer import EagleConfig, Recipe
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError
-from longtail.model.kernels import products
+from longtail.model.kernels import training_products
 from longtail.model.transformer import Transformer
 from longtail.programs.drafter_data import read_texts, save_texts
 from longtail.rl import muon
@@ -105,7 +105,7 @@ def test_depths_beyond_the_trained_ones_are_measured_up_to_the_texts_length() ->
 def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monkeypatch) -> None:
     settings = replace(SETTINGS, matrix_rate=matrix_rate)
     exact = _trainer(recipe, settings=settings)
-    for module in (products, muon):
+    for module in (training_products, muon):
         monkeypatch.setattr(module, "multiplies_bfloat16", lambda device: False)
     target = tiny_model(dtype=torch.bfloat16)
     trainer = _trainer(recipe, settings=settings, target=target)

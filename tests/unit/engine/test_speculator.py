@@ -14,7 +14,7 @@ from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Family
 from longtail.speculation.drafter import Draftable, Taps
 from longtail.speculation.strategy import Strategy
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner
 from longtail.types import Request
 from support.drafters import RIGHT, Memory, ScriptedDrafter, Sketch, ragged

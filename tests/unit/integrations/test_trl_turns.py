@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from longtail.engine.report import RolloutReport
+from longtail.integrations.trl.noise_keys import Batch, Turns
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.session import SessionMetrics
-from longtail.integrations.trl.turns import Batch, Turns
 
 A, B = (3, 9, 4), (7, 7)
 

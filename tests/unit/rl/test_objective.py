@@ -9,8 +9,8 @@ from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError
 from longtail.rl import loss as losses
 from longtail.rl.data.requests import regroup
+from longtail.rl.group_stream import step_batches
 from longtail.rl.objective import by_group, check
-from longtail.rl.streaming import step_batches
 from longtail.types import SamplingParams
 from support.rank_processes import SETTINGS, new_learner
 from support.rollouts import rollout

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve, fit_draft_cost
-from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.messages import Batch, DraftTiming, Outcome, Plan
 
 COUNTS, SECONDS = (1, 8, 64), (1e-3, 1.7e-3, 7.3e-3)
 DRAFT = DraftCost(start_s=1e-4, request_s=8e-6, level_s=5e-5, row_s=6e-6)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from longtail.tuner.depth import DepthTuner
-from longtail.tuner.records import Batch, Outcome
+from longtail.tuner.messages import Batch, Outcome
 
 DEEPEST = 8
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import LOSS_SHARE, Guard
-from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.messages import Batch, DraftTiming, Outcome, Plan
 
 PLAIN_S = 1e-3
 """Seconds of a plain step of any size, in a cost model without corrections."""

@@ -8,11 +8,11 @@ import pytest
 
 from longtail.speculation.strategy import Strategy
 from longtail.tuner.depth import DepthTuner
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
-from longtail.vllm import depths, guards
+from longtail.vllm import depths, patching
 from longtail.vllm.depths import Depths
-from longtail.vllm.gains import Gains
+from longtail.vllm.gain_log import Gains
 
 DEPTH = 4
 
@@ -176,7 +176,7 @@ def test_drafts_that_stand_no_more_are_warned_of_once(caplog):
 def test_drafters_that_can_draft_more_and_less_do(
     monkeypatch, version, method, parallel, own, chooses
 ):
-    monkeypatch.setattr(guards, "vllm_version", lambda: version)
+    monkeypatch.setattr(patching, "vllm_version", lambda: version)
     device = "cpu" if version.endswith("cpu") else "cuda"
     config = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
@@ -188,7 +188,7 @@ def test_drafters_that_can_draft_more_and_less_do(
         ),
         use_v2_model_runner=version.endswith("v2"),
     )
-    assert guards.chooses_depth(config) is chooses
+    assert patching.chooses_depth(config) is chooses
 
 
 @pytest.mark.parametrize("ahead", [False, True])

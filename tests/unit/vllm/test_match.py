@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from longtail.vllm import v2
-from longtail.vllm.v1 import match
+from longtail.vllm import coupled_v2
+from longtail.vllm.coupled_v1 import match
 from support.vllm_releases import release
 
 VOCAB, STEPS = 11, 3
@@ -48,7 +48,7 @@ def test_truncation_uses_one_kernel_at_any_number_of_rows(monkeypatch):
 
     monkeypatch.setattr(modules["topk_topp_triton"], "apply_top_k_top_p_triton", kernel)
     monkeypatch.setattr(modules["topk_topp_triton"], "_SPLIT_MAX_BATCH", 3, raising=False)
-    for patch in v2.patches():
+    for patch in coupled_v2.patches():
         monkeypatch.setattr(patch.owner, patch.name, patch.replacement)
     truncate = modules["states"].apply_top_k_top_p
     logits = torch.randn(2, VOCAB)

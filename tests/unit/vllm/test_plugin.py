@@ -9,7 +9,7 @@ import pytest
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
-from longtail.vllm import guards, plugin
+from longtail.vllm import patching, plugin
 from support.vllm_releases import module, release
 
 
@@ -42,7 +42,7 @@ def process(monkeypatch):
             self.vllm_config = vllm_config
 
     monkeypatch.delenv("LONGTAIL_VLLM", raising=False)
-    monkeypatch.setattr(guards, "vllm_version", lambda: "0.32.0")
+    monkeypatch.setattr(patching, "vllm_version", lambda: "0.32.0")
     monkeypatch.setattr(plugin, "_PROCESS", plugin._Process())
 
     class Scheduler:
@@ -172,16 +172,16 @@ def test_the_release_decides_the_runner_and_unknown_ones_are_refused(process, mo
         }
         assert depths == {0, config.speculative_config.num_speculative_tokens}
     for version in ("0.23.0", "0.31.0+cpu"):
-        monkeypatch.setattr(guards, "vllm_version", lambda version=version: version)
+        monkeypatch.setattr(patching, "vllm_version", lambda version=version: version)
         args = process.EngineArgs({"longtail": {"drafter": "learned"}}, is_v1=True)
         args.create_engine_config()
         assert args.async_scheduling is False
         assert args.speculative_config["method"] == "ngram"
         assert "num_speculative_tokens_per_batch_size" not in args.speculative_config
-    monkeypatch.setattr(guards, "vllm_version", lambda: "0.28.0")
+    monkeypatch.setattr(patching, "vllm_version", lambda: "0.28.0")
     with pytest.raises(ConfigError, match=r"vLLM 0\.28\.0; set VLLM_USE_V2_MODEL_RUNNER=0"):
         process.EngineArgs({"longtail": {}}).create_engine_config()
     for version in ("0.22.1", "0.34.0", "of no distribution"):
-        monkeypatch.setattr(guards, "vllm_version", lambda version=version: version)
+        monkeypatch.setattr(patching, "vllm_version", lambda version=version: version)
         with pytest.raises(ConfigError, match=f"this is vLLM {version}; use vLLM 0.23 to 0.33"):
             process.EngineArgs({"longtail": {}}).create_engine_config()

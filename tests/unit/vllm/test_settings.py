@@ -6,7 +6,7 @@ import pytest
 
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
-from longtail.vllm.guards import requested, speculation
+from longtail.vllm.patching import requested, speculation
 
 
 def test_an_engine_that_does_not_ask_has_no_settings():

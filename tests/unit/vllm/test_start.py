@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from longtail.engine.request import EngineLimits
-from longtail.vllm.eagle import MAX_DEPTH
+from longtail.vllm.run_drafter import MAX_DEPTH
 from longtail.vllm.start import start_error, step_tokens
 
 FIELDS = {

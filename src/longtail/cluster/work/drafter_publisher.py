@@ -20,7 +20,7 @@ from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
 from longtail.drafter.training.buffer import SequenceSnapshot
-from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
+from longtail.drafter.training.replica_gain import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.speculation.drafter import Sums
 from longtail.types import Completion, Request

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.drafter.training.buffer import DrafterBuffer
-from longtail.drafter.training.replica import DrafterGain, Replica
+from longtail.drafter.training.replica_gain import DrafterGain, Replica
 from longtail.drafter.weights import (
     DRAFT_IDS,
     DrafterWeights,

@@ -1,4 +1,4 @@
-"""The team of learners: all workers make each learner step together, again after a loss.
+"""The team of learners: all workers make each step together, again if a worker dies in it.
 
 A learner that loses its team in a step changes nothing. So either no member has made the step, or
 those that have pass it on when the team is formed anew: the step is made exactly once.

@@ -21,7 +21,7 @@ from torch import Tensor
 from longtail.cluster.records import PolicyState, Progress, ShardResult
 from longtail.cluster.workers.components import WorkerComponents
 from longtail.drafter.training.buffer import SequenceSnapshot
-from longtail.drafter.training.replica import SpotReport
+from longtail.drafter.training.replica_gain import SpotReport
 from longtail.drafter.weights import DrafterWeights
 from longtail.engine.report import RolloutReport
 from longtail.engine.rollout_log import RolloutSeries

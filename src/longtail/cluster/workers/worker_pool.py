@@ -1,4 +1,4 @@
-"""The pool of workers: their states, the start and the end of their tasks, and their losses.
+"""The pool of workers: their states, start and end of their tasks, and what if one dies.
 
     IDLE --start--> GENERATING, SPOT, AHEAD, LEARNING --wait--> IDLE, and the task's result
                             |

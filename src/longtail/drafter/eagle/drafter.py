@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.eagle.layer import EagleLayer
-from longtail.drafter.eagle.windows import Windows
+from longtail.drafter.eagle.window_cache import Windows
 from longtail.drafter.weights import drafting_head, load_parameters
 from longtail.model.kernels.draft import EagleChains
 from longtail.model.kernels.linear import Linear

@@ -31,7 +31,7 @@ from longtail.config.sections import Amount, Positive
 from longtail.drafter.kind import DraftConfig, DraftLayer
 from longtail.model.kernels.linear import Linear, pack_layers
 from longtail.model.kernels.ops import HeadNorms, Kernels, QueryKeyValue, select_kernels
-from longtail.model.kernels.training import select_training_kernels
+from longtail.model.kernels.training_ops import select_training_kernels
 from longtail.model.rope import Rope, Rotation
 from longtail.model.transformer import FeedForward, ModelConfig, Norm
 from longtail.speculation.drafter import Taps

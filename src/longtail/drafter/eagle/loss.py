@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longtail.model.kernels.products import training_product
+from longtail.model.kernels.training_products import training_product
 
 DECAY = 0.8
 """Weight of a depth relative to the one before it."""

@@ -23,9 +23,9 @@ from jaxtyping import Float, Int
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from longtail.drafter.architecture import KINDS
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.kind import DraftConfig, DrafterKind, DraftLayer
+from longtail.drafter.kinds import KINDS
 from longtail.drafter.weights import DRAFT_IDS, wanted_ids, with_prefix, without_prefix
 from longtail.errors import ConfigError, NonFiniteError
 from longtail.model.hf.tokenizer import Tokenizer

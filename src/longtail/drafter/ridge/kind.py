@@ -1,4 +1,4 @@
-"""The ridge block as a kind of drafter."""
+"""The `DrafterKind` of the ridge drafter."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.target_states import Interrupted
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
-from longtail.drafter.training.replica import Replica, SpotEnd, SpotReport
+from longtail.drafter.training.replica_gain import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
 from longtail.model.transformer import Transformer

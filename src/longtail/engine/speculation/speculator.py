@@ -20,8 +20,8 @@ from torch import Tensor
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
 from longtail.engine.runner import Sampler
-from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.observations import Observations
+from longtail.engine.speculation.feature_store import FeatureStore
+from longtail.engine.speculation.token_feed import Observations
 from longtail.generator import Switch, Verified
 from longtail.model.transformer import ModelConfig
 from longtail.speculation.drafter import Drafter, Statistics
@@ -31,7 +31,7 @@ from longtail.speculation.tree import EMPTY, MAX_NODES, Accepted, DraftTree, cut
 from longtail.system.stopwatch import Clock, Stopwatch
 from longtail.tuner.cost import CostModel
 from longtail.tuner.guard import Guard
-from longtail.tuner.records import Batch, DraftTiming, Outcome, Plan
+from longtail.tuner.messages import Batch, DraftTiming, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
 
 

@@ -19,10 +19,10 @@ from longtail.assembly.precision import is_fast
 from longtail.drafter.formats.layouts import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
+from longtail.integrations.trl.noise_keys import Batch, Tokens
 from longtail.integrations.trl.patches import Ranks
 from longtail.integrations.trl.sampling import LongtailGeneration, RolloutsCallback, end_tokens
 from longtail.integrations.trl.session import Session
-from longtail.integrations.trl.turns import Batch, Tokens
 from longtail.model.hf.config import Fields, parse
 from longtail.model.hf.model import empty_model
 from longtail.model.hf.tokenizer import Tokenizer

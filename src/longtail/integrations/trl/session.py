@@ -23,8 +23,8 @@ from longtail.engine.report import RolloutReport
 from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, NonFiniteError
+from longtail.integrations.trl.noise_keys import Batch, Tokens, Turns
 from longtail.integrations.trl.patches import Ranks
-from longtail.integrations.trl.turns import Batch, Tokens, Turns
 from longtail.model.hf.weights import write_hf
 from longtail.run.drafter_store import INITIAL, DrafterStore
 from longtail.speculation.drafter import Statistics

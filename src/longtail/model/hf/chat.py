@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text that a model reads, for all that render any.
+"""Chat templates: messages to the text of a prompt, for everything that renders a chat.
 
 `ChatTemplate.render` maps names of roles, adds the system prompt, gives tools and the time to the
 template, continues an assistant's message, and refuses what the template leaves out.

@@ -1,4 +1,4 @@
-"""Token ids to text, one by one, so that the text of two runs of tokens is that of both together.
+"""Incremental detokenizer: text(a) + text(b) = text(a + b), which tokenizers do not promise.
 
 The decoders of a tokenizer.json read a whole text: SentencePiece drops its first space, and one
 incomplete character makes U+FFFD of all bytes beside it.

@@ -1,4 +1,4 @@
-"""Ends of texts: the tokens, and what the chat template writes behind an answer."""
+"""End tokens of completions, and what the chat template writes behind an answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

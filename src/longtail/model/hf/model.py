@@ -20,8 +20,8 @@ from longtail.errors import ConfigError
 from longtail.model.attention import Attention, PackedAttention, SharedAttention
 from longtail.model.hf.config import Fields, emit, parse
 from longtail.model.hf.weights import check_weights, hf_rows, read_weights, write_weights
-from longtail.model.kernels.products import ROWS
 from longtail.model.kernels.scores import Head
+from longtail.model.kernels.training_products import ROWS
 from longtail.model.policy import Policy
 from longtail.model.transformer import ModelConfig, Transformer
 from longtail.system.files import read_object, writing

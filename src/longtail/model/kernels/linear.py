@@ -16,8 +16,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import training_product
-from longtail.system.memory import HugePages
+from longtail.model.kernels.training_products import training_product
+from longtail.system.tensor_memory import HugePages
 
 _TILE = 32
 """Number of outputs that product.c computes together."""

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from longtail.model.attention import Attention, Heads, KVHeads, PackedAttention
 from longtail.model.kernels import native
-from longtail.model.kernels.products import apply
+from longtail.model.kernels.training_products import apply
 
 _LANES, _QUERIES = 16, 48
 """Elements of a vector and queries of a block in packed.c."""

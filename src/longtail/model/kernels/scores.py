@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longtail.model.kernels import native
-from longtail.model.kernels.products import ROWS, apply, multiply, padded_rows
+from longtail.model.kernels.training_products import ROWS, apply, multiply, padded_rows
 
 _HELD_BYTES = 16
 """Bytes of logits that are kept per logit of the caller's limit: four of float32, as PyTorch's

@@ -1,4 +1,4 @@
-"""One environment with its tools, in a process of its own, whatever the form of its class.
+"""One interface for environments of all kinds, inside the environment's process.
 
     text environments   reset(**row) -> str | messages | None; step(text) -> (observation, reward,
                         done), or gymnasium's five

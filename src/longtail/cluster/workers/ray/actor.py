@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longtail.cluster.workers.processes import Place
-from longtail.cluster.workers.ray import hosts
-from longtail.cluster.workers.ray.hosts import Kit
+from longtail.cluster.workers.ray import host_checks
+from longtail.cluster.workers.ray.host_checks import Kit
 from longtail.cluster.workers.worker import Worker
 
 
@@ -37,10 +37,10 @@ class Actor:
         This is a task, so that an exception in it is not a lost process.
         """
         if kit is not None:
-            found = hosts.find(kit)
+            found = host_checks.find(kit)
             if lacks := [each for each in kit.folders if each not in {**found, **files}]:
                 return lacks
-            kept = {each: hosts.keep(kit.folders[each], files[each]) for each in files}
+            kept = {each: host_checks.keep(kit.folders[each], files[each]) for each in files}
             place = replace(place, found=found | kept)
         self._worker = make(place)
         return []

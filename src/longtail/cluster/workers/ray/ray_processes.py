@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 
 from longtail.cluster.records import Progress, TaskResult
 from longtail.cluster.workers.processes import Place, Processes
-from longtail.cluster.workers.ray import hosts
+from longtail.cluster.workers.ray import host_checks
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.workers.ray.own_ray import OwnRay, quietly
 from longtail.cluster.workers.ray.watch import check_answers, end_with_ray
@@ -66,7 +66,7 @@ class RayProcesses(Processes):
         size: int,
         *,
         address: str = "",
-        kit: hosts.Kit | None = None,
+        kit: host_checks.Kit | None = None,
         gpus: float = 0.0,
         log: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -260,7 +260,7 @@ class RayProcesses(Processes):
         for folder in folders:
             try:
                 if folder not in self._files:
-                    read = hosts.read(folder, self._kit.folders[folder])
+                    read = host_checks.read(folder, self._kit.folders[folder])
                     self._files[folder] = {name: ray.put(read[name]) for name in read}
             except RayError as error:
                 raise ClusterError(

@@ -7,8 +7,9 @@
 #define LT_ATTENTION
 #include "vectors.c"
 
-/* Prefetch `count` elements, or the lines that begin in bytes `from` to `to`; the rows of other heads in between defeat the hardware's prefetch. A key
- * takes less time than memory needs, so what is read next comes to the second cache a block before:
+/* Prefetch `count` elements, or the lines that begin in bytes `from` to `to`; the rows of other heads
+ * in between defeat the hardware's prefetch. A key takes less time than memory needs, so what is read
+ * next comes to the second cache a block before:
  * values while keys are scored, and the next keys while values are added. From there LT_AHEAD keys
  * suffice. */
 #define LT_AHEAD 16

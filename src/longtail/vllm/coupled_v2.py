@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from longtail.vllm.guards import Patch, check, module_of
-from longtail.vllm.v1 import match
+from longtail.vllm.coupled_v1 import match
+from longtail.vllm.patching import Patch, check, module_of
 
 _GPU = "vllm.v1.worker.gpu"
 

@@ -19,7 +19,7 @@ from longtail.cluster.workers.states import Timeline
 from longtail.config.rl import RunSection
 from longtail.engine import rollout_log
 from longtail.engine.rollout_log import TRAINING
-from longtail.run.metrics import JsonLines, MetricLog
+from longtail.run.metrics_log import JsonLines, MetricLog
 from longtail.run.step_metrics import StepRecord, rollout_row
 from longtail.run.trace import TRACE_FILE, TraceFile
 

@@ -12,7 +12,7 @@ from longtail.engine.rollout_log import TRAINING, RolloutSeries
 from longtail.generator import Switch
 from longtail.rl.grading.pool import Graded
 from longtail.rl.learner_metrics import LearnerMetrics
-from longtail.run.logger import RunLogger
+from longtail.run.log_files import RunLogger
 from longtail.run.step_metrics import SampleRound, StepRecord
 from longtail.types import Prompt, Rollout
 from support.rollouts import completion

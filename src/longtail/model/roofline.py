@@ -1,4 +1,4 @@
-"""The most that a machine can generate, from two of its numbers and the shape of a model.
+"""Roofline: the most tokens per second, from the time to read weights and the time per row.
 
 A step reads all weights once and multiplies each of its rows with them (roofline, Williams et al.
 2009): seconds(rows) = max(read_s, rows * row_s). Rows are free while reading takes longer, and

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from longtail.sampling import gumbel_noise
 from longtail.vllm import cpu_fixes
-from longtail.vllm.guards import Patch, check, module_of
+from longtail.vllm.patching import Patch, check, module_of
 
 REJECTED = -1
 """Token in place of rejected drafts, as vLLM expects it."""

@@ -29,7 +29,7 @@ from longtail.speculation.budget import Seconds, best_count, optimal_budget, sel
 from longtail.speculation.strategy import DraftThresholds, Strategy
 from longtail.speculation.tree import DraftTree
 from longtail.tuner.cost import CostModel
-from longtail.tuner.records import Batch, Outcome, Plan
+from longtail.tuner.messages import Batch, Outcome, Plan
 from longtail.tuner.tuner import Tuner, merge_proposals
 
 SHAPE = Strategy(depth=16, width=2, size=32, beam=1)

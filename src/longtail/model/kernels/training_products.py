@@ -1,4 +1,4 @@
-"""Products for training on a CPU, by the fastest library.
+"""Matrix products for training on a CPU, by MKL or oneDNN, whichever is faster.
 
 PyTorch uses MKL for float32. Where a processor of AMD has AVX-512, of which MKL uses only half of
 the vector width, and on ARM, products use oneDNN.

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from longtail.engine.request import ActiveRequest
-from longtail.engine.speculation.queue import Computed
+from longtail.engine.speculation.token_queue import Computed
 from longtail.speculation.drafter import Taps
 
 _PENDING_PARTS = 4

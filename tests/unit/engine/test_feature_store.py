@@ -14,9 +14,9 @@ import torch
 from longtail.engine.batch import Scheduled
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import ActiveRequest, EngineLimits
-from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.queue import Computed
+from longtail.engine.speculation.feature_store import FeatureStore
 from longtail.engine.speculation.speculator import Speculation
+from longtail.engine.speculation.token_queue import Computed
 from longtail.model.hf.weights import hf_rows
 from longtail.model.transformer import Transformer
 from longtail.speculation.drafter import Taps

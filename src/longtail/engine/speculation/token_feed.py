@@ -1,4 +1,4 @@
-"""Computed tokens on their way to their readers: drafters, statistics and the feature store.
+"""Feed of the tokens that a step computed: to drafters, statistics and the feature store.
 
     step --add--> queue   --send--> drafters        before their next proposals
                   written --------> statistics      some steps at once
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from longtail.engine.batch import Scheduled
 from longtail.engine.request import ActiveRequest
-from longtail.engine.speculation.features import FeatureStore
-from longtail.engine.speculation.queue import Computed, ObservationQueue
+from longtail.engine.speculation.feature_store import FeatureStore
+from longtail.engine.speculation.token_queue import Computed, ObservationQueue
 from longtail.speculation.drafter import NO_TAPS, Drafter, Statistics
 from longtail.speculation.tree import Accepted
 

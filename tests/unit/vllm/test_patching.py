@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from longtail.errors import ConfigError
-from longtail.vllm import guards, v2
-from longtail.vllm.guards import admit, admit_learned, check, check_room, module_of
+from longtail.vllm import coupled_v2, patching
+from longtail.vllm.patching import admit, admit_learned, check, check_room, module_of
 from support.vllm_releases import PARAMETERS, function, module, release
 
 
@@ -61,7 +61,7 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     newer = function(PARAMETERS[name] + " novelty", lambda: 1)
     monkeypatch.setattr(modules[place], name, newer)
     with pytest.raises(ConfigError, match=f"{name} .* has a new parameter novelty"):
-        v2.patches()
+        coupled_v2.patches()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):
 def test_a_gpu_without_room_for_the_sums_is_refused_before_the_model_is_loaded(monkeypatch):
     """Sums of depth 4 take 1.3 GB at hidden size 4,096, beside vLLM's share of 16 GB."""
     platform = SimpleNamespace(get_device_total_memory=lambda: 16 * 10**9)
-    monkeypatch.setattr(guards, "module_of", lambda _: SimpleNamespace(current_platform=platform))
+    monkeypatch.setattr(patching, "module_of", lambda _: SimpleNamespace(current_platform=platform))
 
     def asked(device="cuda", share=0.95, **cache):
         return SimpleNamespace(

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longtail.assembly import memory
+from longtail.assembly import memory_bound
 from longtail.assembly.plan import RunPlan
 from longtail.config.rl import load
 from longtail.errors import ConfigError
@@ -76,12 +76,12 @@ def test_the_estimate_of_activations_is_near_what_autograd_keeps(family):
 def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
     monkeypatch, words, field
 ):
-    needed = 2 * sum(memory.estimate(planned("--cluster.workers=2", *words)).values())
+    needed = 2 * sum(memory_bound.estimate(planned("--cluster.workers=2", *words)).values())
 
     def check(available: int | None, *more: str) -> None:
         found = machine.Memory(total=needed, available=available)
-        monkeypatch.setattr(memory.machine, "memory", lambda: found)
-        memory.check(planned("--cluster.workers=2", *words, *more))
+        monkeypatch.setattr(memory_bound.machine, "memory", lambda: found)
+        memory_bound.check(planned("--cluster.workers=2", *words, *more))
 
     check(needed)
     check(needed // 2, "--cluster.address=10.0.0.1:6379")  # the other worker has another host
@@ -93,12 +93,12 @@ def test_a_run_that_does_not_fit_is_refused_and_names_the_fields_to_lower(
 @pytest.mark.parametrize(("lacking", "sums"), [(0, "auto"), (1, "float")])
 def test_sums_are_exact_where_the_device_has_room_and_otherwise_as_set(monkeypatch, lacking, sums):
     own, exact = planned(), planned("--learner.sums=exact")
-    found = machine.Memory(total=sum(memory.estimate(exact).values()) - lacking, available=1)
-    monkeypatch.setattr(memory.machine, "memory", lambda: found)
+    found = machine.Memory(total=sum(memory_bound.estimate(exact).values()) - lacking, available=1)
+    monkeypatch.setattr(memory_bound.machine, "memory", lambda: found)
     said = list[str]()
-    assert memory.fitted(own, said.append).config.learner.sums == sums
+    assert memory_bound.fitted(own, said.append).config.learner.sums == sums
     assert len(said) == lacking
-    assert memory.fitted(exact) is exact
+    assert memory_bound.fitted(exact) is exact
 
 
 @pytest.mark.parametrize(
@@ -112,13 +112,13 @@ def test_on_a_gpu_vllm_has_its_share_and_the_learner_the_rest(monkeypatch, free,
     own, card = planned(gpus=1.0), 4e9
     with_card(monkeypatch, free * card, card)
     if field is None:
-        memory.check(own)
-        found = memory.estimate(own)
+        memory_bound.check(own)
+        found = memory_bound.estimate(own)
         assert found["share of vLLM"] == round(0.4 * card)
         assert {"KV cache", "rollout weights"}.isdisjoint(found)
     else:
         with pytest.raises(ConfigError, match=field):
-            memory.check(own)
+            memory_bound.check(own)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -126,23 +126,23 @@ def test_a_vllm_that_may_sleep_takes_turns_with_the_learner(monkeypatch, workers
     card, words = 4e9, (f"--cluster.workers={workers}",)
     with_card(monkeypatch, card, card)
     own = planned("--rollout.vllm={enable_sleep_mode = true}", *words, gpus=1.0)
-    found = memory.estimate(own)
+    found = memory_bound.estimate(own)
     passing = found["activations and scores"] + (found["gradients"] if workers == 1 else 0)
     free = sum(found.values()) - passing
     assert 0 < passing < found["share of vLLM"]
     with_card(monkeypatch, free, card)
-    memory.check(own)
+    memory_bound.check(own)
     with pytest.raises(ConfigError):
-        memory.check(planned(*words, gpus=1.0))
+        memory_bound.check(planned(*words, gpus=1.0))
 
 
 @pytest.mark.parametrize(("gpus", "share", "held"), [(1.0, 0.4, 1), (0.5, 0.2, 2), (0.25, 0.1, 2)])
 def test_workers_that_share_a_gpu_divide_vllms_part_of_it(monkeypatch, gpus, share, held):
     own, card = planned("--cluster.workers=2", gpus=gpus), 4e9
     with_card(monkeypatch, card, card)
-    found = memory.estimate(own)
+    found = memory_bound.estimate(own)
     assert found["share of vLLM"] == round(share * card)
-    given = memory.vllm_arguments(own)
+    given = memory_bound.vllm_arguments(own)
     if gpus == 1:
         assert not given
     else:
@@ -151,9 +151,11 @@ def test_workers_that_share_a_gpu_divide_vllms_part_of_it(monkeypatch, gpus, sha
         assert 0 < given["kv_cache_memory_bytes"] < share * card - weights
     with_card(monkeypatch, held * sum(found.values()) - 1, card)
     with pytest.raises(ConfigError, match="GB of memory"):
-        memory.check(own)
+        memory_bound.check(own)
 
 
 def test_adapters_need_less_memory():
     few, all_weights = planned("--learner.lora.rank=4"), planned()
-    assert sum(memory.estimate(few).values()) < sum(memory.estimate(all_weights).values())
+    assert sum(memory_bound.estimate(few).values()) < sum(
+        memory_bound.estimate(all_weights).values()
+    )

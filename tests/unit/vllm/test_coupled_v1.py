@@ -6,7 +6,7 @@ import torch
 
 from longtail.sampling import gumbel_noise
 from longtail.vllm import cpu_fixes
-from longtail.vllm.v1 import draw_drafts, request_key
+from longtail.vllm.coupled_v1 import draw_drafts, request_key
 
 VOCAB = 13
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longtail.model import limit
-from longtail.model.limit import Limit, Machine, limit_of
+from longtail.model import roofline
+from longtail.model.roofline import Limit, Machine, limit_of
 from longtail.model.transformer import Transformer
 from support.tiny_models import tiny_config
 
@@ -33,7 +33,7 @@ def test_drafts_gain_what_is_free():
 
 def test_the_fastest_of_several_measurements_counts(monkeypatch):
     clock = iter([0.0, *(0.0, 0.2), *(0.2, 0.3), 0.5] * 2)  # end, begin and end of each, too late
-    monkeypatch.setattr(limit, "now", lambda device: next(clock))
-    speed = limit.measure(torch.device("cpu"), torch.float32)
+    monkeypatch.setattr(roofline, "now", lambda device: next(clock))
+    speed = roofline.measure(torch.device("cpu"), torch.float32)
     assert speed.flop_per_s == pytest.approx(2 * 2048**3 / 0.1)
     assert speed.bytes_per_s == pytest.approx(2**28 / 0.1)

@@ -1,4 +1,4 @@
-"""The metrics of a step: their log file and trackers.
+"""The log of each step's metrics: metrics.jsonl and experiment trackers.
 
 Names are verl's: `reward/mean`, `response_length/p99`, `timing_s/rollout`.
 

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from longtail.config.options import WORD, Parser, read
+from longtail.config.arguments import WORD, Parser, read
 from longtail.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from longtail.errors import GradingError
 from longtail.rl.data.prompts import Taken
 from longtail.rl.data.requests import RequestBatch, requests_of
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.streaming import GroupStream, streams, why_not
+from longtail.rl.group_stream import GroupStream, streams, why_not
 from longtail.types import Completion, Prompt, SamplingParams
 from support.rollouts import completion, graders
 

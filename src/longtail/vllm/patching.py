@@ -1,4 +1,4 @@
-"""Requests for the plugin, checks before vLLM's functions are replaced, and the replacement.
+"""Patching of vLLM: who asked for it, checks of functions' parameters, and replacement.
 
 vLLM's internal functions change between releases. A function is replaced only if its parameters are
 known ones; otherwise the engine does not start, with one sentence. A parameter that is new may be a
@@ -13,7 +13,7 @@ from functools import wraps
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from longtail.config.options import validated
+from longtail.config.arguments import validated
 from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError, JsonError
 from longtail.system.files import parse_json

@@ -17,7 +17,7 @@ from longtail.model.kernels.fixed_point import sum_bytes
 from longtail.model.size import activation_bytes, count_parameters, kv_bytes
 from longtail.rl.logprobs import MAX_LOGITS
 from longtail.rl.policy import holds_bfloat16
-from longtail.run.models import model_directory
+from longtail.run.base_model import model_directory
 from longtail.system import machine
 from longtail.vllm.start import GPU_SHARE
 

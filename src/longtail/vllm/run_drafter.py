@@ -1,4 +1,4 @@
-"""Drafters that vLLM runs for a training run; EAGLE's files and weights by vLLM's names."""
+"""Drafter of a run as vLLM loads it: files and weights by vLLM's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
 from longtail.drafter.weights import load_parameters
 from longtail.model.transformer import Transformer
 from longtail.tuner.tuner import Tuner
-from longtail.vllm.guards import chains
+from longtail.vllm.patching import chains
 
 MAX_DEPTH = 8
 """Most tokens that vLLM drafts ahead; its cache and graphs are made for them."""

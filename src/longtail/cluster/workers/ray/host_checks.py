@@ -1,4 +1,4 @@
-"""Checks of the hosts of a run, and files that only the driver has.
+"""Checks that all hosts have the same software and files; sends what only the driver has.
 
 driver   Kit(software, {directory: SHA-256 of its files}) --> every host
 host     same software, or an error that names it and the difference

@@ -1,4 +1,4 @@
-"""Noise keys of TRL's prompts: one key for each sample of a batch, kept over its turns.
+"""Seeds of sampling (noise keys) for TRL: one for each sample of a batch, kept over its turns.
 
     first turn    prompt                                key = (seed, prompt, step, sample)
     later turns   prompt, completion, tool result       the key of its first turn

@@ -27,7 +27,7 @@ from longtail.model.kernels.ops import (
     Residual,
 )
 from longtail.model.kernels.packed_attention import NativePackedAttention
-from longtail.model.kernels.products import apply
+from longtail.model.kernels.training_products import apply
 from longtail.model.rope import Rotation
 
 Functions = Mapping[str, Callable[..., None]]

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from longtail.errors import CheckpointError, ConfigError
-from longtail.run.metrics import JsonLines, MetricLog
+from longtail.run.metrics_log import JsonLines, MetricLog
 
 
 def _steps(path: Path) -> list[int]:

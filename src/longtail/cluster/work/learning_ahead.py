@@ -15,7 +15,7 @@ from longtail.cluster.work.idle import POLL_S, IdleWork
 from longtail.cluster.workers.states import State
 from longtail.cluster.workers.worker import Worker
 from longtail.cluster.workers.worker_pool import WorkerPool
-from longtail.rl.streaming import GroupStream
+from longtail.rl.group_stream import GroupStream
 from longtail.types import Completion, MicroBatch, Request
 
 
