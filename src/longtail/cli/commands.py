@@ -75,7 +75,7 @@ class ConfiguredCommand:
         config = imported("assembly.precision.decided")(config)
         print(files.render(config))
         if isinstance(config, RunConfig):
-            report = imported("assembly.memory.report")(config)
+            report = imported("assembly.memory_bound.report")(config)
             print("".join(f"# {row}\n" for row in report.splitlines()))
         return 0
 
