@@ -73,10 +73,13 @@ class ConfiguredCommand:
         if isinstance(config, DrafterTrainConfig):
             imported("programs.drafter_train.check_settings")(config)
         config = imported("assembly.precision.decided")(config)
-        print(files.render(config))
+        lines = [files.render(config)]
         if isinstance(config, RunConfig):
+            with imported("rl.grading.pool.GraderPool")(config.reward) as grader:
+                grader.wait_ready()
             report = imported("assembly.memory_bound.report")(config)
-            print("".join(f"# {row}\n" for row in report.splitlines()))
+            lines += [f"# {row}" for row in report.splitlines()]
+        print("\n".join(lines))
         return 0
 
 

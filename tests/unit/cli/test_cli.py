@@ -69,6 +69,7 @@ def test_version_and_summary_of_the_verbs(capsys):
             "learner.loss = 'ppo': it must be grpo, dr_grpo",
         ),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
+        (["train", "--dry-run", "--reward.name=no_such:f"], "reward.name = 'no_such:f': its mod"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
         (
             ["generate", "nowhere", "--n", "100000000"],

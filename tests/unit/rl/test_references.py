@@ -50,6 +50,8 @@ def test_alike_rows_are_checked_once():
 
     gradable(prompts_of("1", "2", "1", 1), "exact", check, drop=False)
     assert asked == [{"answer": "1"}, {"answer": "2"}, {"answer": 1}]
+    gradable(prompts_of("1", "2"), "any:function", check, drop=False)
+    assert asked[3:] == [dict.fromkeys(["prompt", "solution", "answer"])]
 
 
 def test_graders_check_rows_in_their_own_processes():

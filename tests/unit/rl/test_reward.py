@@ -1,4 +1,5 @@
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 
@@ -252,6 +253,7 @@ def test_an_unknown_reward_lists_the_known_ones(name):
         ("def f(:", ConfigError, r"broken\.py\", line 1 .*SyntaxError"),
         ("def accuracy(**columns): ...", ConfigError, "'acuracy' \\(did you mean accuracy"),
         ("acuracy = 3", ConfigError, "it is of type int, not a function"),
+        ("def acuracy(text): ...", GradingError, "unexpected .*'prompts'; it gets prompts, "),
     ],
 )
 def test_a_function_that_cannot_be_used_is_named(module, source, error, why):
@@ -259,3 +261,18 @@ def test_a_function_that_cannot_be_used_is_named(module, source, error, why):
         module(source, "broken")
     with pytest.raises(error, match=why):
         reward_factory("broken:acuracy")()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "missing"),
+    [
+        ("answer, **columns", None),
+        ("prompts, completions, completion_ids, answer, level=0", None),
+        ("text, **columns", "a required argument: 'text'; it gets .*completion_ids, answer by"),
+        ("prompts, completions, completion_ids", "unexpected keyword argument 'answer'"),
+    ],
+)
+def test_parameters_that_do_not_fit_a_row_are_refused(module, parameters, missing):
+    reward = reward_factory(f"{module(f'async def f({parameters}): ...', 'params')}:f")()
+    with nullcontext() if missing is None else pytest.raises(GradingError, match=missing):
+        reward.check({"prompt": None, "answer": None})

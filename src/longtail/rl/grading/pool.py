@@ -93,7 +93,7 @@ class GraderPool(ProcessPool):
     def check(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
         """Return, for each row, why no completion of it can be graded; None if one can.
 
-        A row has the columns that `required_columns` names. Raises as `wait_ready` does.
+        A row has the `required_columns`; without any, all as None. Raises as `wait_ready` does.
         """
         self.wait_ready()
         starts = range(0, len(rows), _CHECKED_TOGETHER)
@@ -148,19 +148,19 @@ def _check_room(workers: int) -> None:
 
 
 Check = Callable[[Sequence[Mapping[str, Any]]], Sequence[str | None]]
-"""Map rows, reduced to the columns that a reward needs, to reasons why they cannot be graded."""
+"""Map rows, reduced to what `GraderPool.check` needs, to reasons why they cannot be graded."""
 
 
 def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) -> PromptSet:
     """Return the prompts whose completions the reward can grade.
 
-    Rows that are equal in the columns that the reward needs are checked once.
+    Rows that are equal in what is checked are checked once.
 
     Raises DataError naming the first row that cannot be graded; with `drop`, only if none can.
     """
     columns = required_columns(reward_name)
     reasons: dict[int, str] = {}
-    equal_rows: dict[str, list[int]] = {}
+    equal_rows: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for index, prompt in enumerate(prompts.prompts):
         missing = [name for name in columns if prompt.data.get(name) is None]
         if missing:
@@ -168,12 +168,11 @@ def gradable(prompts: PromptSet, reward_name: str, check: Check, *, drop: bool) 
                 f"reward.name = {reward_name!r} needs {missing[0]!r}, which this row lacks (it has "
                 f"{', '.join(prompt.data)})"
             )
-        elif columns:
-            equal_rows.setdefault(repr([prompt.data[name] for name in columns]), []).append(index)
-    index_lists = list(equal_rows.values())
-    firsts = (prompts.prompts[indices[0]].data for indices in index_lists)
-    rows = [{name: data[name] for name in columns} for data in firsts]
-    for indices, why in zip(index_lists, check(rows), strict=True):
+        else:
+            row = {name: prompt.data[name] for name in columns} or dict.fromkeys(prompt.data)
+            equal_rows.setdefault(repr(row), (row, []))[1].append(index)
+    reduced = list(equal_rows.values())
+    for (_, indices), why in zip(reduced, check([row for row, _ in reduced]), strict=True):
         reasons |= {} if why is None else dict.fromkeys(indices, why)
     if reasons and (not drop or len(reasons) == len(prompts.prompts)):
         raise DataError(_error_text(prompts, reasons))

@@ -236,6 +236,21 @@ class FunctionReward(Reward):
         self._name = name
         self.runner = asyncio.Runner()  # one loop for all calls: sessions are bound to theirs
         self._function = named_callable(name, "reward.name")
+        self.check({}, inspect.Signature.bind_partial)  # columns are not known yet
+
+    def check(self, data: Mapping[str, Any], bind: Any = inspect.Signature.bind) -> None:
+        """Refuse a row whose columns the function does not take, or which lacks one it needs."""
+        given = ["prompts", "completions", "completion_ids"]
+        given += [key for key in data if key not in self._OURS]
+        try:
+            bind(inspect.signature(self._function), **dict.fromkeys(given))
+        except TypeError as error:
+            raise GradingError(
+                f"reward.name = {self._name!r}: {error}; it gets {', '.join(given)} by name: "
+                "take those that it needs, and **columns"
+            ) from error
+        except ValueError:
+            return  # a compiled function may have no signature
 
     def grade_group(self, tasks: Sequence[GradingTask]) -> list[float | GradingError]:
         """Call the function once."""
