@@ -28,6 +28,7 @@ from longtail.assembly.trainer import TrainerComponents, assemble
 from longtail.cluster.records import Progress, RolloutResult
 from longtail.cluster.workers.states import Timeline
 from longtail.config import files as configfile
+from longtail.config.losses import LOSSES
 from longtail.config.rl import RunConfig
 from longtail.errors import CheckpointError, NonFiniteError
 from longtail.rl.advantage import keep_informative, refill_size
@@ -249,10 +250,13 @@ class Trainer:
             return 130
         except NonFiniteError as error:
             step = f"{self._state.step + 1} of {self._config.run.steps}"
-            source = self._saver.newest_policy() or self._config.model.path
+            what = str(error).removeprefix(f"step {self._state.step}: ")
+            loss, source = self._config.learner.loss, self._saver.newest_policy()
+            mine = "" if loss in LOSSES else f"correct learner.loss = {loss!r}, or "
             raise NonFiniteError(
-                f"stopped in step {step}: {error}; checkpoints stay; begin another run.dir with "
-                f"model.path = {str(source)!r} and a lower learner.learning_rate"
+                f"stopped in step {step}: {what}; checkpoints stay; {mine}begin another run.dir "
+                f"with model.path = {str(source or self._config.model.path)!r} and a lower "
+                "learner.learning_rate"
             ) from error
         finally:
             self.close()

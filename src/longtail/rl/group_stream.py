@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import final
 
+from longtail.config.losses import LOSSES
 from longtail.config.rl import LearnerSection
 from longtail.rl.advantage import keep_informative, shaped_rewards
 from longtail.rl.data.requests import RequestBatch, regroup, visit_of
@@ -51,7 +52,7 @@ def step_batches(
         sampling=sampling,
         budget=own.tokens_per_micro_batch,
         mini_batches=own.mini_batches,
-        keep_idle=own.kl_coef > 0,
+        keep_idle=own.kl_coef > 0 or own.loss not in LOSSES,
     )
 
 

@@ -36,8 +36,8 @@ from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
 from longtail.rl.gradient_accumulators import GradientAccumulators
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import TokenScores, score
-from longtail.rl.loss import LossInputs, LossSettings
-from longtail.rl.objective import loss_of
+from longtail.rl.loss import LossInputs
+from longtail.rl.objective import loss_of, settings_of
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
 from longtail.system.tensor_memory import release_freed_memory, reuse_freed_memory
@@ -83,13 +83,7 @@ class Learner:
         self._settings, self._total_steps = settings, total_steps
         self._group: ProcessGroup = SINGLE_PROCESS
         self._shards: Shards | None = None
-        self._spec = spec = loss_of(settings)
-        self._loss_settings = LossSettings(
-            clip_low=spec.clip_low if settings.clip_low is None else settings.clip_low,
-            clip_high=spec.clip_high if settings.clip_high is None else settings.clip_high,
-            kl_coef=settings.kl_coef,
-            tis_cap=settings.tis_cap,
-        )
+        self._spec, self._loss_settings = loss_of(settings), settings_of(settings)
         self._optimizer = Optimizer(self._parameters.items(), settings, total_steps=total_steps)
         self._reference = model.reference() if settings.kl_coef > 0 else None
         self.version = 0
@@ -230,7 +224,19 @@ class Learner:
     ) -> None:
         """Add the gradient of a micro-batch, unless its loss is not finite, and its metrics."""
         with self._metrics.timed("logprob", self._trained.device):
-            loss, row = self._loss(micro_batch, sampling, old)
+            scores = self._score(micro_batch.packed, sampling)
+            rows, logprobs = scores.rows, scores.logprobs
+            inputs = LossInputs(
+                logprobs=logprobs,
+                old_logprobs=logprobs.detach() if old is None else old,
+                rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
+                reference_logprobs=self._reference_logprobs(micro_batch.packed, sampling),
+                advantages=micro_batch.advantages.to(logprobs)[rows],
+                sequence=micro_batch.packed.sequence.to(rows.device)[rows],
+                num_here=micro_batch.packed.num_sequences,
+            )
+            output = self._spec.function(inputs, self._loss_settings)
+            loss, row = output.loss, MetricsRow.of(inputs, output, scores)
         with self._metrics.timed("backward", self._trained.device):
             if self._shards is None and math.isfinite(row.loss):
                 self._accumulators.add(micro_batch.name, loss, row)
@@ -259,24 +265,6 @@ class Learner:
         self._drop_gradients()  # of the weights before
         self._metrics.grad_norms.append(update.grad_norm)
         self._metrics.learning_rate = update.learning_rate
-
-    def _loss(
-        self, micro_batch: MicroBatch, sampling: SamplingParams, old: Tensor | None
-    ) -> tuple[Tensor, MetricsRow]:
-        """Run the policy, and the reference if there is one, over a micro-batch."""
-        scores = self._score(micro_batch.packed, sampling)
-        rows, logprobs = scores.rows, scores.logprobs
-        inputs = LossInputs(
-            logprobs=logprobs,
-            old_logprobs=logprobs.detach() if old is None else old,
-            rollout_logprobs=micro_batch.rollout_logprobs.to(logprobs)[rows],
-            reference_logprobs=self._reference_logprobs(micro_batch.packed, sampling),
-            advantages=micro_batch.advantages.to(logprobs)[rows],
-            sequence=micro_batch.packed.sequence.to(rows.device)[rows],
-            num_here=micro_batch.packed.num_sequences,
-        )
-        output = self._spec.function(inputs, self._loss_settings)
-        return output.loss, MetricsRow.of(inputs, output, scores)
 
     def _reference_logprobs(
         self, packed: PackedSequences, sampling: SamplingParams

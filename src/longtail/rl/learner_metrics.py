@@ -40,11 +40,6 @@ class LearnerReport:
     """Seconds of forward passes of policy and reference (`logprob`), of backward passes, and of
     these with reductions and optimizer updates (`update`)."""
 
-    @property
-    def loss(self) -> float:
-        """Mean loss of the updates."""
-        return self.metrics["actor/loss"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsRow:
@@ -124,7 +119,7 @@ class LearnerMetrics:
         group.all_reduce([table])
         return [MetricsRow(**dict(zip(_NAMES, row, strict=True))) for row in table.tolist()]
 
-    def add(self, rows: Sequence[MetricsRow], normaliser: int) -> None:
+    def add(self, rows: Sequence[MetricsRow], normaliser: int | float) -> None:
         """Count the rows of an update."""
         self.rows += rows
         self.losses.append(math.fsum(row.loss for row in rows) / normaliser)

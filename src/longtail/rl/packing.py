@@ -148,8 +148,8 @@ def pack_group(
 ) -> list[MicroBatch]:
     """Pack the graded rollouts of one prompt, each with its advantage; no other group takes part.
 
-    Without `keep_idle` rollouts of advantage 0 are left out, which changes no gradient unless there
-    is a KL term. They are often the longest.
+    Without `keep_idle` rollouts of advantage 0 are left out, which changes no gradient of a loss of
+    `LOSSES` without KL term. They are often the longest.
     """
     kept = [i for i, advantage in enumerate(advantages) if advantage or keep_idle]
     packs = pack_shared(

@@ -1,6 +1,7 @@
 """Losses and advantages by name and by path."""
 
 import inspect
+import sys
 
 import pytest
 
@@ -9,7 +10,7 @@ from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError
 from longtail.rl import loss as losses
 from longtail.rl.data.requests import regroup
-from longtail.rl.group_stream import step_batches
+from longtail.rl.group_stream import step_batches, streams
 from longtail.rl.objective import by_group, check
 from longtail.types import SamplingParams
 from support.rank_processes import SETTINGS, new_learner
@@ -20,16 +21,27 @@ ROLLOUTS = [
     for n in range(6)
 ]
 MINE = """
+import torch
 from longtail.config.losses import LossSpec
 from longtail.rl.loss import *
 spec = LossSpec(token_sum, normaliser=lambda batch: batch.num_generated, clip_high=0.28)
 centred = lambda rewards: [[one - sum(group) / len(group) for one in group] for group in rewards]
 no_output = lambda inputs, settings: inputs.logprobs.sum()
-vector = lambda inputs, settings: LossOutput(loss=inputs.logprobs)
 infinite = lambda inputs, settings: LossOutput(loss=inputs.logprobs.sum() / 0)
+nothing = lambda inputs, settings: LossOutput(loss=0 * inputs.logprobs.sum())
+unlikely = lambda inputs, _: LossOutput(loss=torch.log(-torch.expm1(inputs.logprobs)).sum())
 constant = lambda inputs, settings: LossOutput(loss=inputs.logprobs.detach().sum())
-strange = lambda inputs, _: LossOutput(loss=inputs.logprobs.sum(), sums={"x": inputs.logprobs[0]})
-short = lambda rewards: rewards[1:]
+late = lambda inputs, _: (len(inputs.logprobs) < 4 or 1 / 0) and unlikely(inputs, _)
+zero = LossSpec(unlikely, normaliser=lambda batch: 0)
+tensor = LossSpec(unlikely, normaliser=lambda batch: torch.tensor(3))
+def changed(name, value):
+    object.__setattr__(output := LossOutput(loss=torch.ones(())), name, value)  # no check of types
+    return lambda inputs, settings: output
+vector = changed("loss", torch.ones(2))
+strange, plain = (changed("sums", {name: 0.0}) for name in ("mine", "clipped"))
+calls, square = [], lambda rewards: torch.tensor(rewards).tolist()
+stateful = lambda rewards: calls.append(0) or [[len(calls) + each for each in g] for g in rewards]
+short = lambda rewards: [group[1:] for group in rewards]
 nan = lambda rewards: [[float("nan")] * len(group) for group in rewards]
 """
 
@@ -67,20 +79,46 @@ def test_any_loss_learns_from_any_advantages_and_has_its_papers_by_default():
         ("loss", "nowhere:f", "its module cannot be imported"),
         ("loss", "mine:no_outputs", "did you mean no_output"),
         ("loss", "math:pi", "it is of type float, not a function"),
-        ("loss", "mine:no_output", "to a LossOutput with one finite number"),
-        ("loss", "mine:vector", "to a LossOutput with one finite number"),
-        ("loss", "mine:infinite", "of an example it is inf"),
-        ("loss", "mine:constant", "does not require grad"),
-        ("loss", "mine:strange", "unexpected keyword argument 'x'"),
+        ("loss", "mine:no_output", r"returned a Tensor; return LossOutput\(loss="),
+        ("loss", "mine:vector", r"loss has shape \(2,\); expected a scalar: \.sum\(\)"),
+        ("loss", "mine:infinite", "of an example it is -inf"),
+        ("loss", "mine:nothing", r"with the gradient \[0.0, 0.0, 0.0\]"),
+        ("loss", "mine:constant", "loss does not depend on inputs.logprobs"),
+        ("loss", "mine:strange", "sums has 'mine'; known are clipped, capped"),
+        ("loss", "mine:plain", "clipped is 0.0; expected a detached scalar tensor"),
+        ("loss", "mine:zero", "returned 0; expected a positive number, as batch.num_sequences"),
+        ("loss", "mine:tensor", r"returned tensor\(3\); expected a positive number"),
         ("loss", "builtins:abs", r"abs\(\) takes exactly one argument \(2 given\)"),
-        ("advantage", "mine:short", "from the rewards of each group to as many"),
-        ("advantage", "mine:nan", "must be finite"),
+        ("advantage", "mine:short", "groups of 2 and 3 rewards it returned 1 and 2 advantages"),
+        ("advantage", "mine:square", "failed on groups of 2 and 3 rewards; groups differ in size"),
+        ("advantage", "mine:nan", "it returned nan, not a finite number"),
     ],
 )
 def test_what_cannot_be_learned_from_is_refused_in_one_sentence(module, field, name, why):
     module(MINE, "mine")
     with pytest.raises(ConfigError, match=rf"^learner.{field} = '{name}': [^\n]*{why}[^\n]*$"):
         check(LearnerSection(**{field: name}), 2)
+
+
+def test_what_the_example_does_not_show_is_named_in_the_step(module):
+    module(MINE, "mine")
+    check(LearnerSection(loss="mine:late"), 2)
+    with pytest.raises(ConfigError, match=r"^learner.loss = 'mine:late': ZeroDiv.*mine\.py:"):
+        learned(loss="mine:late")
+
+
+@pytest.mark.parametrize(("loss", "kept"), [("mine:f", 4), ("grpo", 0)])
+def test_a_loss_of_ones_own_learns_from_completions_without_an_advantage(loss, kept):
+    own = LearnerSection(loss=loss, advantage="grpo")
+    equal = [rollout([1, 2, 3, n], 2, request_id=f"p/0@0#{n}") for n in range(2)]
+    (batch,) = step_batches(regroup(equal), own, SamplingParams(max_tokens=16))
+    assert sum(int(one.packed.loss_mask.sum()) for one in batch.micro_batches) == kept
+
+
+def test_an_advantage_sees_no_made_up_rewards_after_the_check(module):
+    check(own := LearnerSection(advantage=f"{module(MINE, 'mine')}:stateful"), 2)
+    before = list(sys.modules["mine"].calls)
+    assert (streams(own), sys.modules["mine"].calls) == (False, before)
 
 
 @pytest.mark.parametrize("name", LOSSES)

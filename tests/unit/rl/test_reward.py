@@ -215,7 +215,7 @@ def test_an_async_function_is_awaited_in_one_loop(module, function):
     ("returned", "complaint"),
     [
         ("[None]", "returned None: it does not apply"),
-        ("[float('nan')]", "returned nan: a reward must be finite"),
+        ("[float('nan')]", "returned nan, not a finite number"),
         ("['1.0']", "returned str '1.0', not a number"),
         ("[1.0, 0.0]", "returned 2 rewards for 1 completion"),
         ("1.0", "returned float 1.0, not a list"),

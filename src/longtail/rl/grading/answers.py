@@ -137,5 +137,5 @@ def checked_number(value: object, *, source: str) -> float:
         raise GradingError(f"{source} returned {type(value).__name__} {value!r:.80}, not a number")
     number = float(value)
     if not abs(number) <= _LARGEST:
-        raise GradingError(f"{source} returned {number}: a reward must be finite")
+        raise GradingError(f"{source} returned {number}, not a finite number")
     return number

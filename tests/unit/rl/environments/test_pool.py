@@ -136,7 +136,7 @@ BAD = {
         ),
         "environment.name = 'toy_environments:Toy': its output is not an answer of at most 64 MiB",
     ),
-    "infinite": "step returned inf: a reward must be finite",
+    "infinite": "step returned inf, not a finite number",
 }
 
 
