@@ -24,6 +24,7 @@ def picture(browser: Browser, url: str, path: Path, scheme: Literal["light", "da
     page = context.new_page()
     page.goto(url)
     page.wait_for_selector("body[data-step] #text pre.completion")
+    page.select_option("#order", "long")  # a long completion has drafts
     page.wait_for_timeout(500)
     bottom = page.locator("#panel-timeline").bounding_box()
     whole = page.locator("main").bounding_box()
