@@ -11,7 +11,7 @@ from longtail.assembly.drafters import (
     FRESH,
     Target,
     drafter_names,
-    is_weightless,
+    located,
     open_drafter,
     weightless,
 )
@@ -99,7 +99,9 @@ class Drafters:
     def __init__(self, names: str, subject: Subject, num_warm: int, log: Log) -> None:
         self._target = subject.target
         self.names = tuple(drafter_names(names, self._target.name, learns=num_warm > 0))
-        self._suffixes = {name: weightless(name) for name in self.names if is_weightless(name)}
+        self._suffixes = {
+            name: weightless(name) for name in self.names if name != FRESH and not located(name)[1]
+        }
         self._weights: Mapping[str, Tensor] | None = None
         """Those of a fresh drafter."""
         if num_warm:

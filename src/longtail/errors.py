@@ -115,6 +115,8 @@ def describe(error: BaseException) -> str:
     """Return an error in one line: our own message, or type, message and place of any other."""
     if isinstance(error, LongtailError):
         text = str(error)[:MAX_ERROR_LEN]
+    elif isinstance(error, SyntaxError) and error.filename:
+        text = f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"
     else:
         text = "".join(traceback.format_exception_only(error)).strip()[:MAX_ERROR_LEN]
         for last in traceback.extract_tb(error.__traceback__)[-1:]:

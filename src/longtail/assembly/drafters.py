@@ -13,8 +13,10 @@ a directory        a drafter of `longtail drafter train` or its run, the newest 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -31,16 +33,12 @@ from longtail.engine.speculation.speculator import Speculation
 from longtail.errors import ConfigError, describe, did_you_mean
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from longtail.run.drafter_store import (
-    drafter_directory,
-    load_run_drafter,
-    own_of_run,
-    run_drafters,
-)
+from longtail.run.drafter_store import drafter_directory, load_run_drafter, own_of_run, run_drafters
 from longtail.speculation.drafter import Drafter
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree, prune
 from longtail.system.files import similar_folders
-from longtail.system.machine import is_path, named_callable
+from longtail.system.machine import is_path, module_hint, named_callable
 from longtail.tuner.budget_tuner import BudgetTuner
 from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner
 
@@ -53,6 +51,7 @@ WEIGHTLESS: Mapping[str, Callable[[], Drafter]] = MappingProxyType(
     {HISTORY: HistoryDrafter, PHRASES: PhraseDrafter}
 )
 """Drafters without weights, which begin to draft with the first texts."""
+_CALLS = ("propose", "observe", "learn", "forget", "refresh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,18 +101,16 @@ def make_tuner(own: SpeculationSection, by_cost: Callable[[], Tuner]) -> Tuner:
 
 def open_drafter(name: str, target: Target) -> Drafter:
     """Return the drafter `name`; ConfigError if it does not fit the target."""
-    loaded = read_drafter(name, target, target.model.dtype)
-    if loaded is None:
-        return weightless(name)
-    return loaded.drafter(target.model)
+    if (loaded := read_drafter(name, target, target.model.dtype)) is not None:
+        return loaded.drafter(target.model)
+    made = weightless(name)
+    if is_path(name):
+        _check_calls(made, f"speculation.drafter = {name!r}", target.model.config.vocab_size)
+    return made
 
 
 def read_drafter(
-    name: str,
-    target: Target,
-    dtype: torch.dtype | None,
-    *,
-    field: str = "speculation.drafter",
+    name: str, target: Target, dtype: torch.dtype | None, *, field: str = "speculation.drafter"
 ) -> LoadedDrafter | None:
     """Read a drafter of any layout, in `dtype` or its stored type; None for one without weights.
 
@@ -181,25 +178,61 @@ def check_names(names: str, *, field: str = "speculation.drafter") -> None:
             weightless(name, field=field)
 
 
-def is_weightless(name: str) -> bool:
-    """Return whether a single name is that of a drafter without weights, or of a class."""
-    return name in WEIGHTLESS or (is_path(name) and not Path(name).is_dir())
-
-
 def weightless(name: str, *, field: str = "speculation.drafter") -> Drafter:
     """Make a drafter without weights. Raises ConfigError for a class that is none."""
     make = WEIGHTLESS.get(name) or named_callable(name, field)
     try:
+        if not (isinstance(make, type) and issubclass(make, Drafter)):
+            raise ConfigError(f"it is a {type(make).__name__}; expected a subclass of Drafter")
         made = make()
-        if not isinstance(made, Drafter):
-            raise ConfigError("it must be a subclass of longtail.speculation.drafter.Drafter")
         made.curve.table()
-        for method in ("propose", "observe", "learn", "forget", "refresh"):
-            expected = inspect.signature(getattr(Drafter, method)).parameters
-            inspect.signature(getattr(made, method)).bind(*list(expected)[1:])
+        for method in _CALLS:
+            given = inspect.signature(getattr(made, method))
+            expected = [*inspect.signature(getattr(Drafter, method)).parameters][1:]
+            try:
+                given.bind(*expected)
+            except TypeError as error:
+                raise ConfigError(f"{method}{given} must take ({', '.join(expected)})") from error
     except Exception as error:
         raise ConfigError(f"{field} = {name!r}: {describe(error)}") from error
     return made
+
+
+def _check_calls(drafter: Drafter, source: str, vocab_size: int) -> None:
+    """Give a drafter's calls copies of lists, and let what fails raise ConfigError of `source`."""
+
+    def call(method: Callable[..., Any], name: str, *given: Any) -> Any:
+        if name in ("propose", "observe"):
+            given = ([replace(each, tokens=list(each.tokens)) for each in given[0]], *given[1:])
+        try:
+            found = method(*given)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{source}: {name} raised {describe(error)}") from error
+        if name == "propose":
+            if problem := _problem(found, len(given[0]), vocab_size):
+                raise ConfigError(f"{source}: propose returned {problem}")
+            return [prune(tree, given[1].num_nodes) for tree in found]
+
+    for name in _CALLS:
+        setattr(drafter, name, partial(call, getattr(drafter, name), name))
+
+
+def _problem(trees: Any, count: int, vocab_size: int) -> str:
+    """Return what is proposed for a number of requests, if it cannot be; else ""."""
+    if not isinstance(trees, list) or not all(isinstance(tree, DraftTree) for tree in trees):
+        return f"{trees!r:.60}; expected a list with a DraftTree for each request"
+    if len(trees) != count:
+        return f"{len(trees)} tree{'' if len(trees) == 1 else 's'} for {count} requests"
+    for tree in trees:
+        columns = (tree.tokens, tree.parents, tree.margins, tree.reach or tree.margins)
+        if not all(isinstance(each, tuple) and len(each) == tree.size for each in columns):
+            return f"{tree!r:.90}; expected tuples of one length"
+        for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+            if type(token) is not int or not 0 <= token < vocab_size:
+                return f"token {token!r} of a vocabulary of {vocab_size}"
+            if type(parent) is not int or not 0 <= parent <= node:
+                return f"parent {parent!r} of node {node + 1}; it must come first"
+    return ""
 
 
 def _split(names: str) -> list[str]:
@@ -212,14 +245,15 @@ def located(name: str, *, field: str = "speculation.drafter") -> tuple[str, Path
 
     Raises ConfigError like `check_names`.
     """
-    if name == FRESH or is_weightless(name):
-        return name, None
     path = Path(name).absolute()
+    if name in (FRESH, *WEIGHTLESS) or (is_path(name) and not path.is_dir()):
+        return name, None
     if not path.is_dir():
         known = [*WEIGHTLESS, FRESH, NONE, AUTO, *similar_folders(name)]
         raise ConfigError(
             f"{field} = {name!r}: it is neither {', '.join(WEIGHTLESS)}, {FRESH}, module:Class "
-            f"nor a directory{did_you_mean(name, known)}; train one with `longtail drafter train`"
+            f"nor a directory{did_you_mean(name, known)}{module_hint(name)}; train one with "
+            "`longtail drafter train`"
         )
     home = run_drafters(path) or (path if is_published(path) else drafter_directory(path))
     return str(path if path.is_relative_to(home) else home), home

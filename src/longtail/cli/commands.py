@@ -75,6 +75,7 @@ class ConfiguredCommand:
         config = imported("assembly.precision.decided")(config)
         lines = [files.render(config)]
         if isinstance(config, RunConfig):
+            imported("assembly.drafters.check_names")(config.speculation.drafter)
             with imported("rl.grading.pool.GraderPool")(config.reward) as grader:
                 grader.wait_ready()
             report = imported("assembly.memory_bound.report")(config)

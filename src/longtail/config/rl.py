@@ -34,7 +34,7 @@ from longtail.config.sections import (
     Temperature,
     Text,
 )
-from longtail.system.machine import MAX_INT32, is_path
+from longtail.system.machine import MAX_INT32, is_path, module_hint
 
 REASONING_GYM = "reasoning_gym"
 RUNNING_SUMS = "running_sums"
@@ -367,7 +367,7 @@ def _learner_problems(config: RunConfig) -> Iterator[str]:
     for field, known in (("loss", LOSSES), ("advantage", ADVANTAGES)):
         name = getattr(learner, field)
         if name is not None and name not in known and not is_path(name):
-            yield f"learner.{field} = {name!r}: it must be {choices(known)}"
+            yield f"learner.{field} = {name!r}: it must be {choices(known)}{module_hint(name)}"
     if learner.mini_batches > sequences:
         yield (
             f"learner.mini_batches = {learner.mini_batches}: a step has only {sequences} "

@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import machinery, metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -164,6 +164,12 @@ def is_path(name: str) -> bool:
     return ":" in name and all(map(str.isidentifier, name.replace(":", ".", 1).split(".")))
 
 
+def module_hint(name: str) -> str:
+    """Return the remedy for a module's name without the `:NAME` of what is meant; else empty."""
+    spec = machinery.PathFinder.find_spec(name, module_path()) if name.isidentifier() else None
+    return f" ({name} is a module: write {name}:NAME)" if spec and spec.origin else ""
+
+
 def named_callable(name: str, field: str, *kinds: type) -> Any:
     """Return the function, class or object of some other kinds with the path `module:name`.
 
@@ -172,19 +178,21 @@ def named_callable(name: str, field: str, *kinds: type) -> Any:
     sys.path += [] if (here := os.getcwd()) in sys.path else [here]
     try:
         found = pkgutil.resolve_name(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"{field} = {name!r}: its module cannot be imported ({error}); modules are "
-            "found in the working directory and on PYTHONPATH"
-        ) from error
+    except ModuleNotFoundError as error:
+        module, missing = name.partition(":")[0], error.name
+        reason = f"{module} imports {missing}, which is not installed"
+        if f"{module}.".startswith(f"{missing}."):
+            reason = f"no module {missing} is in the working directory or on PYTHONPATH"
+        raise ConfigError(f"{field} = {name!r}: {reason}") from error
     except AttributeError as error:
         hint = did_you_mean(str(error.name), dir(error.obj))
         raise ConfigError(f"{field} = {name!r}: {error}{hint}") from error
     except Exception as error:
         raise ConfigError(f"{field} = {name!r}: {describe(error)}") from error
     if not callable(found) and not isinstance(found, kinds):
-        kind = type(found).__name__
-        raise ConfigError(f"{field} = {name!r}: it is of type {kind}, not a function")
+        raise ConfigError(
+            f"{field} = {name!r}: it is of type {type(found).__name__}, not a function"
+        )
     return found
 
 

@@ -11,6 +11,7 @@ from longtail.run.drafter_store import drafter_directory
 from longtail.speculation.drafter import NO_TAPS, Drafter, Taps
 from longtail.speculation.strategy import Strategy
 from longtail.speculation.tree import MAX_NODES
+from support.engine_requests import draftable, observed
 from support.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -54,9 +55,10 @@ def test_auto_is_a_fresh_drafter_beside_history_where_it_can_learn(target):
         ("history+none", "'none': it is neither"),
         ("fresh+history", "has to learn while it is used"),
         ("{place}", "neither a drafter nor a run with one"),
-        ("mine:Deaf", "'mine:Deaf': TypeError: missing a required argument"),
-        ("history+builtins:dict", "'builtins:dict': it must be a subclass of .*Drafter"),
-        ("textwrap:dedent", "'textwrap:dedent': TypeError: .*missing 1 required positional"),
+        ("mine:Deaf", r"'mine:Deaf': refresh\(obj, /\) must take \(\)"),
+        ("history+builtins:dict", "'builtins:dict': it is a type; expected a subclass of Drafter"),
+        ("textwrap:dedent", "it is a function; expected a subclass of Drafter"),
+        ("mine", r"nor a directory \(mine is a module: write mine:NAME\); train one"),
     ],
 )
 def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path, module):
@@ -66,6 +68,43 @@ def test_a_name_that_is_no_drafter_is_refused(names, message, target, tmp_path, 
         opened(names.format(place=tmp_path), target)
     with pytest.raises(ConfigError, match="no such directory"):
         drafter_directory(tmp_path / "absent")
+
+
+MINE = """from longtail.drafter.history import HistoryDrafter
+from longtail.speculation.tree import DraftTree
+def two(tokens=(5, 6), parents=(0, 1), margins=(1.0, 1.0)):
+    return 2 * [DraftTree(tokens=tokens, parents=parents, margins=margins)]
+class Mine(HistoryDrafter):
+    def observe(self, seen, features): seen[0].tokens.clear(); raise ValueError("boom")
+    def propose(self, requests, strategy, noise): """
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return [[5], [5]]", r"returned \[\[5\], \[5\]\]; expected a list with a DraftTree"),
+        ("return two()[1:]", "returned 1 tree for 2 requests"),
+        ("return two(margins=())", r"returned DraftTree\(.*; expected tuples of one length"),
+        ("return two(parents=(0, 2))", "returned parent 2 of node 2; it must come first"),
+        ("return two((-1, 999))", "returned token -1 of a vocabulary of 128"),
+        ("return two((5, 999))", "returned token 999 of a vocabulary of 128"),
+        ("raise SystemExit(3)", r"raised SystemExit: 3 \(mine.py:7, in propose\)"),
+    ],
+)
+def test_what_a_drafter_of_yours_does_wrong_is_one_sentence(body, message, target, module):
+    module(MINE + body, "mine")
+    mine = open_drafter("mine:Mine", target)
+    with pytest.raises(ConfigError, match=f"^speculation.drafter = 'mine:Mine': propose {message}"):
+        mine.propose([draftable("a", [1]), draftable("b", [1])], Strategy(depth=2), None)
+
+
+def test_a_drafter_of_yours_changes_no_tokens_and_its_trees_are_cut(target, module):
+    module(MINE + "requests[0].tokens.clear(); return two()", "mine")
+    mine, tokens = open_drafter("mine:Mine", target), [1, 2]
+    trees = mine.propose([draftable("a", tokens), draftable("b", tokens)], Strategy(depth=1), None)
+    with pytest.raises(ConfigError, match=r"Mine': observe raised ValueError: boom \(mine.py:6, "):
+        mine.observe([observed("a", tokens, 0, 1)], None)
+    assert (tokens, [tree.tokens for tree in trees]) == ([1, 2], [(5,), (5,)])
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def test_version_and_summary_of_the_verbs(capsys):
             "learner.loss = 'ppo': it must be grpo, dr_grpo",
         ),
         (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
-        (["train", "--dry-run", "--reward.name=no_such:f"], "reward.name = 'no_such:f': its mod"),
+        (["train", "--dry-run", "--reward.name=no_such:f"], "reward.name = 'no_such:f': no mod"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
         (
             ["generate", "nowhere", "--n", "100000000"],
@@ -105,6 +105,7 @@ def test_a_dry_run_prints_configuration_and_memory_as_toml_needs_no_weights_and_
     for row in ("KV cache", "optimizer moments", "activations", "learner weights", "total"):
         assert row in out
     assert "available" in out
+    assert cli.main(["train", *words, "--speculation.drafter=nowhere:Class"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["bare"]
 
 

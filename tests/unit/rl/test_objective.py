@@ -76,7 +76,7 @@ def test_any_loss_learns_from_any_advantages_and_has_its_papers_by_default():
 @pytest.mark.parametrize(
     ("field", "name", "why"),
     [
-        ("loss", "nowhere:f", "its module cannot be imported"),
+        ("loss", "nowhere:f", "no module nowhere is in the working directory or on PYTHONPATH"),
         ("loss", "mine:no_outputs", "did you mean no_output"),
         ("loss", "math:pi", "it is of type float, not a function"),
         ("loss", "mine:no_output", r"returned a Tensor; return LossOutput\(loss="),

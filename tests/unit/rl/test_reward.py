@@ -248,9 +248,9 @@ def test_an_unknown_reward_lists_the_known_ones(name):
 @pytest.mark.parametrize(
     ("source", "error", "why"),
     [
-        (None, ConfigError, r"No module named 'broken'.*working dir"),
-        ("import no_such_package", ConfigError, "its module cannot .*no_such_package"),
-        ("def f(:", ConfigError, r"broken\.py\", line 1 .*SyntaxError"),
+        (None, ConfigError, "no module broken is in the working dir"),
+        ("import nothing.here", ConfigError, "broken imports nothing, which is not installed$"),
+        ("def f(:", ConfigError, r": SyntaxError: [^()]* \(broken\.py:1\)$"),
         ("def accuracy(**columns): ...", ConfigError, "'acuracy' \\(did you mean accuracy"),
         ("acuracy = 3", ConfigError, "it is of type int, not a function"),
         ("def acuracy(text): ...", GradingError, "unexpected .*'prompts'; it gets prompts, "),

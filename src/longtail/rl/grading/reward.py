@@ -25,7 +25,7 @@ from longtail.rl.grading.answers import (
     whole_number,
     with_plain_boxes,
 )
-from longtail.system.machine import import_extra, is_path, named_callable
+from longtail.system.machine import import_extra, is_path, module_hint, named_callable
 
 Messages = list[dict[str, Any]]
 
@@ -325,7 +325,7 @@ def reward_factory(name: str) -> Callable[[], Reward]:
         return lambda: FunctionReward(name)
     raise ConfigError(
         f"reward.name = {name!r}: unknown{did_you_mean(name, _NAMED)}; known are "
-        f"{', '.join(_NAMED)}, and module:function with TRL's signature"
+        f"{', '.join(_NAMED)}, and module:function with TRL's signature{module_hint(name)}"
     )
 
 

@@ -255,7 +255,7 @@ def test_an_environment_reaches_no_network_unless_it_may(toys):
 
 def test_an_environment_that_cannot_be_loaded_is_refused_in_one_sentence(toys):
     for name, why in {
-        "no_such_module:Toy": "its module cannot be imported .*PYTHONPATH$",
+        "no_such_module:Toy": "no module no_such_module is in .*PYTHONPATH$",
         "textarena:No-v0": "'textarena:No-v0': ModuleNotFoundError: .*; pip install textarena$",
     }.items():
         with (
