@@ -6,7 +6,8 @@ const HEIGHT = 190;
 
 function axes(options) {
   const base = { stroke: color("--soft"), font: FONT, ticks: { show: false }, border: { show: false } };
-  const grid = { stroke: color("--line"), width: 1 };
+  const decades = (plot, values) => values.map((value) => (plot.scales.y.distr === 3 && Math.log10(value) % 1 ? null : value));
+  const grid = { stroke: color("--line"), width: 1, filter: decades };
   const compact = (value) => {
     if (!known(value)) return "";
     if (Math.abs(value) >= 1e6) return `${value / 1e6}M`;
