@@ -107,7 +107,7 @@ def main(steps: int = 12, run_dir: str = "runs/rl-loop", drafter: str = "auto") 
 
             means.append(sum(rewards) / len(rewards))
             print(
-                f"step {step}: reward {means[-1]:.3f}, loss {report.loss:+.4f}, "
+                f"step {step}: reward {means[-1]:.3f}, loss {report.metrics['actor/loss']:+.4f}, "
                 f"{result.report.num_generated} tokens in {result.seconds:.1f} s, "
                 f"{result.report.num_accepted} of them drafted"
             )
