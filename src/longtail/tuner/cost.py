@@ -7,6 +7,9 @@
 The nodes of a draft read the context that the request's token reads anyway, so their pairs are
 cheaper.
 
+Plain steps and steps that verify drafts have separate curves, which start from the same
+measurement: steps with drafts include the drafters' learning.
+
 Machines stall, so a correction follows the clipped logarithm of observed / predicted: a step that
 takes a hundred times too long moves a prediction as far as one that takes a third too long.
 """
@@ -14,6 +17,7 @@ takes a hundred times too long moves a prediction as far as one that takes a thi
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import final
@@ -31,6 +35,10 @@ _EARLY = 16
 _GLOBAL_SHARE = 0.8
 """Fraction of a correction that scales the whole curve: most errors are of the whole machine, and a
 local correction bends the curve, whose slope gives marginal costs."""
+_BLOCK = 4
+"""Rows that a matrix product computes together on many machines, at least."""
+_OTHER_SHARE = 0.3
+"""Fraction of a correction that also scales the curve of the other kind of step."""
 
 
 @final
@@ -44,7 +52,7 @@ class TimeCurve:
         assert len(counts) == len(seconds) >= 1, "a curve needs a measurement"
         if len(counts) == 1:  # assume that half of the seconds are fixed costs
             counts, seconds = (0, *counts), (seconds[0] / 2, *seconds)
-        self._counts, self._raw = list(counts), list(accumulate(reversed(seconds), min))[::-1]
+        self._counts, self._raw = list(counts), list(accumulate(seconds, max))
         self._scale = 1.0
         self._num_seen = 0
         self._refresh()
@@ -62,13 +70,13 @@ class TimeCurve:
         return self._scale * (known + np.maximum(beyond, 0) * self._last_slope())
 
     def slope(self, count: int) -> float:
-        """Return the mean seconds of each of the last tokens of `count`, an eighth of them."""
+        """Return the mean seconds of each of the last tokens of `count`: an eighth, or a block."""
         count = max(count, 2)
-        fewer = count - max(count // 8, 1)
+        fewer = max(count - max(_BLOCK, count // 8), 1)
         return (self.at(count) - self.at(fewer)) / (count - fewer)
 
-    def correct(self, count: int, error: float) -> None:
-        """Correct by log(observed / predicted), most near `count`."""
+    def correct(self, count: int, error: float) -> float:
+        """Correct by log(observed / predicted), most near `count`; return the correction."""
         moved = _moved(error, self._num_seen)
         self._num_seen += 1
         self._scale *= 1 + moved * _GLOBAL_SHARE
@@ -77,6 +85,11 @@ class TimeCurve:
         for place, weight in ((left, 1.0 - share), (left + 1, share)):
             self._raw[place] *= 1 + moved * weight * (1 - _GLOBAL_SHARE)
         self._refresh()
+        return moved
+
+    def scale(self, moved: float) -> None:
+        """Scale the curve by a part of another curve's correction; early on by all of it."""
+        self._scale *= 1 + moved * (_OTHER_SHARE if self._num_seen >= _EARLY else 1.0)
 
     def _piece(self, count: int) -> tuple[int, float]:
         """Return the knot to the left of a count, and the fraction of the way to the next knot."""
@@ -124,31 +137,37 @@ class CostModel:
     """Predicts the seconds of steps and drafts, and learns from observed ones."""
 
     def __init__(self, measured: TimeCurve, *, pair_s: float, node_pair_s: float) -> None:
-        self.curve = measured
+        self.plain, self.verify = measured, deepcopy(measured)
         self.pair_s, self.node_pair_s = pair_s, node_pair_s
         self.drafts: list[DraftCost] = []
         """Costs of each drafter, in the engine's order."""
         self._num_drafts = 0
 
-    def step_s(self, batch: Batch, num_nodes: int = 0) -> float:
+    def plain_s(self, batch: Batch) -> float:
+        """Predict the seconds of a step without drafts."""
+        return self.plain.at(batch.num_tokens) + self.pair_s * batch.num_pairs
+
+    def verify_s(self, batch: Batch, num_nodes: int) -> float:
         """Predict the seconds of a step that verifies `num_nodes` nodes, without drafting."""
         read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
-        return self.curve.at(batch.num_tokens + num_nodes) + read
+        return self.verify.at(batch.num_tokens + num_nodes) + read
 
-    def each_s(self, batch: Batch, num_nodes: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
-        """Predict `step_s` for each number of nodes."""
+    def verify_each(self, batch: Batch, num_nodes: Int[np.ndarray, "n"]) -> Float[np.ndarray, "n"]:
+        """Predict `verify_s` for each number of nodes."""
         read = self.pair_s * batch.num_pairs + self.node_pair_s * num_nodes * batch.mean_context
-        return self.curve.at_each(batch.num_tokens + num_nodes) + read
+        return self.verify.at_each(batch.num_tokens + num_nodes) + read
 
     def node_s(self, batch: Batch, num_nodes: int) -> float:
         """Predict the mean seconds of a node, of the last ones of `num_nodes`."""
-        slope = self.curve.slope(batch.num_tokens + num_nodes)
+        slope = self.verify.slope(batch.num_tokens + num_nodes)
         return slope + self.node_pair_s * batch.mean_context
 
     def outcome_s(self, outcome: Outcome) -> float:
         """Predict the seconds of a step from what it drafted and verified."""
+        if not outcome.timings:
+            return self.plain_s(outcome.batch)
         drafts_s = sum(self.drafts[each.drafter].of(each) for each in outcome.timings)
-        return drafts_s + self.step_s(outcome.batch, outcome.num_nodes)
+        return drafts_s + self.verify_s(outcome.batch, outcome.num_nodes)
 
     def learn(self, outcome: Outcome) -> None:
         """Correct the predictions by the seconds of one step."""
@@ -158,8 +177,11 @@ class CostModel:
             moved = _moved(_error(timing.seconds, cost.of(timing)), self._num_drafts)
             self.drafts[timing.drafter] = cost.scaled(1 + moved)
             self._num_drafts += 1
-        error = _error(outcome.verify_s, self.step_s(batch, nodes))
-        self.curve.correct(batch.num_tokens + nodes, error)
+        verifies = nodes > 0  # without nodes it computes what a plain step does
+        predicted = self.verify_s(batch, nodes) if verifies else self.plain_s(batch)
+        error = _error(outcome.verify_s, predicted)
+        mine, other = (self.verify, self.plain) if verifies else (self.plain, self.verify)
+        other.scale(mine.correct(batch.num_tokens + nodes, error))
 
 
 def fit_draft_cost(rounds: Sequence[tuple[int, int, int, float]]) -> DraftCost:

@@ -8,7 +8,7 @@ requests: drafting that loses in a full batch may well win in its tail.
 
 The seconds of plain decoding are those of the cost model, corrected in each account by what steps
 without drafted nodes took lately: the model may be wrong by more than drafting gains or loses. So
-one of `_CHECK_EVERY` steps is plain.
+one of `_CHECK_EVERY` steps is plain, and of `_CLEAR_CHECK_EVERY` where drafting clearly wins.
 
 An account begins with the seconds of `_INITIAL` plain steps and never holds more than `_MOST`.
 Drafting is paused when it is empty and the last steps, weighted by `_KEPT`, lost as a whole: on a
@@ -29,11 +29,15 @@ from longtail.tuner.messages import Batch, Outcome
 
 LOSS_SHARE = 0.01
 """Fraction of all seconds that drafting may lose."""
-_INITIAL, _RESUME, _MOST = 3, 2, 8
-"""Seconds on an account at first, from which drafting resumes, and at most, in plain steps. A step
-that accepts nothing takes little from a full account."""
-_CHECK_EVERY = 128
+_INITIAL, _RESUME, _CLEAR, _MOST = 3, 2, 6, 8
+"""Seconds on an account at first, from which drafting resumes, from which it clearly wins, and at
+most, in plain steps. A step that accepts nothing takes little from a full account."""
+_CHECK_EVERY, _CLEAR_CHECK_EVERY = 16, 128
 """Steps with drafted nodes between two without, in which plain decoding is measured."""
+_FEW = 4
+"""Number of measurements below which nothing is clear."""
+_BIAS_CLIP = 2.0
+"""Largest factor between a measurement and the mean of the earlier ones."""
 _BIAS_RATE = 0.1
 """Least weight of a new measurement of plain decoding."""
 _KEPT = 1 - 1 / 32
@@ -65,12 +69,14 @@ class _Account:
     @property
     def needs_plain_step(self) -> bool:
         """Whether the last measurement of a plain step is too old."""
-        return self.since_measured >= _CHECK_EVERY
+        is_clear = self.seconds >= _CLEAR * self.plain_step_s and self.num_measured >= _FEW
+        return self.since_measured >= (_CLEAR_CHECK_EVERY if is_clear else _CHECK_EVERY)
 
     def measure(self, ratio: float) -> None:
         """Add the ratio of measured to predicted seconds of a plain step."""
         self.num_measured += 1
         self.since_measured = 0
+        ratio = min(max(ratio, self.bias / _BIAS_CLIP), self.bias * _BIAS_CLIP)
         self.bias += (ratio - self.bias) * max(1 / self.num_measured, _BIAS_RATE)
 
     def pay(self, seconds: float) -> None:
@@ -102,7 +108,7 @@ class Guard:
         """Judge a step; return the reason if a pause begins after it, else an empty string."""
         batch, took_s = outcome.batch, self._without_stall(outcome)
         account = self._account(batch)
-        predicted_s = self._costs.step_s(batch)
+        predicted_s = self._costs.plain_s(batch)
         if not outcome.num_nodes:
             measured_s = min(outcome.verify_s, took_s)
             account.measure(measured_s / predicted_s)
@@ -133,7 +139,7 @@ class Guard:
         found = self._accounts.get(_size(batch))
         if found is None:
             bias = 1.0 if self._last is None else self._last.bias
-            step_s = bias * self._costs.step_s(batch)
+            step_s = bias * self._costs.plain_s(batch)
             found = self._accounts[_size(batch)] = _Account(_INITIAL * step_s, step_s, bias)
         return found
 

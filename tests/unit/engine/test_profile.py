@@ -29,10 +29,11 @@ def test_a_measured_model_costs_something_and_more_costs_more():
     assert costs.drafts == []
     assert costs.pair_s >= 0
     assert 0 <= costs.node_pair_s <= costs.pair_s
-    times = [costs.curve.at(count) for count in (1, 2, 4, 16, 64, 200)]
-    assert times[0] > 0
-    assert all(a <= b for a, b in pairwise(times))
-    counts = costs.curve._counts
+    for curve in (costs.plain, costs.verify):
+        times = [curve.at(count) for count in (1, 2, 4, 16, 64, 200)]
+        assert times[0] > 0
+        assert all(a <= b for a, b in pairwise(times))
+    counts = costs.plain._counts
     assert counts[0] == 1
     assert max(counts) <= LIMITS.max_step_tokens
 
@@ -52,4 +53,4 @@ def test_a_drafter_gets_a_cost_and_forgets_the_synthetic_requests(taps):
 def test_the_tightest_engine_can_be_measured(running, tokens):
     limits = EngineLimits(max_running=running, max_step_tokens=tokens, max_len=16)
     costs = measure_steps(tiny_model(), limits)
-    assert costs.curve.at(1) > 0
+    assert costs.plain.at(1) > 0

@@ -68,11 +68,6 @@ def test_between_knots_and_beyond_them_time_is_linear(count, seconds):
     assert curve().at(count) == pytest.approx(seconds)
 
 
-def test_a_measurement_above_a_later_one_is_lowered_to_it():
-    found = TimeCurve((1, 2, 3), (1.0, 9.0, 2.0))
-    assert [found.at(count) for count in (1, 2, 3)] == [1.0, 2.0, 2.0]
-
-
 @given(any_sketch(), st.lists(st.integers(1, 600), min_size=2, max_size=8))
 def test_a_curve_never_decreases_and_predicts_many_counts_as_one_by_one(sketch, counts):
     found, first = curve_of(sketch), sketch[0][0]
@@ -107,14 +102,15 @@ def test_a_stall_moves_a_settled_curve_by_two_percent_at_most():
     assert other.at(8) == pytest.approx(found.at(8))
 
 
-def test_a_slow_step_raises_what_it_computed():
+def test_a_slow_step_raises_its_own_kind_and_the_other():
     timing = DraftTiming(drafter=0, num_requests=8, levels=2, rows=16, seconds=1.0)
     for drafted in ((), (timing,)):
         costs = model()
         batch, usual = outcome(1.0).batch, DRAFT.seconds(8, 2.0, 16.0)
-        plain = costs.step_s(batch)
+        plain, verify = costs.plain_s(batch), costs.verify_s(batch, 0)
         costs.learn(outcome(2 * plain, timings=drafted))
-        assert costs.step_s(batch) > plain
+        assert costs.plain_s(batch) > plain
+        assert costs.verify_s(batch, 0) > verify
         assert (costs.drafts[0].seconds(8, 2.0, 16.0) > usual) == bool(drafted)
 
 
