@@ -57,7 +57,7 @@ $(DEVELOPED): $(STAMP)
 quickstart: install
 	$(BIN)/longtail sft quickstart
 	$(BIN)/longtail train quickstart
-	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart \
+	$(BIN)/longtail bench e2e quickstart --model.path=runs/quickstart --speculation.drafter=runs/quickstart \
 		--rollout.group_size=2 --rollout.max_running=16 --steps 3
 
 # Qwen2.5-Coder-0.5B-Instruct (Apache-2.0) as a GGUF file of 491 MB: its pieces are six wheels.
