@@ -171,12 +171,13 @@ class Optimizer:
         """Copy moments as `tensors` gave them; CheckpointError if they are another model's."""
         expected = {f"{each}/{n}": p for n, p in self._others.items() for each in _MOMENTS}
         expected |= {f"momentum/{name}": p for name, p in self._matrices.items()}
+        other = "optimizer state of another model"
         for name, parameter in expected.items() if tensors else ():
-            found = tensors.get(name)
-            if found is None or (found.dim() and found.shape != parameter.shape):
-                raise CheckpointError(
-                    f"optimizer state of another model: {name} is missing or misshapen"
-                )
+            shape = torch.Size() if name.startswith("step/") else parameter.shape
+            if name not in tensors or tensors[name].shape != shape:
+                raise CheckpointError(f"{other}: {name} is missing or misshapen")
+        if unknown := tensors.keys() - expected.keys():
+            raise CheckpointError(f"{other}: {min(unknown)} is of none of its parameters")
         moments = {n: tensors[n].to(p.device, copy=True) for n, p in expected.items() if tensors}
         self._adamw.state.clear()
         for name, parameter in self._others.items() if moments else ():

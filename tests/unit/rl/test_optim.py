@@ -156,3 +156,6 @@ def test_a_restored_optimizer_goes_on_alike_and_the_state_of_another_model_is_re
     for net, given in ((nn.Linear(3, 2), state), (module(), lacking)):
         with pytest.raises(CheckpointError, match=f"{odd} is missing or misshapen"):
             optimizer(net).load(given)
+    with pytest.raises(CheckpointError, match="exp_avg/more is of none of its parameters"):
+        whole.load({**state, "exp_avg/more": torch.zeros(2)})
+    assert all(map(torch.equal, whole.tensors().values(), state.values()))
