@@ -103,9 +103,7 @@ def _cell(name: str, rows: int, took: Sequence[float], least: Sequence[float]) -
 
 def steady(model: Transformer, rows: int, steps: int) -> Iterator[float]:
     """Yield the seconds of steps in which `rows` completions run and no prompt is read."""
-    limits = EngineLimits(
-        max_running=rows, max_step_tokens=512, max_len=_PROMPT + 2 * (_WARM + steps)
-    )
+    limits = EngineLimits.of(rows, _PROMPT + 2 * (_WARM + steps))
     engine = RolloutEngine(model, lambda _tokens: "", limits)
     sampling = SamplingParams(max_tokens=2 * (_WARM + steps))
     prompts = torch.randint(model.config.vocab_size, (rows, _PROMPT)).tolist()

@@ -35,7 +35,6 @@ from longtail.tuner.tuner import OffTuner
 from longtail.types import Request, SamplingParams
 
 _WARM_RUNNING = 64
-_STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +112,7 @@ class Drafters:
     def _learn(self, subject: Subject, num_texts: int) -> None:
         """Write the first texts; a fresh drafter and those without weights learn from them."""
         statistics = self._made(FRESH).statistics() if FRESH in self.names else None
-        limits = EngineLimits(
-            max_running=_WARM_RUNNING, max_step_tokens=_STEP_TOKENS, max_len=subject.max_len
-        )
+        limits = EngineLimits.of(_WARM_RUNNING, subject.max_len)
         target = subject.target
         reading = Speculation(drafters=(), tuner=OffTuner(), statistics=statistics, guarded=False)
         engine = RolloutEngine(target.model, target.tokenizer.decode, limits, speculation=reading)

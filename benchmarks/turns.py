@@ -59,7 +59,7 @@ def main() -> None:
     own = parser.parse_args()
     cpus = pin(own.threads)
     set_threads(own.threads)
-    limits = EngineLimits(max_running=1, max_step_tokens=512, max_len=1024)
+    limits = EngineLimits.of(1, 1024)
     model = load_model(model_directory(own.model), torch.float32, "cpu")
     kept, anew = list[list[float]](), list[list[float]]()
     for repeat in range(1 + own.repeats):

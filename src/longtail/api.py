@@ -39,9 +39,6 @@ model's chat template is applied."""
 
 OnStep = Callable[[StepReport], None]
 
-_STEP_TOKENS = 512
-"""Most tokens of an engine step."""
-
 
 @final
 class Engine:
@@ -74,11 +71,7 @@ class Engine:
         self.tokenizer = read_tokenizer(self._path)
         self.max_positions = load_config(self._path).max_positions
         """Largest number of tokens of a prompt and its completion together."""
-        limits = EngineLimits(
-            max_running=max_running,
-            max_step_tokens=max(_STEP_TOKENS, max_running),
-            max_len=self.max_positions,
-        )
+        limits = EngineLimits.of(max_running, self.max_positions)
         self._engine = SharedEngine(lambda: open_engine(self._open(), limits, drafter))
         self._calls = count()
 

@@ -63,7 +63,7 @@ def open_vllm(
     with tempfile.TemporaryDirectory(prefix="longtail-drafter-") as place:
         path = Path(place) / "drafter"
         if name == FRESH or (loaded is not None and loaded.kind.vllm == LEARNED):
-            settings |= _learning(config, loaded, path)
+            settings = _learning(config, loaded, path)
             loaded = None
         elif loaded is not None and model is not None:
             drafter = eagle_drafter(loaded, model, dtype, tuner, path)

@@ -48,10 +48,8 @@ def check_memory(compared: Comparison) -> None:
     has: nothing is evaluated.
     """
     own = compared.arms[OFF]
-    directory, available = (
-        model_directory(own.model.path),
-        memory_bound.available_bytes(run_device(own)),
-    )
+    directory = model_directory(own.model.path)
+    available = memory_bound.available_bytes(run_device(own))
     requests = own.rollout.prompts_per_step * own.rollout.group_size
     parts = []
     for arm in compared.arms.values():

@@ -10,6 +10,7 @@ from longtail.sampling import completion_key
 from longtail.speculation.drafter import Draftable
 from longtail.types import Request, SamplingParams
 
+_STEP_TOKENS = 512
 PREFIX_BLOCK = 16
 """Fewest tokens of KV that requests of different groups share."""
 
@@ -174,6 +175,16 @@ class EngineLimits:
     """Maximum number of tokens of prompt plus completion."""
     kv_tokens: int = 0
     """Tokens of KV memory; 0: enough for `max_running` requests of `max_len`."""
+
+    @staticmethod
+    def of(max_running: int, max_len: int, kv_tokens: int = 0) -> "EngineLimits":
+        """Return limits with steps of at most 512 tokens, or as many as requests run."""
+        return EngineLimits(
+            max_running=max_running,
+            max_step_tokens=max(_STEP_TOKENS, max_running),
+            max_len=max_len,
+            kv_tokens=kv_tokens,
+        )
 
     def __post_init__(self) -> None:
         """Refuse limits with which the engine could stall."""

@@ -31,7 +31,6 @@ from longtail.types import Request, SamplingParams
 
 TEXTS_FILE = "texts.jsonl"
 """File of generated texts in a run directory."""
-_STEP_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +183,7 @@ def _generate(
             f"the target has {max(shape.max_positions - longest, 0)} of its "
             f"{shape.max_positions} positions left; lower it, or data.max_prompt_len"
         )
-    limits = EngineLimits(
-        max_running=data.max_running,
-        max_step_tokens=_STEP_TOKENS,
-        max_len=longest + data.max_tokens,
-    )
+    limits = EngineLimits.of(data.max_running, longest + data.max_tokens)
     engine = RolloutEngine(target, tokenizer.decode, limits)
     sampling = SamplingParams(
         temperature=data.temperature,

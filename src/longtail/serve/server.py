@@ -40,7 +40,6 @@ from longtail.types import SamplingParams
 _log = logging.getLogger("longtail")
 _MAX_BODY = 2**20
 """Bytes of a request's body."""
-_STEP_TOKENS = 512
 _FLUSH_S = 5
 """Seconds for responses to reach their clients after the last completion."""
 _STATUSES = {
@@ -275,12 +274,7 @@ def _load(options: ServeOptions, api_key: str | None) -> Routes:
     tokenizer = load_tokenizer(path)
     target = open_model(options.model, path, tokenizer, options.dtype, options.device)
     options = replace(options, max_len=min(options.max_len, target.model.config.max_positions))
-    limits = EngineLimits(
-        max_running=options.max_running,
-        max_step_tokens=max(_STEP_TOKENS, options.max_running),
-        max_len=options.max_len,
-        kv_tokens=options.kv_tokens,
-    )
+    limits = EngineLimits.of(options.max_running, options.max_len, options.kv_tokens)
     service = Service(open_engine(target, limits, options.drafter), options)
     open_drafters = partial(named_speculation, options.drafter, target)
     return Routes(service, tokenizer, options, open_drafters, api_key)

@@ -33,8 +33,6 @@ from longtail.types import Completion, Request, SamplingParams
 
 FOLDER = "longtail"
 """Name of the drafter's folder in a checkpoint of the trainer."""
-_STEP_TOKENS = 512
-"""Most tokens of an engine step."""
 
 
 @final
@@ -59,11 +57,7 @@ class Session:
         self._drafter, self._learns = drafter, learns
         self.max_len = min(max_len, target.model.config.max_positions)
         """Most tokens of a prompt and its completion."""
-        self._limits = EngineLimits(
-            max_running=max_running,
-            max_step_tokens=max(_STEP_TOKENS, max_running),
-            max_len=self.max_len,
-        )
+        self._limits = EngineLimits.of(max_running, self.max_len)
         self._engine: RolloutEngine | None = None
         self._turns = Turns()
         self._metrics = SessionMetrics(ranks)
