@@ -1,9 +1,11 @@
-"""Law 1: speculation never changes a text: with any drafter, tree, tuner, clock and switching.
+"""Law 1: a text is a function of weights, prompt and key, and speculation never changes it.
+
+With any drafter, tree, tuner, clock and switching. Plain texts are those of the definition,
+`fakes.write_plainly`: one request, everything recomputed for every token.
 
 Exact in float64; to the bit in float32 and bfloat16 on native kernels (test_law4_bits.py), and with
 other products the share of texts that differ is bounded (there, too).
 
-The plain texts are the engine's own, which test_law1_plain_decoding.py holds to the definition.
 Drafters are scripted (tests/support/drafters.py): they know how the texts go on, so trees are
 right, wrong or mixed on purpose, and run on behind the end of a text as if it went on. Clocks make
 up what steps take, so that tuners change their minds often.
@@ -42,11 +44,11 @@ from longtail.tuner.tuner import FixedTuner, OffTuner, Tuner, merge_proposals
 from longtail.types import Completion, FinishReason, Request
 from support.drafters import RIGHT, WRONG, Script, ScriptedDrafter, Sketch, chain, listed, ragged
 from support.eagle_requests import make_layer
-from support.engine_requests import known_texts, request_of
+from support.engine_requests import FAMILIES, known_texts, request_of
+from support.fakes import write_plainly
 from support.tiny_models import tiny_model
 from support.worked import reach_probabilities
 
-FAMILIES: tuple[Family, ...] = ("llama", "mistral", "qwen2", "qwen3")
 TREE = Strategy(depth=6, width=3, size=9)
 DISTRIBUTIONS = (
     {}, {"temperature": 0.0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
@@ -193,6 +195,22 @@ LIMITS = {
     "one at a time": EngineLimits(max_running=1, max_step_tokens=5, max_len=80),
     "little memory": EngineLimits(max_running=6, max_step_tokens=60, max_len=80, kv_tokens=128),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_decoding_writes_what_the_definition_writes(family):
+    """In small steps, which cut the prompts; the definition knows no stop strings."""
+    requests = [
+        dataclasses.replace(each, sampling=dataclasses.replace(each.sampling, stop=()))
+        for each in task(family).requests
+    ]
+    engine = make_engine(family, LIMITS["small steps"])
+    for request, done in zip(requests, engine.generate(requests), strict=True):
+        tokens, logprobs = write_plainly(engine.model, request)
+        assert done.tokens == tokens
+        # float64 sums in another order: 1e-16 an operation, some hundreds of them.
+        assert done.logprobs == pytest.approx(logprobs, abs=1e-12)
 
 
 SKETCHES = st.lists(

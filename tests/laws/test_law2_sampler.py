@@ -17,8 +17,9 @@ from longtail.engine.request import EngineLimits
 from longtail.engine.speculation.speculator import Speculation
 from longtail.sampling import draw, gumbel_noise, noise_key
 from longtail.speculation.strategy import Strategy
+from longtail.speculation.tree import DraftTree, cut_depth
 from longtail.types import SamplingParams
-from support.drafters import CoupledMarkovDrafter
+from support.drafters import WatchfulDrafter
 from support.engine_requests import request_of
 from support.fakes import markov_model
 
@@ -138,6 +139,18 @@ CHAIN = torch.randn(6, 6, generator=torch.Generator().manual_seed(1)).double()
 """Scores of the next token of a Markov chain, by the last."""
 
 
+class NoiseDrafter(WatchfulDrafter):
+    """Drafts chains of the argmax of the target's noise."""
+
+    def draft(self, requests, strategy, noise):
+        levels = [noise.at_depth(at).argmax(-1).tolist() for at in range(1, strategy.depth + 1)]
+        shape = {"parents": tuple(range(strategy.depth)), "margins": (1.0,) * strategy.depth}
+        return [
+            cut_depth(DraftTree(tokens=tokens, **shape), each.max_depth)
+            for tokens, each in zip(zip(*levels, strict=True), requests, strict=True)
+        ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [False, True])
 def test_the_whole_engine_samples_a_known_markov_chain(drafts):
@@ -153,7 +166,7 @@ def test_the_whole_engine_samples_a_known_markov_chain(drafts):
         lambda tokens: "",
         EngineLimits(max_running=80, max_step_tokens=400, max_len=128),
     )
-    drafter = CoupledMarkovDrafter(torch.zeros(6, 6).double())
+    drafter = NoiseDrafter()
     if drafts:
         engine.speculate(Speculation.fixed(drafter, Strategy(depth=3)))
     requests = [

@@ -18,10 +18,9 @@ from longtail.sampling import noise_key
 from longtail.speculation.strategy import Strategy
 from longtail.types import Completion, Request, SamplingParams
 from support.drafters import ScriptedDrafter, ragged
-from support.engine_requests import known_texts
+from support.engine_requests import FAMILIES, known_texts
 from support.tiny_models import tiny_model
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 PLAIN = SamplingParams(max_tokens=24, stop_token_ids=(3, 4, 5), stop=("\x50\x51",))
 TRUNCATED = (
     SamplingParams(max_tokens=24, temperature=0.7, top_k=30),

@@ -20,10 +20,6 @@ def weights() -> dict[str, Tensor]:
     return dict(hf_rows(tiny_model("qwen2", seed=1)))  # its head is its embedding
 
 
-def pull(engine: RolloutEngine, published: dict[str, Tensor]) -> None:
-    engine.load_policy(1, published.items())
-
-
 def make_engine(seed: int, dtype: torch.dtype, version: int = 0) -> RolloutEngine:
     return RolloutEngine(
         tiny_model("qwen2", seed=seed, dtype=dtype),
@@ -47,7 +43,7 @@ def test_after_a_pull_every_text_is_the_new_policys(dtype):
     """Parameters, packed copies, tied ones, rounded: the engine is as good as a fresh one."""
     engine = make_engine(seed=0, dtype=dtype)
     old = write(engine)
-    pull(engine, weights())
+    engine.load_policy(1, weights().items())
     new = write(engine)
     assert new == write(make_engine(seed=1, dtype=dtype, version=1))
     assert all(one.tokens != other.tokens for one, other in zip(old, new, strict=True))
@@ -57,7 +53,7 @@ def test_published_tensors_are_copied():
     """The learner goes on with its parameters while the engine generates."""
     published = weights()
     engine = make_engine(seed=0, dtype=torch.float32)
-    pull(engine, published)
+    engine.load_policy(1, published.items())
     before = write(engine)
     for tensor in published.values():
         assert isinstance(tensor, Tensor)

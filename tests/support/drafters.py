@@ -271,34 +271,3 @@ class ModelChains(WatchfulDrafter):
             tokens.append(int((scores + noise.at_depth(at)[index]).argmax()))
         drafted = tuple(tokens[len(each.tokens) :])
         return DraftTree(tokens=drafted, parents=tuple(range(depth)), margins=(1.0,) * depth)
-
-
-@final
-class CoupledMarkovDrafter(WatchfulDrafter):
-    """Drafts chains with the target's noise: argmax(log q + g), q a Markov chain of its own."""
-
-    def __init__(self, scores: Float[Tensor, "last vocab"]) -> None:
-        super().__init__()
-        self._scores = scores
-
-    def draft(
-        self, requests: Sequence[Draftable], strategy: Strategy, noise: Noise | None
-    ) -> list[DraftTree]:
-        """Go down the chains of all requests together."""
-        assert noise is not None
-        last = torch.tensor([each.tokens[-1] for each in requests])
-        levels: list[list[int]] = []
-        for depth in range(1, strategy.depth + 1):
-            last = (self._scores[last].log_softmax(-1) + noise.at_depth(depth)).argmax(-1)
-            levels.append(last.tolist())
-        return [
-            cut_depth(
-                DraftTree(
-                    tokens=tokens,
-                    parents=tuple(range(strategy.depth)),
-                    margins=(1.0,) * strategy.depth,
-                ),
-                each.max_depth,
-            )
-            for tokens, each in zip(zip(*levels, strict=True), requests, strict=True)
-        ]
