@@ -30,7 +30,7 @@ from longtail.drafter.formats.checkpoint import (
 from longtail.drafter.formats.eagle_files import load_published
 from longtail.drafter.formats.layouts import export_drafter
 from longtail.drafter.ridge.layer import RidgeConfig
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import SequenceSums
 from longtail.errors import LongtailError
 from longtail.model.hf.adapters import AdaptedModel
 from longtail.model.hf.model import load_model, save_model
@@ -89,7 +89,7 @@ def ridge() -> LoadedDrafter:
         draft_ids=None,
         trained_on=identity("here", model, tokenizer()),
         training=TrainingRecord(steps=1, tokens=9, unroll_steps=1),
-        sums=TextSums(model, 3).take().tensors(),
+        sums=SequenceSums(model, 3).take().tensors(),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import SequenceSums
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.report import RolloutReport
 from longtail.engine.request import EngineLimits
@@ -41,7 +41,7 @@ def _request(index: int) -> Request:
 
 def _engine(
     limits: EngineLimits, strategy: Strategy | None = None, learned: Sums | None = None
-) -> tuple[RolloutEngine, TextSums]:
+) -> tuple[RolloutEngine, SequenceSums]:
     """Return an engine with these limits and drafts, and what adds up its texts."""
     model = tiny_model()
     model.pack()

@@ -77,7 +77,7 @@ class SpotScript:
     gain: float = 0.05
     """Relative gain of each measurement over the one before."""
     ends_s: float = math.inf
-    reason: SpotEnd = SpotEnd.NO_TEXTS
+    reason: SpotEnd = SpotEnd.NO_SEQUENCES
     stop_s: float = 0.05
     """Seconds from `stop` to the end; infinite: it never stops."""
     error: Exception | None = None

@@ -60,7 +60,7 @@ class DraftLayer(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DepthReport:
-    """Agreement of drafter and target on given text, at depth 1, 2, ..."""
+    """Agreement of drafter and target on given sequences, at depth 1, 2, ..."""
 
     overlap: tuple[float, ...] = ()
     """Mean of sum_v min(p, q)."""
@@ -98,7 +98,7 @@ class TrainerReport:
 
 @runtime_checkable
 class LayerTrainer(Protocol):
-    """Trains a layer on packed texts of its target, which it never writes."""
+    """Trains a layer on packed sequences of its target, which it never writes."""
 
     steps: int
 
@@ -122,7 +122,7 @@ class LayerTrainer(Protocol):
         """Learn a batch of micro-batches; DataError if it has no token to learn."""
 
     def evaluate(self, batch: Sequence[PackedSequences], num_depths: int) -> DepthReport:
-        """Measure on texts without training."""
+        """Measure on sequences without training."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state of the training."""
@@ -133,12 +133,12 @@ class LayerTrainer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """The target, texts and settings of the training of a layer."""
+    """The target, sequences and settings of the training of a layer."""
 
     config: DrafterTrainConfig
     target: Transformer
     eos_ids: Sequence[int]
-    texts: Sequence[Example]
+    sequences: Sequence[Example]
 
 
 def trained_in(target: Transformer) -> torch.dtype:

@@ -31,7 +31,7 @@ _BLOCK_SIZE = 32
 def token_places(scheduled: Sequence[Scheduled], rows: Sequence[int]) -> Places:
     """Return slot and visibility of every token and node; `rows` are those of the requests.
 
-    Nodes follow the text in the order of their numbers, not of their depths.
+    Nodes follow the sequence in the order of their numbers, not of their depths.
     """
     token_rows: list[int] = []
     slots: list[int] = []
@@ -40,14 +40,14 @@ def token_places(scheduled: Sequence[Scheduled], rows: Sequence[int]) -> Places:
     visible: list[int] = []
     for each, row in zip(scheduled, rows, strict=True):
         start, draft = each.active.num_computed, each.draft
-        text = start + each.num_tokens
+        end = start + each.num_tokens
         token_rows += [row] * (each.num_tokens + draft.size)
-        slots += range(start, text + draft.size)
-        contexts += range(start + 1, text + 1)
+        slots += range(start, end + draft.size)
+        contexts += range(start + 1, end + 1)
         deep += [0] * each.num_tokens
         visible += [0] * each.num_tokens
         if draft.size:
-            contexts += [text] * draft.size
+            contexts += [end] * draft.size
             deep += depths(draft.parents)
             visible += visible_nodes(draft.parents)
     return Places(*torch.tensor([token_rows, slots, contexts, deep, visible]))
@@ -160,9 +160,9 @@ class KVCache:
         self._free_blocks += owned - kept
 
     def keep(self, paths: Mapping[str, tuple[int, Sequence[int]]]) -> None:
-        """Append accepted nodes to their texts, in order, and free all other nodes.
+        """Append accepted nodes to their sequences, in order, and free all other nodes.
 
-        `paths` has, by request, the tokens of its text before the draft, and the accepted nodes in
+        `paths` has, by request, the tokens of its sequence before the draft, and accepted nodes in
         rising order. They move to their slots; those of an accepted chain are there already.
 
         Example: {"b": (10, [1, 3])}: slots 10 and 12 of b hold what are its tokens 10 and 11 now

@@ -76,11 +76,11 @@ def measure_drafts(drafter: Drafter, model: Transformer, limits: EngineLimits) -
     rounds: list[tuple[int, int, int, float]] = []
     for num in dict.fromkeys((1, min(8, limits.max_running), min(32, limits.max_running))):
         actives = [synthetic_request(f"profile-{i}", 0) for i in range(num)]
-        extend_texts(drafter, model, actives, _SHORT)
+        extend_requests(drafter, model, actives, _SHORT)
         draftable = [active.draftable(MAX_NODES) for active in actives]  # their tokens grow
         for turn in range(1 + _REPEATS):
             for shape in _SHAPES:
-                extend_texts(drafter, model, actives, _A_STEP)
+                extend_requests(drafter, model, actives, _A_STEP)
                 started = time.perf_counter()
                 trees = drafter.propose(draftable, shape, sampler.for_drafts(actives))
                 took = time.perf_counter() - started
@@ -142,7 +142,7 @@ def synthetic_request(name: str, context: int) -> ActiveRequest:
     return ActiveRequest(request=request, tokens=tokens, policy_version=0, num_computed=context)
 
 
-def extend_texts(
+def extend_requests(
     drafter: Drafter, model: Transformer, actives: Sequence[ActiveRequest], count: int
 ) -> None:
     """Append `count` tokens to each request; the drafter observes all but the last."""

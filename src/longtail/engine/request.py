@@ -52,7 +52,7 @@ class ActiveRequest:
     is_done: bool = False
     """Whether the request has left the engine."""
     is_finished: bool = False
-    """Whether its text has ended."""
+    """Whether its completion has ended."""
     beginnings: tuple[tuple[int, int], ...] = field(init=False)
     """Number of tokens and hash of each beginning of the prompt whose KV may be shared; see
     `scheduler.PrefixIndex`."""
@@ -156,7 +156,7 @@ class ActiveRequests(Generator):
         return active
 
     def _refuse_unless_idle(self, version: int) -> None:
-        """Raise RequestError if a request is in progress, since a text is of one policy."""
+        """Raise RequestError if a request is in progress, since a completion is of one policy."""
         if self._active:
             raise RequestError(
                 f"{self.num_unfinished} requests are unfinished: finish or abort them before "

@@ -53,7 +53,7 @@ class PrefixIndex:
     def longest(self, active: ActiveRequest) -> tuple[int, ActiveRequest | None]:
         """Return the longest shared beginning in tokens, and the oldest running request with it.
 
-        That request may not have computed it yet. The last token of a text is never shared: it is
+        That request may not have computed it yet. The last token of one is never shared: it is
         computed, to draw the next one.
         """
         most = len(active.tokens) - 1

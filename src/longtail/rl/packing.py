@@ -98,9 +98,10 @@ def moved(packed: PackedSequences, device: torch.device) -> PackedSequences:
     return replace(packed, **tensors)
 
 
-def pack_sequences(texts: Sequence[Example], budget: int) -> list[PackedSequences]:
-    """Pack texts into micro-batches of at most `budget` tokens."""
-    chosen = [[texts[i] for i in each] for each in plan([len(t.tokens) for t in texts], budget)]
+def pack_sequences(sequences: Sequence[Example], budget: int) -> list[PackedSequences]:
+    """Pack sequences into micro-batches of at most `budget` tokens."""
+    places = plan([len(each.tokens) for each in sequences], budget)
+    chosen = [[sequences[i] for i in each] for each in places]
     return [lay_out([t.tokens for t in each], [t.prompt_len for t in each]) for each in chosen]
 
 

@@ -87,7 +87,7 @@ class Observed:
     num_tokens: int
     prompt_len: int
     is_finished: bool = False
-    """Whether the text has ended; all of it is in `tokens`."""
+    """Whether the sequence has ended; all of it is in `tokens`."""
 
 
 class Noise:
@@ -117,7 +117,7 @@ class Noise:
 
 @runtime_checkable
 class Sums(Protocol):
-    """Statistics of texts from which a drafter's weights follow.
+    """Statistics of sequences from which a drafter's weights follow.
 
     Adding is exact: no bit depends on the order or on who added up what.
     """
@@ -127,10 +127,10 @@ class Sums(Protocol):
         """Number of tokens, as far as they are not faded."""
 
     def add(self, other: Any) -> None:
-        """Add sums of the same kind over other texts."""
+        """Add sums of the same kind over other sequences."""
 
     def faded(self, factor: float) -> "Sums":
-        """Return the sums with every text weighted by a factor."""
+        """Return the sums with every sequence weighted by a factor."""
 
     def weights(
         self, always: Sequence[int], part: int = 0, num_parts: int = 1
@@ -149,7 +149,7 @@ class Sums(Protocol):
 
 @runtime_checkable
 class Statistics(Protocol):
-    """Adds up the finished texts of a target, whether or not anything is drafted."""
+    """Adds up the finished sequences of a target, whether or not anything is drafted."""
 
     is_on: bool
     """Whether to read what is observed."""
@@ -162,7 +162,7 @@ class Statistics(Protocol):
         """Observe computed tokens; the rows of `features` are the tokens of `seen`."""
 
     def take(self) -> Sums:
-        """Return the sums since the last call; texts in progress are forgotten."""
+        """Return the sums since the last call; sequences in progress are forgotten."""
 
 
 class Drafter(abc.ABC):
@@ -218,7 +218,7 @@ class Drafter(abc.ABC):
         """Free the state of a request, known or not, that finished or was withdrawn."""
 
     def statistics(self) -> Statistics | None:
-        """Return new statistics of its target's texts; None if its weights follow from none."""
+        """Return new statistics of its target's sequences; None if its weights follow from none."""
         return None
 
     @abc.abstractmethod

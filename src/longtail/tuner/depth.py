@@ -70,7 +70,7 @@ class DepthTuner(Tuner):
             return PLAIN
         depth, gain = self._best(size, batch.room // max(batch.num_draftable, 1))
         if not self._means or (gain < _LEAST_GAIN and self._is_time()):
-            self._means.clear()  # the drafter or the texts may have changed since
+            self._means.clear()  # the drafter or the prompts may have changed since
             return self._chain(_PROBE, batch)
         if gain < _LEAST_GAIN:
             return PLAIN

@@ -91,9 +91,9 @@ def _of_step(run: RunFiles, step: int) -> Iterator[str]:
     yield _entry(path, run.step(step))
     for index, rollout in enumerate(run.rollouts(step)):
         yield _entry(f"{path}/rollouts/{index}", rollout)
-    yield _entry(f"{path}/texts", run.completions(step))
+    yield _entry(f"{path}/completions", run.completions(step))
     for index, text in enumerate(run.texts(step)):
-        yield _entry(f"{path}/texts/{index}", text)
+        yield _entry(f"{path}/completions/{index}", text)
 
 
 def _entry(path: str, value: object) -> str:

@@ -79,12 +79,12 @@ def make_app(runs: Sequence[RunFiles], *, token: str | None, stopping: Event) ->
     def rollout(run: int, step: int, index: int) -> Response:
         return _json(_at(found(run).rollouts(step), index))
 
-    @app.get("/api/runs/{run}/steps/{step}/texts")
-    def texts(run: int, step: int) -> Response:
+    @app.get("/api/runs/{run}/steps/{step}/completions")
+    def completions(run: int, step: int) -> Response:
         return _json(found(run).completions(step))
 
-    @app.get("/api/runs/{run}/steps/{step}/texts/{index}")
-    def text(run: int, step: int, index: int) -> Response:
+    @app.get("/api/runs/{run}/steps/{step}/completions/{index}")
+    def completion(run: int, step: int, index: int) -> Response:
         return _json(_at(found(run).texts(step), index))
 
     @app.get("/events")

@@ -1,10 +1,10 @@
-"""Drafts copied from a request's own text, its group's and recent ones, on the device.
+"""Drafts copied from a request's own sequence, its group's and recent ones, on the device.
 
     a request ends in ..       x b c
-    texts                      .. a b c d e ..,  .. x b c f g ..     running or finished
+    sequences                  .. a b c d e ..,  .. x b c f g ..     running or finished
     the longest known end      x b c, three tokens: f g is copied
 
-Texts of one prompt share the hash of their prompt, so the completions of a group find each other.
+Sequences of one prompt share its hash, so the completions of a group find each other.
 All of it is a handful of tensor operations; the host only gives each request a place.
 """
 
@@ -18,12 +18,12 @@ from torch import Tensor
 LONGEST = 8
 """Most tokens of an end that are compared."""
 _TEXTS, _SEARCHED = 16, 1 << 23
-"""Most texts that are searched for a request, and most tokens of them for all requests."""
+"""Most sequences that are searched for a request, and most tokens of them for all requests."""
 _SAME = 1 << 40
-"""Rank of a text of the same prompt: its own goes first, then these, then others; new ones first.
+"""Rank of a sequence of the same prompt: its own goes first, then these, then others, newest first.
 
-Copies alone, on 96 texts of gsm_symbolic (Qwen2.5-Coder-0.5B, groups of 8): accept length 1.79 from
-texts of the same prompt, 1.88 with others.
+Copies alone, on 96 completions of gsm_symbolic (Qwen2.5-Coder-0.5B, groups of 8): accept length
+1.79 from those of the same prompt, 1.88 with others.
 """
 _MOST_BYTES = 64 << 20
 
@@ -44,8 +44,8 @@ class Found(NamedTuple):
 
 
 @final
-class Texts:
-    """Texts in progress and the newest finished ones, each in a place of a table."""
+class SequenceTable:
+    """Sequences in progress and the newest finished ones, each in a place of a table."""
 
     def __init__(self, max_running: int, max_len: int, device: torch.device) -> None:
         self.max_running, self.max_len = max_running, max_len
@@ -55,24 +55,24 @@ class Texts:
         self._tokens = torch.zeros(size + 1, max_len, device=device, dtype=torch.int32)
         self._lengths = torch.zeros(size + 1, device=device, dtype=torch.int64)
         self._prompts = torch.full((size + 1,), -1, device=device)
-        """Hash of each text's prompt."""
+        """Hash of each sequence's prompt."""
         weights = torch.randint(1 << 40, (max_len,), generator=torch.Generator().manual_seed(0))
         self._weights = weights.to(device)
         """Weights of a prompt's tokens in its hash; the sum may overflow."""
         self._begun = torch.zeros(size + 1, device=device, dtype=torch.int64)
         self._searched = self._begun.new_zeros(size + 1, min(_TEXTS, size))
-        """Texts that are searched for the request of each place, the first ones first."""
+        """Sequences that are searched for the request of each place, the first ones first."""
         self._num_begun, self._has_begun = 0, False
         self.width = 0
-        """Most tokens that a text can have by now."""
+        """Most tokens that a sequence can have by now."""
         self._free = list(range(len(self._tokens) - 1))
         self._places: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._most = [0] * len(self._free)
-        """Most tokens that each text can have, as far as the host knows."""
+        """Most tokens that each sequence can have, as far as the host knows."""
 
     def keep(self, running: Container[str], names: Sequence[str]) -> list[int]:
-        """Free the places of all requests that are not in `running`; their texts stay.
+        """Free the places of all requests that are not in `running`; their sequences stay.
 
         Returns which of `names` have no place, and so are to `begin`.
         """
@@ -82,7 +82,7 @@ class Texts:
         return [index for index, name in enumerate(names) if name not in self._places]
 
     def begin(self, name: str, tokens: Int[Tensor, "tokens"], prompt_len: int) -> None:
-        """Give a request the place of the text that ended first."""
+        """Give a request the place of the sequence that ended first."""
         place = self._places[name] = self._free.pop(0)
         self._num_begun += 1
         self._numbers[name] = self._num_begun
@@ -98,9 +98,9 @@ class Texts:
     ) -> list[list[int]]:
         """Return, for each request, a number that no other one ever has, its place, its prompt.
 
-        No text has more tokens by now than `lengths`.
+        No sequence has more tokens by now than `lengths`.
         """
-        if self._has_begun:  # the texts to search are others
+        if self._has_begun:  # the sequences to search are others
             self._has_begun = False
             at = sent([*self._places.values()], self._begun.device)
             is_same = self._prompts[None, :-1] == self._prompts[at][:, None]
@@ -120,30 +120,30 @@ class Texts:
         tokens: Int[Tensor, "requests tokens"],
         counts: Bool[Tensor, "requests tokens"],
     ) -> None:
-        """Write new tokens; those that do not count go to no text."""
+        """Write new tokens; those that do not count go to no sequence."""
         rows = torch.where(counts, places[:, None], -1)
         self._tokens[rows, positions] = tokens.to(torch.int32)
         ends = torch.where(counts, positions + 1, 0).amax(1)
         self._lengths[places] = torch.maximum(self._lengths[places], ends)
 
     def find(self, places: Int[Tensor, "requests"], depth: int, width: int) -> Found:
-        """Return what follows the longest known end of each request, in texts up to `width`."""
+        """Return what follows the longest known end of each request, in sequences up to `width`."""
         most = max(_SEARCHED // (len(places) * width), 1)
         searched = self._searched[places][:, :most]
         most = searched.shape[1]
-        texts, lengths = self._tokens[searched, :width], self._lengths[searched]
+        sequences, lengths = self._tokens[searched, :width], self._lengths[searched]
         at = torch.arange(max(width, LONGEST), device=places.device)
         ends, at = self._lengths[places][:, None] - 1 - at[:LONGEST], at[:width]
         # Before its first token there is none, which equals no other one.
         ends = torch.where(ends < 0, -2, self._tokens[places[:, None], ends.clamp(min=0)])
-        before = torch.nn.functional.pad(texts, (LONGEST - 1, 0), value=-1)
+        before = torch.nn.functional.pad(sequences, (LONGEST - 1, 0), value=-1)
         matches = at < lengths[..., None] - 1
         score = torch.zeros_like(matches, dtype=torch.uint8)
         for back in range(LONGEST):
             first = LONGEST - 1 - back
             matches &= before[..., first : first + width] == ends[:, back, None, None]
             score += matches
-        # Of equal matches the first text's last one is copied.
+        # Of equal matches the first sequence's last one is copied.
         order = torch.arange(most, 0, -1, device=places.device)[:, None] * width + at
         step = (most + 1) * width
         best = (score.int() * step + order.int()).amax((1, 2)).long()

@@ -1,13 +1,13 @@
 """The learned drafter of one vLLM worker: copies and block together, by what each has gained.
 
 A request's chain begins with copied tokens where they promise more than the block, and goes on with
-the block's. Both are measured against the text at every step, whichever was drafted:
+the block's. Both are measured against the sequence at every step, whichever was drafted:
 
     copies    how often the next token follows, by the number of tokens that matched before it
     block     how often a slot is right, if those before it were
 
 All of a step but what `Block.learn` does is one function of tensors, which a GPU runs as one graph:
-requests, texts and depths then have a few shapes (not run on a GPU so far).
+requests, sequences and depths then have a few shapes (not run on a GPU so far).
 """
 
 import logging
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import TorchDynamoException
 
-from longtail.vllm.history import LONGEST, Found, Texts, sent
+from longtail.vllm.history import LONGEST, Found, SequenceTable, sent
 from longtail.vllm.ridge import Block, SlotDraw
 
 logger = logging.getLogger("vllm.plugins.longtail")
@@ -32,7 +32,7 @@ _READ = 65_536
 """Elements of a parameter that tell whether it is new: in bfloat16 few of an update are."""
 _COPIED = LONGEST + 1
 """Number of the rates of copied tokens."""
-_FEWEST_REQUESTS, _SHORTEST_TEXTS, _TIMES = 8, 1024, 4
+_FEWEST_REQUESTS, _SHORTEST_SEARCHED, _TIMES = 8, 1024, 4
 """The least numbers of requests and tokens that a graph has, and the factor to the next ones."""
 _GRAPHS = 256
 """Most graphs: torch's own limit is 8."""
@@ -64,8 +64,8 @@ class Step(NamedTuple):
 class Learned:
     """Copies and block of one worker."""
 
-    def __init__(self, block: Block, texts: Texts, draw: Draw) -> None:
-        self.block, self.texts, self._draw = block, texts, draw
+    def __init__(self, block: Block, sequences: SequenceTable, draw: Draw) -> None:
+        self.block, self.sequences, self._draw = block, sequences, draw
         self.has_changed = False
         """Whether the target has new weights, which the next step follows."""
         self._seen: Tensor | None = None
@@ -75,7 +75,7 @@ class Learned:
         self._hits = torch.tensor(copied + [0.4] * depth, device=device)
         self._tries = torch.ones_like(self._hits)
         """Right and tried tokens: copies by the number that matched, then the block's by slot."""
-        self._tried = torch.full((texts.num_places, 5, depth), -1, device=device)
+        self._tried = torch.full((sequences.num_places, 5, depth), -1, device=device)
         """Drafts of each place's last step: copies, the block's, the place of both in the rates
         (-1: of none), the position before."""
         self._graph: Callable[..., Tensor] | None = None
@@ -108,16 +108,16 @@ class Learned:
     ) -> Int[Tensor, "requests columns"]:
         """Learn from a step, and return how many drafts each request has, then its drafts.
 
-        `given` is of `Texts.given`. Where there is no draft, the newest token stands in.
+        `given` is of `SequenceTable.given`. Where there is no draft, the newest token stands in.
         """
         if self.has_changed:
             self.has_changed = False
             self.block.renew()
         count = size = len(given[0])
-        width = self.texts.width
+        width = self.sequences.width
         if self._graph is not None:  # each size makes a graph
-            size = _fixed(count, _FEWEST_REQUESTS, self.texts.max_running)
-            width = _fixed(width, _SHORTEST_TEXTS, self.texts.max_len)
+            size = _fixed(count, _FEWEST_REQUESTS, self.sequences.max_running)
+            width = _fixed(width, _SHORTEST_SEARCHED, self.sequences.max_len)
             depth = depth and self.block.depth
         numbers = [*given, range(count), self.block.reserve(count)]
         padded = [[*each, *[-1] * (size - count)] for each in numbers]
@@ -144,7 +144,7 @@ class Learned:
     ) -> Int[Tensor, "requests columns"]:
         """Return what `step` does; `given` has places in `step` and in the buffer, too.
 
-        Columns of -1 are of no request: such a place is that of no text.
+        Columns of -1 are of no request: such a place is that of no sequence.
         """
         numbers, places, prompt_lens, row, first = given.unbind()
         has_root, row = row >= 0, row.clamp(min=0)
@@ -160,7 +160,7 @@ class Learned:
         counts &= positions >= prompt_lens[:, None]
         states, at = step.states[wanted], positions[:, :1] + 1
         self.block.keep(first, numbers, states, tokens, positions, counts)
-        self.texts.write(
+        self.sequences.write(
             places,
             torch.cat((at, positions), 1),
             torch.cat((roots[:, None], tokens), 1),
@@ -174,7 +174,7 @@ class Learned:
         exist, stand_ins = has_root[:, None], roots[:, None].expand(-1, self.block.depth)
         drafts, tried = stand_ins[:, :0], self._tried[:0]
         if depth:
-            found = self.texts.find(places, depth, width)
+            found = self.sequences.find(places, depth, width)
             if self.block.is_ready:
                 propose = partial(self.block.propose, states[:, 0], roots, depth)
                 drafts, tried = self._mixed(found, propose, draw, exist, at)
@@ -212,13 +212,13 @@ class Learned:
         return chains, torch.stack(tried, 1)
 
     def _measure(self, places: Int[Tensor, "requests"], prompt_lens: Tensor) -> None:
-        """Compare the drafts of the step before with the text, once."""
+        """Compare the drafts of the step before with the sequence, once."""
         tried = self._tried[places]
         tokens, kinds, at = tried[:, :2], tried[:, 2:4], tried[:, 4:]
-        text, counts = self.texts.after(places, at[:, 0, 0], self.block.depth)
+        sequence, counts = self.sequences.after(places, at[:, 0, 0], self.block.depth)
         # Drafts of an earlier request in this place are before what the present one writes.
         counts = counts[:, None] & (kinds >= 0) & (at >= prompt_lens[:, None, None])
-        right = tokens == text[:, None]
+        right = tokens == sequence[:, None]
         rates = torch.arange(len(self._tries), device=places.device)
         hits, tries = self._hits * 0, self._tries * 0
         for slot in range(self.block.depth):  # a token is tried if those before it are right

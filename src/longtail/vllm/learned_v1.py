@@ -63,9 +63,9 @@ def _propose_draft_token_ids(stock: Callable[..., Any], self: Any, *args: Any) -
     names = batch.req_ids[: len(sampled)]
     prompt_lens = batch.num_prompt_tokens[: len(names)].tolist()
     lengths = batch.num_tokens_no_spec[: len(names)].tolist()
-    for row in learned.texts.keep(self.requests, names):
+    for row in learned.sequences.keep(self.requests, names):
         text = batch.token_ids_cpu_tensor[row, : lengths[row]]
-        learned.texts.begin(names[row], text.to(states.device), prompt_lens[row])
+        learned.sequences.begin(names[row], text.to(states.device), prompt_lens[row])
     drafts = scheduler_output.scheduled_spec_decode_tokens
     rejected = [
         len(drafts.get(name, ())) + 1 - len(new) if new else 0
@@ -90,5 +90,5 @@ def _propose_draft_token_ids(stock: Callable[..., Any], self: Any, *args: Any) -
     )
     depth = getattr(scheduler_output, "num_spec_tokens_to_schedule", None)
     depth = learned.block.depth if depth is None else depth
-    found = learned.step(step, learned.texts.given(names, prompt_lens, lengths), depth)
+    found = learned.step(step, learned.sequences.given(names, prompt_lens, lengths), depth)
     return [chain[: min(number, depth)] for number, *chain in found.tolist()]

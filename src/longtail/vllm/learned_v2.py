@@ -94,13 +94,13 @@ class LearnedSpeculator:
             return drafts
         depth = num_speculative_tokens
         depth = self.num_speculative_steps if depth is None else depth
-        texts, requests, running = self.learned.texts, self._requests, input_batch.num_reqs
+        sequences, requests, running = self.learned.sequences, self._requests, input_batch.num_reqs
         names, places = input_batch.req_ids[:running], input_batch.idx_mapping_np[:running]
         prompt_lens = requests.prompt_len.np[places].tolist()
-        for index in texts.keep(requests.req_id_to_index, names):
+        for index in sequences.keep(requests.req_id_to_index, names):
             length = int(requests.prefill_len.np[places[index]])
-            text = requests.all_token_ids.gpu[places[index], :length]
-            texts.begin(names[index], text, prompt_lens[index])
+            sequence = requests.all_token_ids.gpu[places[index], :length]
+            sequences.begin(names[index], sequence, prompt_lens[index])
         # With the tokens of this step, refused ones among them, and the newest.
         lengths = (input_batch.seq_lens_cpu_upper_bound[:running] + 1).tolist()
         step = Step(
@@ -115,4 +115,4 @@ class LearnedSpeculator:
             temperature=temperature,
             seeds=seeds,
         )
-        return self.learned.step(step, texts.given(names, prompt_lens, lengths), depth)[:, 1:]
+        return self.learned.step(step, sequences.given(names, prompt_lens, lengths), depth)[:, 1:]

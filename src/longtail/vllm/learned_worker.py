@@ -30,7 +30,7 @@ from longtail.errors import ConfigError, UnsupportedModelError
 from longtail.model.hf.model import load_config
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.model.sources.hub import resolve
-from longtail.vllm.history import Texts
+from longtail.vllm.history import SequenceTable
 from longtail.vllm.learned import Draw, Learned
 from longtail.vllm.patching import Patch, around, learning, module_of
 from longtail.vllm.ridge import Block, Parts
@@ -66,7 +66,7 @@ def open_learned(model: Any, config: Any, draw: Draw) -> Learned:
         "longtail: vLLM learns its own drafter, chains of up to %d, sums of %d MB",
         block.depth, block.sums.products.nbytes >> 20,
     )  # fmt: skip
-    learned = Learned(block, Texts(running, length, parts.device), draw)
+    learned = Learned(block, SequenceTable(running, length, parts.device), draw)
     learned.look(model)
     # Weights that are loaded while requests run, as by prime-rl, are followed at once.
     model.load_weights = around(model.load_weights, partial(_renew, lambda *_: learned))

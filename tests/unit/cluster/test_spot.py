@@ -10,7 +10,7 @@ from longtail.cluster.group import WorkerGroup
 from longtail.cluster.work.drafter_publisher import DrafterPublisher
 from longtail.cluster.work.drafter_versions import DrafterVersions
 from longtail.cluster.workers.worker_pool import WorkerPool
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import SequenceSums
 from longtail.drafter.training.buffer import DrafterBuffer
 from longtail.drafter.training.replica_gain import SpotEnd
 from longtail.drafter.weights import DrafterWeights
@@ -112,7 +112,7 @@ def test_the_only_worker_trains_after_the_rollout_for_a_tenth_of_its_time():
 
 
 def test_a_worker_that_found_no_text_begins_when_there_are_new_ones():
-    scripts = iter([SpotScript(ends_s=0.2, reason=SpotEnd.NO_TEXTS)])
+    scripts = iter([SpotScript(ends_s=0.2, reason=SpotEnd.NO_SEQUENCES)])
     pool = ScriptedPool(2, spot_scripts=lambda worker, nth: next(scripts, SpotScript()))
     begun(pool).rollout(1, requests(60, 10))
     (first, _), (again, _) = pool.starts("train_drafter")
@@ -120,7 +120,7 @@ def test_a_worker_that_found_no_text_begins_when_there_are_new_ones():
 
 
 def test_sums_without_a_solution_keep_the_weights_and_are_reported_once():
-    said, sums = [], TextSums(tiny_model(), 2).take()
+    said, sums = [], SequenceSums(tiny_model(), 2).take()
     sums.products[0].fill_diagonal_(-1e12)
     sums.counts.add_(9.0)
     weights = DrafterWeights(version=3, tensors={"w": torch.ones(1)})

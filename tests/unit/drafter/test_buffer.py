@@ -162,7 +162,7 @@ def test_the_bytes_are_bounded_and_the_oldest_steps_shortest_texts_are_dropped_f
     st.lists(st.tuples(st.integers(0, 12), st.integers(1, 60), st.integers(0, 2)), max_size=40),
     st.integers(0, 2000),
 )
-def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
+def test_bounds_and_counts_hold_for_any_sequences(arrivals, max_bytes) -> None:
     buffer = _buffer(max_bytes=max_bytes)
     for number, length, step in arrivals:
         buffer.add([_snapshot(number, length, step=step)])
@@ -171,5 +171,5 @@ def test_bounds_and_counts_hold_for_any_texts(arrivals, max_bytes) -> None:
         assert buffer.num_bytes == 4 * num_tokens + 256 * buffer.num_sequences
         for text in (*buffer.batch(30), *buffer.heldout(30)):
             assert 1 <= text.prompt_len < len(text.tokens) <= 30
-            assert text.tokens == text.text.tokens[text.start : text.start + len(text.tokens)]
+            assert text.tokens == text.sequence.tokens[text.start : text.start + len(text.tokens)]
             assert text.start + text.prompt_len >= PROMPT_LEN, "no token of the prompt is trained"

@@ -143,10 +143,10 @@ def test_a_window_has_the_states_of_its_whole_text() -> None:
     cut = set()
     for _ in range(6):
         for window in spot._looked_up(buffer.batch(80, max_len=20)):
-            (packed,) = pack_sequences([window.text], 1000)
+            (packed,) = pack_sequences([window.sequence], 1000)
             whole = reader.read(packed, Pairs.of(packed)).features
             states = spot._trainer.reader.found[window.tokens][:-1]  # the last may be NaN
             expected = whole[window.start : window.start + len(states)]
             torch.testing.assert_close(states, expected, rtol=0.0, atol=1e-12)
-            cut.add((window.start > 0, len(window.tokens) < len(window.text.tokens)))
+            cut.add((window.start > 0, len(window.tokens) < len(window.sequence.tokens)))
     assert cut == {(False, False), (False, True), (True, True)}

@@ -20,7 +20,7 @@ from longtail.drafter.formats.eagle_files import load_published
 from longtail.drafter.formats.layouts import export_drafter
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
-from longtail.drafter.ridge.sums import RIDGE, TextSums
+from longtail.drafter.ridge.sums import RIDGE, SequenceSums
 from longtail.drafter.ridge.trainer import RidgeTrainer
 from longtail.drafter.weights import copy_parameters
 from longtail.errors import CheckpointError, ConfigError, DataError
@@ -76,7 +76,7 @@ def _regression(gram: Tensor, moment: Tensor, num_rows: int) -> Tensor:
 def test_each_slot_is_one_ridge_regression():
     """`solve` eliminates a slot's own input; the reference regresses on all inputs at once."""
     model = tiny_model(dtype=torch.float64)
-    read, signal = TextSums(model, SLOTS), []
+    read, signal = SequenceSums(model, SLOTS), []
     for name, (tokens, states) in _texts(model, (203, 400, 5)).items():
         read.observe([_seen(name, tokens, 0, len(tokens))], states)
         joined = torch.cat((states, model.embedding(torch.tensor(tokens)).detach()), 1)
@@ -102,12 +102,12 @@ def test_law_sums_do_not_depend_on_who_adds_which_part_when(seed, chunk, monkeyp
     """To the bit: any order, cuts, interleaving and repetition, several sums, threads, chunks."""
     model = tiny_model()
     texts = _texts(model, (40, 3, 4, 71, 17))
-    expected = TextSums(model, SLOTS)
+    expected = SequenceSums(model, SLOTS)
     for name, (tokens, states) in texts.items():
         expected.observe([_seen(name, tokens, 0, len(tokens))], states)
     choose = random.Random(seed)
     monkeypatch.setattr("longtail.drafter.ridge.sums._CHUNK", chunk)
-    workers = [TextSums(model, SLOTS) for _ in range(2)]
+    workers = [SequenceSums(model, SLOTS) for _ in range(2)]
     owners, ends = {name: choose.choice(workers) for name in texts}, dict.fromkeys(texts, 0)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1 + seed % 2)
@@ -139,7 +139,7 @@ def test_a_text_is_added_whole_or_not_at_all():
     """Not with tokens missing, and not before its end: it may be continued elsewhere."""
     model = tiny_model()
     (tokens, states), *_ = _texts(model, (40,)).values()
-    read = TextSums(model, SLOTS)
+    read = SequenceSums(model, SLOTS)
     read.observe([_seen("a", tokens, 4, 20)], states[4:20])
     read.observe([_seen("a", tokens, 20, 40)], states[20:])
     assert read.take().num_tokens == 0
@@ -159,7 +159,7 @@ def test_training_reads_the_states_of_completions_and_restores():
     """Equals sums over each text alone; prompts are not learned."""
     model = tiny_model(dtype=torch.float64)
     trainer = RidgeTrainer(RidgeLayer(_config(model)).double(), model)
-    batch, expected = _batch(0), TextSums(model, SLOTS)
+    batch, expected = _batch(0), SequenceSums(model, SLOTS)
     report = trainer.step(batch)
     for number, packed in enumerate(batch):
         for start, end in pairwise(packed.cu_seqlens):
@@ -176,7 +176,7 @@ def test_training_reads_the_states_of_completions_and_restores():
     with pytest.raises(CheckpointError, match="products is missing or misshapen"):
         again.restore(1, {**trainer.tensors(), "products": torch.zeros(2, 2)})
     short = pack_sequences([Example(tokens=(1, 2, 3), prompt_len=3)], 50)
-    with pytest.raises(DataError, match="give longer texts"):
+    with pytest.raises(DataError, match="give longer sequences"):
         trainer.step(short)
 
 
@@ -266,7 +266,7 @@ def made() -> tuple[Transformer, Tokenizer, LoadedDrafter]:
         draft_ids=None,
         trained_on=identity("toy", model, tokenizer),
         training=TrainingRecord(steps=1, tokens=9, unroll_steps=1),
-        sums=TextSums(model, SLOTS).take().tensors(),
+        sums=SequenceSums(model, SLOTS).take().tensors(),
     )
     return model, tokenizer, loaded
 

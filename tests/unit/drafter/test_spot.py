@@ -59,7 +59,7 @@ def test_an_interval_without_texts_ends_at_once() -> None:
         room.buffer = DrafterBuffer(10**6, seed=4)
         room.buffer.add(texts)
         report = room.train(lambda: False)
-        assert (report.reason, report.num_steps) == (SpotEnd.NO_TEXTS, 0)
+        assert (report.reason, report.num_steps) == (SpotEnd.NO_SEQUENCES, 0)
     assert room.num_passes == 0
 
 

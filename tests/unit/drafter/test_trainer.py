@@ -12,7 +12,7 @@ from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.errors import CheckpointError, DataError
 from longtail.model.kernels import training_products
 from longtail.model.transformer import Transformer
-from longtail.programs.drafter_data import read_texts, save_texts
+from longtail.programs.drafter_data import read_sequences, save_sequences
 from longtail.rl import muon
 from longtail.rl.data.examples import Example
 from longtail.rl.packing import pack_sequences
@@ -121,10 +121,10 @@ def test_no_product_is_emulated_over_a_bfloat16_target(recipe, matrix_rate, monk
 
 def test_texts_are_read_back_for_the_same_origin_only(tmp_path) -> None:
     file = tmp_path / "texts.jsonl"
-    assert read_texts(file, "a") is None
-    save_texts(file, _texts(), "a")
-    assert read_texts(file, "a") == _texts()
-    assert read_texts(file, "b") is None
+    assert read_sequences(file, "a") is None
+    save_sequences(file, _texts(), "a")
+    assert read_sequences(file, "a") == _texts()
+    assert read_sequences(file, "b") is None
     file.write_text(file.read_text()[:-9])
     with pytest.raises(DataError, match="damaged"):
-        read_texts(file, "a")
+        read_sequences(file, "a")

@@ -11,7 +11,7 @@ from longtail.config.command_options import EvalOptions
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.errors import ConfigError
-from longtail.programs.drafter_data import given_texts
+from longtail.programs.drafter_data import given_sequences
 from longtail.programs.drafter_eval import find_prompts
 from longtail.run.checkpoint import RunDirectory
 from support.tiny_models import CHAT_TEMPLATE, tiny_model, tiny_tokenizer
@@ -27,13 +27,13 @@ def config(tmp_path, row):
 
 def test_given_texts_have_the_system_prompt_and_the_time_of_the_run(tmp_path):
     row = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "Ho"}]}
-    corpus = given_texts(config(tmp_path, row), TOKENIZER, datetime(1999, 1, 1))
+    corpus = given_sequences(config(tmp_path, row), TOKENIZER, datetime(1999, 1, 1))
     assert [TOKENIZER.decode(each.tokens) for each in corpus.training] == ["1999 <system>So.hiHo"]
 
 
 def test_whole_texts_have_no_system_prompt(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.text_column = 'text': .* leave data\.system_p"):
-        given_texts(config(tmp_path, {"text": "hi"}), TOKENIZER, datetime(1999, 1, 1))
+        given_sequences(config(tmp_path, {"text": "hi"}), TOKENIZER, datetime(1999, 1, 1))
 
 
 def test_prompts_that_a_run_held_out_are_evaluated_as_the_run_wrote_them(tmp_path):

@@ -25,7 +25,7 @@ def test_a_report_is_one_file_with_the_data_of_the_run(tmp_path, capsys):
     data = re.search(r'id="data">(.*?)</script>', text, flags=re.DOTALL)
     assert data is not None
     found = json.loads(data[1])
-    assert found["/api/runs/0/steps/2/texts/4"]["text"] == row["text"]
+    assert found["/api/runs/0/steps/2/completions/4"]["text"] == row["text"]
     assert found["/api/runs/0/overview"]["columns"]["step"] == [1, 2]
 
 

@@ -40,11 +40,11 @@ def client(directory: Path) -> Iterator[httpx.Client]:
         ("/", 200), ("/static/page.js", 200), ("/static/page.css", 200), ("/api/runs", 200),
         ("/api/runs/0/overview", 200),
         ("/api/runs/0/steps/2", 200), ("/api/runs/0/steps/-5", 200),
-        ("/api/runs/0/steps/2/texts", 200), ("/api/runs/0/steps/2/texts/1", 200),
+        ("/api/runs/0/steps/2/completions", 200), ("/api/runs/0/steps/2/completions/1", 200),
         ("/api/runs/0/steps/2/rollouts/1", 200), ("/static/../command.py", 404),
         ("/static/%2e%2e%2fcommand.py", 404), ("/static/x", 404), ("/api/runs/1/overview", 404),
         ("/api/runs/-1/overview", 404), ("/api/runs/x/steps/1", 422),
-        ("/api/runs/0/steps/2/texts/99", 404), ("/api/runs/0/steps/2/rollouts/-1", 404),
+        ("/api/runs/0/steps/2/completions/99", 404), ("/api/runs/0/steps/2/rollouts/-1", 404),
         ("/docs", 404), ("/openapi.json", 404),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtail.drafter.weights import DRAFT_IDS
-from longtail.vllm.history import Texts, sent
+from longtail.vllm.history import SequenceTable, sent
 from longtail.vllm.learned import Learned, Step
 from longtail.vllm.learned_v1 import LearnedProposer
 from longtail.vllm.learned_v2 import LearnedSpeculator
@@ -37,7 +37,7 @@ def learner(at: torch.device = CPU) -> Learned:
     maps = {f"streams.{slot}.weight": normal(HIDDEN, 2 * HIDDEN) for slot in range(DEPTH)}
     moves = {f"transitions.{slot}.weight": normal(HIDDEN, HIDDEN) for slot in range(DEPTH - 1)}
     block.take({**maps, **moves, DRAFT_IDS: ids})
-    return Learned(block, Texts(RUNNING, LENGTH, at), LearnedProposer().draw)
+    return Learned(block, SequenceTable(RUNNING, LENGTH, at), LearnedProposer().draw)
 
 
 def play(learned: Learned) -> list[torch.Tensor]:
@@ -46,7 +46,7 @@ def play(learned: Learned) -> list[torch.Tensor]:
     options = {"generator": torch.Generator().manual_seed(1), "device": at}
     rows, found, lengths = DEPTH + 1, [], [10] * RUNNING
     for name in NAMES:
-        learned.texts.begin(name, torch.randint(5, (10,), **options), 10)
+        learned.sequences.begin(name, torch.randint(5, (10,), **options), 10)
     for count in (8, 5, 8, 8):
         kept = [1 + (3 * row + count) % rows for row in range(count)]
         positions = [length - 1 + row for length in lengths[:count] for row in range(rows)]
@@ -58,7 +58,7 @@ def play(learned: Learned) -> list[torch.Tensor]:
             temperature=torch.ones(count, device=at), seeds=index,
         )  # fmt: skip
         lengths[:count] = [length + new for length, new in zip(lengths, kept, strict=False)]
-        given = learned.texts.given(NAMES[:count], [10] * count, lengths[:count])
+        given = learned.sequences.given(NAMES[:count], [10] * count, lengths[:count])
         found.append(learned.step(step, given, DEPTH))
     return found
 

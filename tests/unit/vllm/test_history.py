@@ -4,13 +4,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longtail.vllm.history import LONGEST, Texts
+from longtail.vllm.history import LONGEST, SequenceTable
 
 DEPTH, LENGTH = 3, 24
 TEXT = st.lists(st.integers(0, 2), min_size=2, max_size=16)
 
 
-def places(table: Texts, names: list[str], lengths: list[int]) -> torch.Tensor:
+def places(table: SequenceTable, names: list[str], lengths: list[int]) -> torch.Tensor:
     """Return the places of requests."""
     return torch.tensor(table.given(names, [0] * len(names), lengths)[1])
 
@@ -31,7 +31,7 @@ def longest(end: list[int], texts: list[list[int]]) -> int:
     prompts=st.lists(TEXT, min_size=2, max_size=2), written=st.lists(TEXT, min_size=4, max_size=4)
 )
 def test_the_longest_end_in_any_text_is_continued(prompts, written):
-    table = Texts(4, LENGTH * 2, torch.device("cpu"))
+    table = SequenceTable(4, LENGTH * 2, torch.device("cpu"))
     texts = [prompts[i % 2] + each for i, each in enumerate(written)]
     for i, each in enumerate(texts):
         prompt = prompts[i % 2]
@@ -51,7 +51,7 @@ def test_the_longest_end_in_any_text_is_continued(prompts, written):
 
 
 def test_of_equal_matches_those_of_the_same_prompt_go_first() -> None:
-    table = Texts(4, LENGTH, torch.device("cpu"))
+    table = SequenceTable(4, LENGTH, torch.device("cpu"))
     for name, text in (("same", [5, 6, 7, 1]), ("other", [9, 6, 7, 2]), ("new", [5, 8, 6, 7])):
         table.begin(name, torch.tensor(text), 1)
     found = table.find(places(table, ["new"], [4]), 1, table.width)
@@ -59,7 +59,7 @@ def test_of_equal_matches_those_of_the_same_prompt_go_first() -> None:
 
 
 def test_finished_texts_are_found_until_their_place_is_taken() -> None:
-    table = Texts(2, 1 << 24, torch.device("cpu"))
+    table = SequenceTable(2, 1 << 24, torch.device("cpu"))
     for number in range(30):
         table.begin(f"old{number}", torch.tensor([5, 6, 7, 8, 9]), 2)
         table.keep([], [])
@@ -69,7 +69,7 @@ def test_finished_texts_are_found_until_their_place_is_taken() -> None:
 
 
 def test_what_does_not_count_is_written_to_no_text() -> None:
-    table = Texts(2, LENGTH, torch.device("cpu"))
+    table = SequenceTable(2, LENGTH, torch.device("cpu"))
     table.begin("a", torch.tensor([1, 2, 3]), 3)
     place = places(table, ["a"], [4])
     at, new = torch.tensor([[3, 4]]), torch.tensor([[8, 9]])

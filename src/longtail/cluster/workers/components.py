@@ -21,7 +21,7 @@ class Drafting:
     served: DrafterWeights
     """Initial weights of the drafter."""
     buffer: DrafterBuffer
-    """Texts of `trainer`."""
+    """Sequences of `trainer`."""
     statistics: Statistics | None = None
     """Adds up what the engine writes."""
     sums: Sums | None = None

@@ -189,7 +189,7 @@ class _EagleWalker(Walker):
         return self._score(stored, places)
 
     def _place(self, frontier: Frontier) -> Places:
-        """Place the next level after each text; a node sees the text, its ancestors and itself."""
+        """Place the next level after each sequence; a node sees it, its ancestors and itself."""
         num, many, first = len(self._rows), frontier.per_request, self._num_placed
         self._num_placed += many
         own = torch.arange(first, first + many)

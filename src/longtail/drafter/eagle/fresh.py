@@ -36,7 +36,7 @@ def fresh_drafter(
 
 
 def commonest_tokens(
-    texts: Iterable[Example], size: int, always: Sequence[int] = ()
+    sequences: Iterable[Example], size: int, always: Sequence[int] = ()
 ) -> Int[Tensor, "draft"]:
     """Return the ids of the `size` most frequent completion tokens, `always` included, ascending.
 
@@ -45,8 +45,8 @@ def commonest_tokens(
     Example: for completions 7 9 9 and 9 5 the two most frequent tokens are 5 and 9
     """
     counts = Counter[int]()
-    for text in texts:
-        counts.update(text.tokens[text.prompt_len :])
+    for sequence in sequences:
+        counts.update(sequence.tokens[sequence.prompt_len :])
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     unseen = (token for token in range(size) if token not in counts)
     chosen = list(dict.fromkeys((*always, *ranked, *unseen)))[:size]

@@ -14,13 +14,13 @@ from longtail.drafter.kind import DrafterKind, Lessons, trained_in
 from longtail.rl.packing import pack_sequences
 
 _SAMPLE = 16
-"""Number of texts from which a fresh drafter is scaled."""
+"""Number of sequences from which a fresh drafter is scaled."""
 
 
 def _fresh(config: EagleConfig, lessons: Lessons) -> tuple[EagleLayer, Int[Tensor, "draft"] | None]:
-    own, texts, size = lessons.config, lessons.texts, config.draft_vocab_size
-    ids = commonest_tokens(texts, size, lessons.eos_ids) if size else None
-    sample = pack_sequences(texts[:_SAMPLE], own.train.tokens_per_micro_batch)[0]
+    own, sequences, size = lessons.config, lessons.sequences, config.draft_vocab_size
+    ids = commonest_tokens(sequences, size, lessons.eos_ids) if size else None
+    sample = pack_sequences(sequences[:_SAMPLE], own.train.tokens_per_micro_batch)[0]
     generator = torch.Generator().manual_seed(own.run.seed)
     layer = fresh_drafter(config, lessons.target, sample, generator)
     return layer.to(trained_in(lessons.target)), ids

@@ -1,8 +1,8 @@
 """The EAGLE layer: one decoder layer on the target's features, with its embedding and LM head.
 
-Position i of a text pairs the target's feature at token i with the embedding of token i + 1 and
-predicts token i + 2. NOTE: an off-by-one here is silent: everything still trains and drafts, only
-worse. tests/unit/drafter/test_eagle_drafter.py checks the pairing.
+Position i of a sequence pairs the target's feature at token i with the embedding of token i + 1
+and predicts token i + 2. NOTE: an off-by-one here is silent: everything still trains and drafts,
+only worse. tests/unit/drafter/test_eagle_drafter.py checks the pairing.
 
     target          f0   f1   f2   f3              features of tokens x0 .. x3
     pairs          f0x1 f1x2 f2x3 f3x4             x4 is the root: sampled, not yet computed

@@ -59,7 +59,7 @@ class TargetReader:
         self._target, self._dtype = target, dtype
         self._recipe, self._taps = taps, training_taps(taps)
         self.found: Mapping[tuple[int, ...], Tensor] = {}
-        """States of texts that an engine kept, by their tokens; the last row is never read."""
+        """States of sequences that an engine kept, by their tokens; the last row is never read."""
         self._stopped: Callable[[], bool] = never
 
     @contextmanager
@@ -96,13 +96,13 @@ class TargetReader:
     @torch.no_grad()
     def states(
         self, packed: PackedSequences
-    ) -> tuple[Float[Tensor, "tokens states"], Bool[Tensor, "texts"]]:
-        """Return the states of all tokens, and whether those of a text were looked up."""
+    ) -> tuple[Float[Tensor, "tokens states"], Bool[Tensor, "sequences"]]:
+        """Return the states of all tokens, and whether those of a sequence were looked up."""
         tokens = packed.tokens.tolist()
-        texts = [tuple(tokens[start:end]) for start, end in pairwise(packed.cu_seqlens)]
-        rows = [self.found.get(text) for text in texts]
+        sequences = [tuple(tokens[start:end]) for start, end in pairwise(packed.cu_seqlens)]
+        rows = [self.found.get(sequence) for sequence in sequences]
         found = torch.tensor([each is not None for each in rows], device=packed.tokens.device)
-        lengths = [len(text) for text, each in zip(texts, rows, strict=True) if each is None]
+        lengths = [len(each) for each, row in zip(sequences, rows, strict=True) if row is None]
         if not lengths:
             return torch.cat([each for each in rows if each is not None]), found
         chosen = ~found[packed.sequence]
@@ -111,7 +111,7 @@ class TargetReader:
             packed.tokens[chosen], packed.positions[chosen], attention, self._taps
         )
         assert computed is not None, "the final state is tapped"
-        if len(lengths) == len(texts):
+        if len(lengths) == len(sequences):
             return computed, found
         parts = iter(torch.split(computed, lengths))
         return torch.cat([next(parts) if each is None else each for each in rows]), found

@@ -4,7 +4,7 @@
     drafter  --unroll--> predictions of every depth             --> q
     loss(p, q) --> gradient of the drafter's own tensors        --> AdamW
 
-The trainer owns a drafter and its optimizer, not the texts or files. The loss of each depth is a
+The trainer owns a drafter and its optimizer, no sequences or files. The loss of each depth is a
 mean over the whole batch, so the gradient does not depend on the micro-batches.
 """
 
@@ -124,8 +124,8 @@ class DrafterTrainer:
         counts = self._counts(batch, self._settings.unroll_steps)
         if 0 in counts:
             raise DataError(
-                f"no text of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
-                f"longer texts, or lower drafter.unroll_steps = {len(counts)}"
+                f"no sequence of the batch can be drafted {counts.index(0) + 1} tokens deep: give "
+                f"longer sequences, or lower drafter.unroll_steps = {len(counts)}"
             )
         if self._begun is None:
             self._begun = _Begun(torch.zeros(len(counts), dtype=torch.float64))
@@ -179,9 +179,9 @@ class DrafterTrainer:
         num_depths: int,
         stopped: Callable[[], bool] = never,
     ) -> DepthReport:
-        """Measure on texts without training; Interrupted if stopped, as `step` is.
+        """Measure on sequences without training; Interrupted if stopped, as `step` is.
 
-        Depths that no text reaches are left out.
+        Depths that no sequence reaches are left out.
         """
         counts = self._counts(batch, num_depths)
         counts = counts[: counts.index(0)] if 0 in counts else counts

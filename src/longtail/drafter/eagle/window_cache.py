@@ -2,7 +2,7 @@
 
 A row holds the features of consecutive tokens and, in the same slots, the drafter's keys and values
 of the pairs that those features begin. Attention reads at most the last `window` slots; a full row
-moves them to its front. So memory and time do not grow with the text.
+moves them to its front. So memory and time do not grow with the sequence.
 
     tokens     ... 57   58   59   60   61                  61 is the root
     slots           0    1    2    3                       base = 57, end = 4
@@ -181,7 +181,7 @@ class Windows:
 
     def _slide(self, window: Window) -> None:
         """Move the last `window` slots to the front of the row."""
-        assert self._window, "an unbounded row holds the longest text"
+        assert self._window, "an unbounded row holds the longest sequence"
         start = max(window.end - self._window, 0)
         for kept in (self.features, self.keys, self.values):
             kept[window.row, : window.end - start] = kept[window.row, start : window.end].clone()

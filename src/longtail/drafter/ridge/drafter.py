@@ -13,7 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from longtail.drafter.ridge.layer import RidgeLayer
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import SequenceSums
 from longtail.drafter.weights import DRAFT_IDS, drafting_head, load_parameters
 from longtail.model.kernels.draft import RidgeChains
 from longtail.model.kernels.linear import Linear, pack_layers
@@ -59,9 +59,9 @@ class RidgeDrafter(GrowingDrafter):
         """Only the last token is read."""
         return 1
 
-    def statistics(self) -> TextSums:
+    def statistics(self) -> SequenceSums:
         """Return new sums, from which its weights can follow."""
-        return TextSums(self._target, self._layer.config.slots)
+        return SequenceSums(self._target, self._layer.config.slots)
 
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replace the layer's weights and, if given, the draft vocabulary."""

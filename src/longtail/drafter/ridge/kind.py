@@ -16,7 +16,7 @@ def _fresh(config: RidgeConfig, lessons: Lessons) -> tuple[RidgeLayer, None]:
 
 
 def _trainer(lessons: Lessons, layer: RidgeLayer, *_: Any) -> RidgeTrainer:
-    always = torch.tensor(lessons.eos_ids)  # other ids follow from the texts
+    always = torch.tensor(lessons.eos_ids)  # other ids follow from the sequences
     return RidgeTrainer(layer, lessons.target, draft_ids=always)
 
 

@@ -1,12 +1,12 @@
-"""The statistics of a ridge drafter: sums over texts, from which its weights follow.
+"""The statistics of a ridge drafter: sums over sequences, from which its weights follow.
 
-The signal of a text at its token i, before and after which it is zero:
+The signal of a sequence at its token i, before and after which it is zero:
 
     z[i] = [state of i ; embedding of i]                Z[k] = sum over i of z[i] z[i + k]'
 
 States and embeddings are rounded to whole numbers of a unit, so all products and their sums are
-integers below 2^53, which float64 adds exactly: the order of the texts changes no bit. The weights
-of slot k minimise, with the blocks of Z as all that is needed of the texts,
+integers below 2^53, which float64 adds exactly: the order of sequences changes no bit. The weights
+of slot k minimise, with the blocks of Z as all that is needed of the sequences,
 
     sum over i of | A x + T e - y |^2  +  RIDGE * (scaled weights)^2          (ridge regression)
 
@@ -38,19 +38,19 @@ _EMBEDDING_STEPS = 4096
 _COUNT_STEPS = 1024
 """Steps in the count of a token that was written once."""
 _CHUNK = 1024
-"""Tokens from which finished texts are added together, and that are added at once."""
+"""Tokens from which finished sequences are added together, and that are added at once."""
 MOST_DRAFTED = 8192
 _FEWEST_DRAFTED = 64
 _SLACK = 1.01
 """Factor for what rounding adds to products."""
 _FEWEST_COUNTED = 0.5
-"""Number of times that a token was written from which it is drafted; earlier texts count less."""
+"""Number of times that a token was written from which it is drafted; earlier ones count less."""
 
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagSums:
-    """The sums of some texts."""
+    """The sums of some sequences."""
 
     products: Float[Tensor, "lags signal signal"]
     """Z[0], Z[1], ...; one lag more than slots. In float64 where they are added exactly."""
@@ -61,7 +61,7 @@ class LagSums:
 
     @staticmethod
     def zeros(steps: Float[Tensor, "signal"], slots: int, vocab_size: int) -> "LagSums":
-        """Return the sums of no text."""
+        """Return the sums of no sequence."""
         size = len(steps)
         return LagSums(
             products=steps.new_zeros(slots + 1, size, size),
@@ -80,11 +80,11 @@ class LagSums:
         }
 
     def check(self) -> None:
-        """Raise NonFiniteError if no text has such sums: each product is at most that of sizes."""
+        """Raise NonFiniteError unless some sequence has such sums: products of sizes bound them."""
         sizes = self.products[0].diagonal().double().add(1).sqrt()
         most = 1 + _SLACK * sizes[:, None] * sizes
         if not all(bool((each.abs() <= most).all()) for each in self.products):
-            raise NonFiniteError("products are larger than those of any text")
+            raise NonFiniteError("products are larger than those of any sequence")
         if bool((self.steps <= 0).any() or (self.counts < 0).any()):
             raise NonFiniteError("a step or a count is not positive")
         self.solve(())
@@ -95,13 +95,13 @@ class LagSums:
         return float(self.counts.sum())
 
     def faded(self, factor: float) -> "LagSums":
-        """Return the sums with every text weighted by a factor, rounded: they stay exact."""
+        """Return the sums with every sequence weighted by a factor, rounded: they stay exact."""
         products = self.products.mul(factor).round_().add_(0.0)  # no -0.0
         counts = (self.counts * (factor * _COUNT_STEPS)).round() / _COUNT_STEPS
         return LagSums(products=products, steps=self.steps, counts=counts)
 
     def add(self, other: "LagSums") -> None:
-        """Add the sums of other texts."""
+        """Add the sums of other sequences."""
         assert torch.equal(self.steps, other.steps), "sums of one target"
         self.products.add_(other.products)
         self.counts.add_(other.counts)
@@ -206,11 +206,11 @@ def _scale(gram: Float[Tensor, "inputs inputs"], count: float) -> Float[Tensor, 
 
 
 @final
-class TextSums:
-    """Adds up the texts that a target finishes, as it observes them; `take` returns the sums.
+class SequenceSums:
+    """Adds up the sequences that a target finishes, as it observes them; `take` returns the sums.
 
-    A text may come in parts, in order, with parts of others between them. Tokens that are observed
-    again count once. A text is added whole, when it has ended: one that is given up and written
+    A sequence may come in parts, in order, with parts of others between. Tokens that are observed
+    again count once. A sequence is added whole, when it has ended: one that is given up and written
     again counts once, where it ends.
     """
 
@@ -221,7 +221,7 @@ class TextSums:
         states = norm.clamp_min(float(norm.max()) / _NORM_STEPS) / _NORM_STEPS
         embeddings = (largest / _EMBEDDING_STEPS).expand(len(norm))
         self._steps = torch.cat((states, embeddings))
-        """From the target's weights at construction, and so the same for all its texts."""
+        """From the target's weights at construction, and so the same for all its sequences."""
         self.is_on = True
         """Whether to read what is observed."""
         self._begin()
@@ -229,11 +229,11 @@ class TextSums:
     def _begin(self) -> None:
         self._sums = LagSums.zeros(self._steps, self._slots, self._target.config.vocab_size)
         self._ends: dict[str, int] = {}
-        """Number of tokens of each text that were observed, its prompt included."""
+        """Number of tokens of each sequence that were observed, its prompt included."""
         self._parts: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        """Tokens and states of each text that has not ended."""
+        """Tokens and states of each sequence that has not ended."""
         self._waiting: list[tuple[Tensor, Tensor]] = []
-        """Those of ended texts that are not in the sums yet, each text after tokens of -1."""
+        """Those of ended sequences that are not in the sums yet, each after tokens of -1."""
         self._num_waiting = 0
 
     @property
@@ -242,7 +242,7 @@ class TextSums:
         return Taps(final=True)
 
     def take(self) -> LagSums:
-        """Return the sums since the last call, on the CPU; other texts are forgotten."""
+        """Return the sums since the last call, on the CPU; other sequences are forgotten."""
         self._flush()
         taken = LagSums(**{name: each.cpu() for name, each in self._sums.tensors().items()})
         self._begin()
@@ -253,13 +253,13 @@ class TextSums:
         """Read computed tokens, whose states are the rows of `features`."""
         first = -sum(each.num_tokens for each in seen) + len(features)
         for each in seen if self.is_on else ():
-            # A text's last token counts for none: only if it was drafted, its state is computed.
+            # The last token counts for none: only if it was drafted, its state is computed.
             end = min(each.start + each.num_tokens, len(each.tokens) - 1)
             begin = self._ends.get(each.request_id, each.prompt_len)
             if each.start <= begin < end:  # else known, or without its beginning
                 ids = torch.tensor(each.tokens[begin:end], device=features.device)
                 states = features[first + begin - each.start : first + end - each.start]
-                # A copy: a view would keep the states of all texts of the step.
+                # A copy: a view would keep the states of all sequences of the step.
                 self._parts.setdefault(each.request_id, []).append((ids, states.clone()))
                 self._ends[each.request_id] = begin = end
             if each.is_finished and begin == len(each.tokens) - 1:
@@ -269,7 +269,7 @@ class TextSums:
             self._flush()
 
     def _end(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queue an ended text to be added; without parts it was, or has nothing to add."""
+        """Queue an ended sequence to be added; without parts it was, or has nothing to add."""
         for ids, states in parts[:1]:
             pad = ids.new_full((self._slots,), -1), states.new_zeros(self._slots, states.shape[1])
             self._waiting += [pad, *parts]
@@ -277,7 +277,7 @@ class TextSums:
 
     @torch.no_grad()
     def _flush(self) -> None:
-        """Add the waiting texts to the sums."""
+        """Add the waiting sequences to the sums."""
         if not self._num_waiting:
             return
         tokens, states = (torch.cat(each) for each in zip(*self._waiting, strict=True))
@@ -289,7 +289,7 @@ class TextSums:
     def _add(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> None:
         """Add consecutive rows; the first ones, as many as slots, are in the sums already.
 
-        Products with embeddings are first summed by token: texts write few different ones.
+        Products with embeddings are first summed by token: they write few different ones.
         """
         h, sums = states.shape[1], self._sums
         heads, is_new = (states.double() / self._steps[:h]).round(), tokens >= 0

@@ -14,7 +14,7 @@ from longtail.drafter.eagle.target_states import TargetReader
 from longtail.drafter.eagle.unroll import Pairs
 from longtail.drafter.kind import DepthReport, TrainerReport
 from longtail.drafter.ridge.layer import RidgeLayer
-from longtail.drafter.ridge.sums import TextSums
+from longtail.drafter.ridge.sums import SequenceSums
 from longtail.drafter.weights import load_parameters
 from longtail.errors import DataError
 from longtail.model.transformer import Transformer
@@ -25,9 +25,9 @@ from longtail.types import PackedSequences
 
 @final
 class RidgeTrainer:
-    """Collects sums over texts; never writes the target. `layer` has the weights of all so far.
+    """Collects sums over sequences; never writes the target. `layer` has the weights of all so far.
 
-    Its draft vocabulary is what the texts write, and `draft_ids`.
+    Its draft vocabulary is what the sequences write, and `draft_ids`.
     """
 
     head = None
@@ -43,13 +43,13 @@ class RidgeTrainer:
         self._layer, self._target = layer, target
         self._always = [] if draft_ids is None else draft_ids.tolist()
         self._reader = TargetReader(target, layer.dtype, layer.config.taps)
-        self._texts = TextSums(target, layer.config.slots)
-        self._sums, self._is_solved = self._texts.take(), True
+        self._collector = SequenceSums(target, layer.config.slots)
+        self._sums, self._is_solved = self._collector.take(), True
         self.steps = 0
 
     @property
     def draft_ids(self) -> Int[Tensor, "draft"]:
-        """The draft vocabulary of the texts so far."""
+        """The draft vocabulary of the sequences so far."""
         return self._sums.vocabulary(self._always).to(self._target.device)
 
     @property
@@ -75,10 +75,10 @@ class RidgeTrainer:
                     prompt_len=packed.loss_mask[start:end].tolist().count(0.0),
                     is_finished=True,
                 )
-                self._texts.observe([seen], states[start : end - 1])
-        sums = self._texts.take()
+                self._collector.observe([seen], states[start : end - 1])
+        sums = self._collector.take()
         if not sums.num_tokens:
-            raise DataError("no text of the batch can be drafted: give longer texts")
+            raise DataError("no sequence of the batch can be drafted: give longer sequences")
         self._sums.add(sums)
         self.steps, self._is_solved = self.steps + 1, False
         return TrainerReport(
@@ -88,7 +88,7 @@ class RidgeTrainer:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequence[PackedSequences], num_depths: int) -> DepthReport:
-        """Measure on texts: each slot, given the tokens before it in the text."""
+        """Measure on sequences: each slot, given the tokens before it in the sequence."""
         layer, num_depths = self.layer, min(num_depths, self._layer.config.slots)
         draft_ids = self.draft_ids
         counts, overlaps = [0] * num_depths, torch.zeros(num_depths, dtype=torch.float64)

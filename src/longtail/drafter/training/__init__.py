@@ -1,1 +1,1 @@
-"""Drafter training: texts, replicas, spot training."""
+"""Drafter training: sequences, replicas, spot training."""

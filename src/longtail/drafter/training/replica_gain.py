@@ -24,7 +24,7 @@ _FRACTION = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """A drafter trained from a published one, and the measurements of both on the same texts."""
+    """A drafter trained from a published one, and measurements of both on the same sequences."""
 
     base_version: int
     weights: Mapping[str, Tensor]
@@ -47,8 +47,8 @@ class SpotEnd(StrEnum):
 
     STOPPED = "stopped"
     """The caller stopped it."""
-    NO_TEXTS = "no texts"
-    """The buffer had no text to train on."""
+    NO_SEQUENCES = "no sequences"
+    """The buffer had no sequence to train on."""
     NOT_FINITE = "not finite"
     """A NaN or infinity occurred; the replica was discarded."""
 
@@ -95,7 +95,7 @@ class DrafterGain:
     def gain_s(self, seconds: float, rollout_s: float) -> float:
         """Return the seconds that rollouts of `rollout_s` become shorter by training `seconds`.
 
-        Texts are generated at most as much faster as the accept length rises.
+        Completions are generated at most as much faster as the accept length rises.
         """
         if seconds <= 0.0:
             return 0.0

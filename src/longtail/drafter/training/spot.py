@@ -8,7 +8,7 @@
 
 Workers train independently and their replicas are averaged, so workers may join and leave. This
 module owns a training copy of the drafter and its optimizer; the caller decides which workers are
-idle, what is published, and how texts and weights are transferred.
+idle, what is published, and how sequences and weights are transferred.
 """
 
 import logging
@@ -24,7 +24,7 @@ from torch import Tensor
 from longtail.drafter.eagle.layer import EagleLayer
 from longtail.drafter.eagle.target_states import Interrupted
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
-from longtail.drafter.training.buffer import DrafterBuffer, TextWindow
+from longtail.drafter.training.buffer import DrafterBuffer, SequenceWindow
 from longtail.drafter.training.replica_gain import Replica, SpotEnd, SpotReport
 from longtail.drafter.weights import DrafterWeights, are_finite
 from longtail.errors import NonFiniteError
@@ -41,7 +41,7 @@ class SpotSettings:
     trainer: TrainerSettings
     batch_tokens: int
     tokens_per_micro_batch: int
-    """Most tokens of a micro-batch; longer texts are cut."""
+    """Most tokens of a micro-batch; longer sequences are cut."""
     heldout_tokens: int = 384
     """Most tokens read in a measurement."""
     measure_every: int = 4
@@ -69,9 +69,9 @@ class _Interval:
 
     def __init__(self, base: DrafterWeights) -> None:
         self.base, self.began_s, self.report = base, time.perf_counter(), SpotReport()
-        self.base_texts: tuple[TextWindow, ...] = ()
+        self.base_sequences: tuple[SequenceWindow, ...] = ()
         self.base_accept_len = math.nan
-        """Accept length of the base on `base_texts`; the target does not change in one call."""
+        """Accept length of the base on `base_sequences`; the target does not change in one call."""
 
     @property
     def seconds(self) -> float:
@@ -89,13 +89,13 @@ def _rank(replica: Replica) -> float:
 
 @runtime_checkable
 class StateStore(Protocol):
-    """The target's states at the tokens of texts that an engine generated."""
+    """The target's states at the tokens of sequences that an engine generated."""
 
     def has(self, tokens: Sequence[int]) -> bool:
-        """Return whether the states of a text are there."""
+        """Return whether the states of a sequence are there."""
 
     def find(self, tokens: Sequence[int]) -> Tensor | None:
-        """Return the states of a text at each token, under the target's present weights, or None.
+        """Return the states of a sequence, under the target's present weights, or None.
 
         They are those of `eagle.target_states.training_taps`. The last row is never read.
         """
@@ -124,11 +124,11 @@ class SpotTrainer:
         )
         self._store, self._settings = store, settings
         self._min_len = settings.trainer.unroll_steps + 2
-        """Tokens of the shortest text that is trained at every depth."""
-        assert settings.tokens_per_micro_batch >= self._min_len, "no text would be long enough"
+        """Tokens of the shortest sequence that is trained at every depth."""
+        assert settings.tokens_per_micro_batch >= self._min_len, "no sequence would be long enough"
         self._base: DrafterWeights | None = None
-        self._batch: tuple[TextWindow, ...] = ()
-        """Texts of an update that was stopped."""
+        self._batch: tuple[SequenceWindow, ...] = ()
+        """Sequences of an update that was stopped."""
         self._since = _SinceBase()
 
     def begin(self, published: DrafterWeights) -> None:
@@ -150,7 +150,7 @@ class SpotTrainer:
         buffer: DrafterBuffer,
         stopped: Callable[[], bool],
     ) -> SpotReport:
-        """Train on the buffer until stopped, or until no text is left.
+        """Train on the buffer until stopped, or until no sequence is left.
 
         `stopped` is called before every micro-batch and often in it, and may add to the buffer. The
         next call continues behind the last finished micro-batch. If a value is not finite, the
@@ -187,14 +187,14 @@ class SpotTrainer:
                 replica = self._measure(buffer, stopped, interval)
                 self._since.num_unmeasured, self._since.measured = 0, replica.weights
                 interval.record(replica)
-            texts = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
-            texts, self._batch = self._looked_up(texts), ()
-            if not texts:
-                return SpotEnd.NO_TEXTS
+            sequences = self._batch or buffer.batch(settings.batch_tokens, max_len=max_len)
+            sequences, self._batch = self._looked_up(sequences), ()
+            if not sequences:
+                return SpotEnd.NO_SEQUENCES
             try:
-                report = self._trainer.step(pack_sequences(texts, max_len), stopped)
+                report = self._trainer.step(pack_sequences(sequences, max_len), stopped)
             except Interrupted:
-                self._batch = texts
+                self._batch = sequences
                 raise
             self._since.num_tokens += report.num_trained
             self._since.num_unmeasured += 1
@@ -206,26 +206,26 @@ class SpotTrainer:
     def _measure(
         self, buffer: DrafterBuffer, stopped: Callable[[], bool], interval: _Interval
     ) -> Replica:
-        """Compare the replica with its base; NaN without text."""
+        """Compare the replica with its base; NaN without sequences."""
         base, weights = interval.base, self._trainer.weights()
         if not are_finite(weights):
             raise NonFiniteError(f"step {self._trainer.steps}: a weight is not finite")
         max_len = self._settings.tokens_per_micro_batch
-        texts = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
-        packed, num_depths = pack_sequences(texts, max_len), self._settings.num_depths
+        sequences = self._looked_up(buffer.heldout(self._settings.heldout_tokens, max_len=max_len))
+        packed, num_depths = pack_sequences(sequences, max_len), self._settings.num_depths
 
         def accept_len() -> float:
             if not packed:
                 return math.nan
             return self._trainer.evaluate(packed, num_depths, stopped).accept_len
 
-        if texts != interval.base_texts:
+        if sequences != interval.base_sequences:
             self._trainer.load_weights(base.tensors)
             try:
                 interval.base_accept_len = accept_len()
             finally:
                 self._trainer.load_weights(weights)
-            interval.base_texts = texts
+            interval.base_sequences = sequences
         own = accept_len()
         return Replica(
             base_version=base.version,
@@ -236,13 +236,13 @@ class SpotTrainer:
             base_accept_len=interval.base_accept_len,
         )
 
-    def _looked_up(self, windows: Sequence[TextWindow]) -> tuple[TextWindow, ...]:
+    def _looked_up(self, windows: Sequence[SequenceWindow]) -> tuple[SequenceWindow, ...]:
         """Return the windows that are long enough, and take their states from the store."""
         chosen = tuple(window for window in windows if len(window.tokens) >= self._min_len)
         self._trainer.reader.found = found = dict[tuple[int, ...], Tensor]()
         if self._store is not None:
             for each in chosen:
-                states = self._store.find(each.text.tokens)
+                states = self._store.find(each.sequence.tokens)
                 if states is not None:
                     found[each.tokens] = states[each.start : each.start + len(each.tokens)]
         return chosen

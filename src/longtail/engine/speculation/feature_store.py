@@ -1,13 +1,13 @@
-"""The feature store: the target's features of generated texts, for drafter training.
+"""The feature store: the target's features of generated sequences, for drafter training.
 
-    step --pending--> spans --> a row for each token after its text so far --find(tokens)--> rows
+    step --pending--> spans --> a row for each token after those so far --find(tokens)--> rows
 
 A feature depends on the weights and the tokens so far, and on nothing else. So the rows are the
-nodes of a tree, a token below the text before it: requests share the rows of a beginning, like its
-KV, and a text of another worker is missing. All features are dropped when the weights change.
+nodes of a tree, a token below those before it: requests share the rows of a beginning, like its
+KV, and a sequence of another worker is missing. All features are dropped when the weights change.
 
 Workers that finish last rarely train, so storing must be nearly free: a step only appends to the
-pending steps, with rejected nodes, until a text is requested or the pending steps are large.
+pending steps, with rejected nodes, until a sequence is requested or the pending steps are large.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ _ROOT = -1
 
 @final
 class FeatureStore:
-    """Features of the latest texts, in at most `max_bytes`.
+    """Features of the latest sequences, in at most `max_bytes`.
 
     The least recently extended request is dropped first, as a whole: finished before running ones.
     A recomputed request keeps its rows.
@@ -49,7 +49,7 @@ class FeatureStore:
         """Row of a token by the row of the token before it."""
         self._num_users: list[int] = []
         """Number of requests that use each row."""
-        self._texts: dict[ActiveRequest, list[int]] = {}
+        self._sequences: dict[ActiveRequest, list[int]] = {}
         """Rows of each request from its first token on; in the order of their last extension."""
 
     @property
@@ -62,7 +62,7 @@ class FeatureStore:
     def clear(self) -> None:
         """Drop everything, since the weights changed."""
         self._pending, self._num_pending = [], 0
-        for active in list(self._texts):
+        for active in list(self._sequences):
             self._drop(active)
 
     def add(self, step: Computed) -> None:
@@ -74,9 +74,9 @@ class FeatureStore:
             self._store_pending()
 
     def find(self, tokens: Sequence[int]) -> Float[Tensor, "tokens features"] | None:
-        """Return the features of a text; None if some are missing.
+        """Return the features of a sequence; None if some are missing.
 
-        The last row is NaN: an engine never computes the last token of a text, and no training
+        The last row is NaN: an engine never computes the last token of a sequence, and no training
         target depends on it.
         """
         if not self.has(tokens) or self._rows is None:
@@ -85,7 +85,7 @@ class FeatureStore:
         return torch.cat((kept, kept.new_full((1, kept.shape[1]), float("nan"))))
 
     def has(self, tokens: Sequence[int]) -> bool:
-        """Return whether `find` has the features of a text."""
+        """Return whether `find` has the features of a sequence."""
         self._store_pending()
         return 0 < len(self._known(tokens[:-1])) == len(tokens) - 1
 
@@ -116,38 +116,39 @@ class FeatureStore:
             return
         moves: list[tuple[int, int]] = []
         for each in spans:
-            text = self._text_of(each.active, each.start)
-            for source in each.rows[len(text) - each.start :] if len(text) >= each.start else ():
-                key = (text[-1] if text else _ROOT, each.active.tokens[len(text)])
+            sequence = self._sequence_of(each.active, each.start)
+            first = len(sequence) - each.start
+            for source in each.rows[first:] if first >= 0 else ():
+                key = (sequence[-1] if sequence else _ROOT, each.active.tokens[len(sequence)])
                 if key not in self._row_of:
                     self._row_of[key] = self._free.pop()
                     moves.append((self._row_of[key], source))
-                text.append(self._row_of[key])
-                self._num_users[text[-1]] += 1
+                sequence.append(self._row_of[key])
+                self._num_users[sequence[-1]] += 1
         if moves:  # one copy for all requests
             rows, sources = torch.tensor(moves, device=features.device).T
             self._rows[rows] = features[sources]
 
     def _make_room(self, count: int) -> bool:
         """Free at least `count` rows if possible; return whether they are free."""
-        while len(self._free) < count and self._texts:
-            self._drop(next(iter(self._texts)))
+        while len(self._free) < count and self._sequences:
+            self._drop(next(iter(self._sequences)))
         return len(self._free) >= count
 
-    def _text_of(self, active: ActiveRequest, start: int) -> list[int]:
+    def _sequence_of(self, active: ActiveRequest, start: int) -> list[int]:
         """Return the known rows of a request that is computed from `start` on, as the latest."""
-        if len(self._texts.get(active, ())) < start:  # new, or recomputed after shared KV
+        if len(self._sequences.get(active, ())) < start:  # new, or recomputed after shared KV
             self._drop(active)
-            self._texts[active] = self._known(active.tokens[:start])
-            for row in self._texts[active]:
+            self._sequences[active] = self._known(active.tokens[:start])
+            for row in self._sequences[active]:
                 self._num_users[row] += 1
-        text = self._texts[active] = self._texts.pop(active, [])
-        return text
+        sequence = self._sequences[active] = self._sequences.pop(active, [])
+        return sequence
 
     def _drop(self, active: ActiveRequest) -> None:
         """Forget a request, known or not, and free the rows that no other one uses."""
         before = _ROOT
-        for row, token in zip(self._texts.pop(active, ()), active.tokens, strict=False):
+        for row, token in zip(self._sequences.pop(active, ()), active.tokens, strict=False):
             self._num_users[row] -= 1
             if not self._num_users[row]:
                 del self._row_of[before, token]

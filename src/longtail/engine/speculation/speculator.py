@@ -338,7 +338,7 @@ def _batch(scheduled: Sequence[Scheduled], spare_tokens: int) -> Batch:
 
 
 def _verified(each: Scheduled, accepted: Accepted) -> Verified:
-    """Return a verified draft; accepted nodes behind the end of a text do not count."""
+    """Return a verified draft; accepted nodes after the end of a completion do not count."""
     active = each.active
     position = active.num_computed - len(accepted.path) - active.prompt_len
     return Verified(

@@ -21,7 +21,7 @@ const path = (run, step, rest = "") => `/api/runs/${run}/steps/${step}${rest}`;
 
 const byStep = new ByStep($("by-step"), { pick, zoom, scale, move: (count) => pick(state.step + count) });
 const ofStep = new OfStep($("of-step"), (line) => { state.line = line; loadStep(); });
-const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/texts/${index}`)));
+const reader = new Reader($("rows"), $("text"), $("order"), (index) => get(path(state.chosen, state.step, `/completions/${index}`)));
 
 // The steps of the chosen run, ascending.
 const steps = () => state.views[state.chosen]?.columns.step ?? [];
@@ -122,7 +122,7 @@ async function loadStep() {
   $("step-number").value = step;
   $("step-title").textContent = `Step ${num(step)}`;
   $("follow").checked = state.follows;
-  const [texts, ...found] = await Promise.all([get(path(chosen, step, "/texts")), ...state.runs.map((_, run) => get(path(run, step)))]);
+  const [completions, ...found] = await Promise.all([get(path(chosen, step, "/completions")), ...state.runs.map((_, run) => get(path(run, step)))]);
   const rollouts = found[chosen]?.rollouts ?? [];
   const line = rollouts[state.line] ? state.line : rollouts.length - 1;
   const rollout = rollouts.length ? await get(path(chosen, step, `/rollouts/${line}`)) : null;
@@ -133,7 +133,7 @@ async function loadStep() {
   $("of-step").hidden = $("texts").hidden = isMissing;
   if (!isMissing) {
     ofStep.show(runs, chosen, line, rollout);
-    reader.show(texts ?? { rows: [], num: 0 }, state.runs[chosen].settings.keeps_rollouts);
+    reader.show(completions ?? { rows: [], num: 0 }, state.runs[chosen].settings.keeps_rollouts);
   }
   document.body.dataset.step = step;
 }
