@@ -22,7 +22,7 @@ class BuildKernels(build_py):
         """Build the package."""
         super().run()
         if SHIPS and not self.editable_mode:
-            place = Path(__file__).parent / "src" / KERNELS / "library.py"
+            place = Path(__file__).parent / "src" / KERNELS / "build.py"
             spec = importlib.util.spec_from_file_location("kernel_library", place)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)

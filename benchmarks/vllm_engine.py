@@ -34,7 +34,7 @@ from longtail.assembly.drafters import read_drafter
 from longtail.bench.card import Log, Spread, Table, print_card, progress, ratios
 from longtail.config import files
 from longtail.config.rl import RunConfig, load
-from longtail.drafter.formats.layouts import rounded, write_layout
+from longtail.drafter.formats.eagle_export import rounded, write_layout
 from longtail.errors import ConfigError
 from longtail.system.device import DTYPES, set_threads
 from subject import Subject, open_subject

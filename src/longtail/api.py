@@ -22,7 +22,7 @@ from longtail.assembly.drafters import Target, check_names, read_drafter
 from longtail.assembly.engine import open_engine, open_model
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.engine.request import EngineLimits, requests_of
-from longtail.engine.shared import SharedEngine
+from longtail.engine.shared_engine import SharedEngine
 from longtail.engine.text import Piece, stream
 from longtail.errors import ConfigError, RequestError
 from longtail.generator import StepReport

@@ -16,10 +16,10 @@ from longtail.errors import NonFiniteError
 from longtail.model.attention import PackedAttention
 from longtail.model.kernels import fixed_point, native
 from longtail.rl.advantage import shaped_rewards
+from longtail.rl.configured_loss import by_group
 from longtail.rl.data.requests import regroup
 from longtail.rl.learner import Learner
 from longtail.rl.loss import LossInputs, LossSettings
-from longtail.rl.objective import by_group
 from longtail.rl.optim import Optimizer
 from longtail.rl.packing import pack_group, pack_rollouts
 from longtail.types import SamplingParams

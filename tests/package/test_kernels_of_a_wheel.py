@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from longtail.model.kernels import library
+from longtail.model.kernels import build
 
 
 def put(folder: Path, *levels: str) -> None:
     for level in levels:
-        library._shipped_path(level, library.LEVELS[level][1], folder).touch()
+        build._shipped_path(level, build.LEVELS[level][1], folder).touch()
 
 
 @pytest.mark.parametrize(
@@ -22,15 +22,15 @@ def put(folder: Path, *levels: str) -> None:
     ],
 )
 def test_the_best_level_of_the_processor_is_loaded(tmp_path, instructions, best):
-    assert library.shipped(instructions, tmp_path) is None
-    put(tmp_path, *library.LEVELS)
-    found = library.shipped(instructions, tmp_path)
+    assert build.shipped(instructions, tmp_path) is None
+    put(tmp_path, *build.LEVELS)
+    found = build.shipped(instructions, tmp_path)
     assert found is not None
     assert found.name.startswith(f"{best}-")
-    assert library.shipped((), tmp_path) is None
+    assert build.shipped((), tmp_path) is None
 
 
 def test_a_library_of_other_sources_is_not_loaded(tmp_path, monkeypatch):
     put(tmp_path, "avx2")
-    monkeypatch.setattr(library, "_FAST", (*library._FAST, "-O3"))
-    assert library.shipped(("avx2", "fma"), tmp_path) is None
+    monkeypatch.setattr(build, "_FAST", (*build._FAST, "-O3"))
+    assert build.shipped(("avx2", "fma"), tmp_path) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtail.model.kernels import library
+from longtail.model.kernels import build
 from longtail.system import machine
 
 PROGRAM = Path(__file__).with_name("portable.c")
@@ -40,7 +40,7 @@ def test_the_kernels_are_right_and_batch_invariant(target: str, tmp_path: Path) 
         pytest.skip(why)
     compiler, architecture, emulator = TARGETS[target]
     flags = ("-O2", "-ftree-vectorize", "-fno-schedule-insns", "-fopenmp", architecture)
-    objects = library.compile_units(compiler, flags, tmp_path)
+    objects = build.compile_units(compiler, flags, tmp_path)
     program = tmp_path / "portable"
     command = [
         compiler, *flags, str(PROGRAM), *map(str, objects), "-static", "-o", str(program), "-lm",

@@ -12,7 +12,7 @@ import torch
 from longtail.assembly.drafters import read_drafter
 from longtail.config.command_options import EvalOptions
 from longtail.drafter.formats.checkpoint import LoadedDrafter, load_unbound
-from longtail.drafter.formats.layouts import write_layout
+from longtail.drafter.formats.eagle_export import write_layout
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.trainer import RidgeTrainer, as_eagle
 from longtail.programs.drafter_eval import complete, find_prompts, open_target

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from longtail.assembly.drafters import read_drafter
-from longtail.drafter.formats.layouts import write_layout
+from longtail.drafter.formats.eagle_export import write_layout
 from longtail.model.hf.model import load_model
 from support import toy
 from support.contract import toy_target

@@ -25,7 +25,7 @@ from longtail.drafter.eagle.fresh import commonest_tokens
 from longtail.drafter.eagle.target_states import training_taps
 from longtail.drafter.formats import checkpoint
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
-from longtail.drafter.formats.eagle_files import is_published, load_published
+from longtail.drafter.formats.eagle_import import is_published, load_published
 from longtail.drafter.history import HistoryDrafter, PhraseDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.engine.speculation.feature_store import FeatureStore

@@ -16,7 +16,7 @@ from longtail.model.hf.causal import equal_decoder
 from longtail.model.hf.model import load_config
 from longtail.model.roofline import Limit, limit_of, measure
 from longtail.model.transformer import ModelConfig
-from longtail.rl import objective
+from longtail.rl import configured_loss
 from longtail.rl.group_stream import why_not
 from longtail.rl.policy import uses_transformers
 from longtail.run.base_model import Base
@@ -89,7 +89,7 @@ def _check_learner(config: RunConfig, directory: Path, gpus: float) -> None:
     """Raise ConfigError for what the learner cannot do."""
     if config.learner.lora is not None:
         import_peft()
-    objective.check(config.learner, config.rollout.group_size)
+    configured_loss.check(config.learner, config.rollout.group_size)
     if config.learner.streaming and (why := why_not(config.learner)) is not None:
         raise ConfigError(f"learner.streaming = true: {why}; leave it out, or change that")
     if not config.is_sharded:

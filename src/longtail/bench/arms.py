@@ -1,4 +1,4 @@
-"""The arms of `longtail bench e2e`: whole training runs, which differ in how they draft and idle.
+"""The arms of `longtail bench e2e`: the same run with drafting and without.
 
     off        plain decoding; idle workers rest
     single     the same by one worker with the threads of all, where several share a CPU

@@ -1,4 +1,4 @@
-"""`longtail bench e2e`: whole training runs that differ in how they draft and idle, arm by arm.
+"""`longtail bench e2e`: compares whole training runs with drafting and without, step by step.
 
 All arms take turns, a step each, so a slow minute of the machine falls on all of them alike, and
 ratios are taken step by step:

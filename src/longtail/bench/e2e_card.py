@@ -1,4 +1,4 @@
-"""The card of `longtail bench e2e`."""
+"""The card of `longtail bench e2e`: its tables and its conclusion."""
 
 from collections.abc import Mapping
 from typing import Any

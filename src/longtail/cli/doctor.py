@@ -163,7 +163,7 @@ def _torch_facts() -> Iterator[Finding]:
 
     from longtail.assembly import precision
     from longtail.model.kernels import native
-    from longtail.model.kernels.library import LEVELS
+    from longtail.model.kernels.build import LEVELS
     from longtail.system.device import DTYPES, multiplies_bfloat16
 
     why = native.unavailable_because()

@@ -1,4 +1,4 @@
-"""One rollout of the group: shards for the workers, other work for idle ones.
+"""Runs one rollout: shards for workers, lost ones again, other work for idle workers.
 
     waiting --start--> held by a worker --end--> completions
        ^                      |

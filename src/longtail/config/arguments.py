@@ -1,4 +1,4 @@
-"""Options of the command line: fields of pydantic models and dataclasses as those of argparse.
+"""Makes argparse options of the fields of pydantic models and dataclasses.
 
     n: int = Field(1, ge=1, description="number of completions")
     json: bool = Field(False, description="print JSON")

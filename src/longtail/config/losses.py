@@ -1,4 +1,4 @@
-"""The losses and advantages that have names; their functions are imported when they are called.
+"""Names of losses and advantages; their functions are imported when they are called.
 
 `learner.loss = "module:name"` is a function of yours, or a LossSpec; an advantage is a function.
 """

@@ -1,4 +1,4 @@
-"""A step as a flat list of tokens, for decode, verification and chunked prefill alike; its results.
+"""A step as a flat list of tokens (decode, verification, chunked prefill), and its results.
 
 request   c | b  b  b  b | a  a  a       c decodes, b verifies a draft of three, a prefills
 token     t | t  n  n  n | t  t  t

@@ -1,4 +1,4 @@
-"""The KV cache of the running requests: one row per request, so attention gathers nothing.
+"""The KV cache of running requests: a contiguous row each, which attention reads in place.
 
 Scheduler and runner ask it for the tokens reserved for each request, and for the `Attention` of one
 step.

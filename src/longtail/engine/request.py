@@ -1,4 +1,4 @@
-"""A request in progress, the only mutable record that the scheduler moves; limits of an engine."""
+"""A request in progress, which the scheduler moves, and the limits of an engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The model runner: a flat batch through the decoder, then a draw at every drawing token.
+"""Runs a flat batch through the decoder and draws a token wherever one is needed.
 
 Noise is keyed, and hashed where it is added.
 """

@@ -1,4 +1,4 @@
-"""Incremental decoding of tokens to text: stop strings, streaming, and drafted characters.
+"""Text of tokens as they arrive: stop strings, streaming, and which characters were drafted.
 
 A token need not be a whole character: of one that is unfinished the text ends in U+FFFD. The text
 of tokens behind a whole character does not depend on those before (`Tokenizer.decode`).

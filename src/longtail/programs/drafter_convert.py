@@ -6,8 +6,8 @@ from pathlib import Path
 from longtail.assembly.drafters import check_names, read_drafter
 from longtail.assembly.engine import open_model
 from longtail.config.command_options import ExportOptions, ImportOptions
-from longtail.drafter.formats.eagle_files import is_published, load_published
-from longtail.drafter.formats.layouts import export_drafter
+from longtail.drafter.formats.eagle_export import export_drafter
+from longtail.drafter.formats.eagle_import import is_published, load_published
 from longtail.errors import ConfigError
 from longtail.model.hf.tokenizer import load_tokenizer
 from longtail.programs.drafter_eval import default_target

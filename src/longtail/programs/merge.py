@@ -1,4 +1,4 @@
-"""The whole model of a run that trained adapters, the program behind `longtail merge`."""
+"""`longtail merge`: writes the whole model of a run that trained adapters."""
 
 from pathlib import Path
 

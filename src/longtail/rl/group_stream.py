@@ -14,9 +14,9 @@ from typing import final
 from longtail.config.losses import LOSSES
 from longtail.config.rl import LearnerSection
 from longtail.rl.advantage import keep_informative, shaped_rewards
+from longtail.rl.configured_loss import advantages_of, by_group, loss_of
 from longtail.rl.data.requests import RequestBatch, regroup, visit_of
 from longtail.rl.grading.pool import Graded, GraderPool
-from longtail.rl.objective import advantages_of, by_group, loss_of
 from longtail.rl.packing import pack_mini_batches
 from longtail.types import (
     Completion,

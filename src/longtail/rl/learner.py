@@ -33,14 +33,14 @@ from longtail.model.hf.model import PolicyTransformer
 from longtail.model.kernels.training_products import can_hold_casts
 from longtail.model.policy import Policy, Scorer
 from longtail.rl.collectives import SINGLE_PROCESS, ProcessGroup, balance
+from longtail.rl.configured_loss import loss_of, settings_of
 from longtail.rl.gradient_accumulators import GradientAccumulators
 from longtail.rl.learner_metrics import LearnerMetrics, LearnerReport, MetricsRow
 from longtail.rl.logprobs import TokenScores, score
 from longtail.rl.loss import LossInputs
-from longtail.rl.objective import loss_of, settings_of
 from longtail.rl.optim import Optimizer, load_parameters
 from longtail.rl.packing import lay_out
-from longtail.system.tensor_memory import release_freed_memory, reuse_freed_memory
+from longtail.system.huge_pages import release_freed_memory, reuse_freed_memory
 from longtail.types import MicroBatch, PackedSequences, SamplingParams, TrainBatch
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The policy that a run trains: our decoder, or the modelling code of transformers."""
+"""Opens the policy that a run trains: our decoder, or the modelling code of transformers."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Models by name, and the base of a run (below its adapters, in its KL divergence).
+"""Finds models by name; checks that a run is resumed with the base model it began with.
 
 A checkpoint has the directory and a digest of the base, so that another one is refused when the run
 is resumed or merged. `model.path` may mean another model by then: a run that went on, a repository

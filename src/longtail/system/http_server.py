@@ -1,4 +1,4 @@
-"""uvicorn on a socket of this process, as `longtail serve` and `longtail view` run it."""
+"""Runs uvicorn on a socket of this process, for `longtail serve` and `longtail view`."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Keyed noise in vLLM's V1 model runner, which its CPU wheels run; known are vLLM 0.23 to 0.33.
+"""Coupled drafts in vLLM's V1 model runner (0.23 to 0.33): keyed noise, drafts by equality.
 
     GPUModelRunner._sample                        which key and position belong to which row
       TopKTopPSampler(...)                        plain and bonus rows: drawn with keyed noise

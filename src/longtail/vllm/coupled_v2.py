@@ -1,4 +1,4 @@
-"""Replacements in vLLM's Model Runner V2: verification, the draw of drafts, truncation.
+"""Coupled drafts in vLLM's V2 model runner: verification, the draw of drafts, truncation.
 
 V2 draws every token by Gumbel-max with noise keyed by the request's seed, the position and the
 token id. Its verification is a probability-ratio test, so it salts the noise of drafts to keep it

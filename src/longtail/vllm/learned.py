@@ -1,4 +1,4 @@
-"""The learned drafter of one vLLM worker: copies and block together, by what each has gained.
+"""The drafter that a vLLM worker learns: copied tokens or a block, by what each has gained.
 
 A request's chain begins with copied tokens where they promise more than the block, and goes on with
 the block's. Both are measured against the sequence at every step, whichever was drafted:

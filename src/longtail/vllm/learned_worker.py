@@ -1,4 +1,4 @@
-"""The learned drafter in a worker: its start, new weights of the target, saving.
+"""Hooks of the learned drafter in a vLLM worker: start, new weights of the target, saving.
 
 load_model                                                      the drafter reads the target's parts
 load_weights, finish_weight_update, add_lora                    earlier texts count less

@@ -1,4 +1,4 @@
-"""Drafter of a run as vLLM loads it: files and weights by vLLM's names."""
+"""Writes the drafter of a run as vLLM loads it: files and weights by vLLM's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from longtail.drafter.formats.checkpoint import LoadedDrafter
-from longtail.drafter.formats.layouts import rounded, to_tensors, write_layout
+from longtail.drafter.formats.eagle_export import rounded, to_tensors, write_layout
 from longtail.drafter.weights import load_parameters
 from longtail.model.transformer import Transformer
 from longtail.tuner.tuner import Tuner

@@ -18,9 +18,9 @@ import pytest
 
 pytest.importorskip("ray")
 
-from longtail.cluster.workers.ray import own_ray, watch
+from longtail.cluster.workers.ray import own_ray, watch_ray
 from longtail.cluster.workers.ray.own_ray import OwnRay
-from longtail.cluster.workers.ray.watch import check_answers
+from longtail.cluster.workers.ray.watch_ray import check_answers
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +47,12 @@ def _own_a_ray(folder: Path, pipe: Any) -> None:
 _WATCHED = """
 import subprocess, sys, time
 from types import SimpleNamespace
-from longtail.cluster.workers.ray import watch
+from longtail.cluster.workers.ray import watch_ray
 raylet = subprocess.Popen(["sleep", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 processes = {"raylet": [SimpleNamespace(process=raylet)]}
-watch.ray_worker._global_node = SimpleNamespace(all_processes=processes)
-watch._HEAD_S, watch._POLL_MS = 1.0, 100
-watch.end_with_ray(lambda: print("said"), sys.argv[1])
+watch_ray.ray_worker._global_node = SimpleNamespace(all_processes=processes)
+watch_ray._HEAD_S, watch_ray._POLL_MS = 1.0, 100
+watch_ray.end_with_ray(lambda: print("said"), sys.argv[1])
 print(raylet.pid, flush=True)
 time.sleep(1000)
 """
@@ -79,7 +79,7 @@ def test_the_raylet_of_a_cluster_is_found_by_its_socket(tmp_path):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "raylet"))
         server.listen()
-        assert watch._server_of(str(tmp_path / "raylet")) == os.getpid()
+        assert watch_ray._server_of(str(tmp_path / "raylet")) == os.getpid()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")

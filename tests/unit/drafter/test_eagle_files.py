@@ -13,8 +13,8 @@ from torch import Tensor
 from longtail.assembly.drafters import Target, open_drafter
 from longtail.drafter.eagle.trainer import DrafterTrainer, TrainerSettings
 from longtail.drafter.eagle.unroll import Pairs, unroll
-from longtail.drafter.formats.eagle_files import load_published
-from longtail.drafter.formats.layouts import export_drafter, layers_of, to_config
+from longtail.drafter.formats.eagle_export import export_drafter, layers_of, to_config
+from longtail.drafter.formats.eagle_import import load_published
 from longtail.errors import ConfigError
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import read_fields

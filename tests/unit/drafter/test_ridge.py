@@ -16,8 +16,8 @@ from longtail.drafter.formats.checkpoint import (
     identity,
     load_drafter,
 )
-from longtail.drafter.formats.eagle_files import load_published
-from longtail.drafter.formats.layouts import export_drafter
+from longtail.drafter.formats.eagle_export import export_drafter
+from longtail.drafter.formats.eagle_import import load_published
 from longtail.drafter.ridge.drafter import RidgeDrafter
 from longtail.drafter.ridge.layer import RidgeConfig, RidgeLayer
 from longtail.drafter.ridge.sums import RIDGE, SequenceSums

@@ -7,7 +7,7 @@ import torch
 
 from longtail.engine.engine import RolloutEngine
 from longtail.engine.request import EngineLimits
-from longtail.engine.shared import SharedEngine
+from longtail.engine.shared_engine import SharedEngine
 from longtail.engine.speculation.speculator import Speculation
 from longtail.engine.text import Piece, stream
 from longtail.errors import RequestError

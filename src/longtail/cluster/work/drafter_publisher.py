@@ -1,4 +1,4 @@
-"""The drafter of the group: idle workers train it, or sums give it, and all workers adopt it.
+"""Trains the group's drafter on idle workers, or solves it from sums; sends it to all workers.
 
     GENERATING --sequences--> buffer --> SPOT --replica--> versions --offer--> all workers
     (finished and unfinished)       (idle workers)  (after the rollout, if it is better)

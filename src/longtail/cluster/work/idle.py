@@ -1,7 +1,7 @@
-"""Work for workers that have nothing to generate.
+"""The interface of work for workers that have nothing to generate.
 
-A rollout waits for no such work. `learning` learns from finished groups, and `drafter_publisher`
-trains the drafter.
+A rollout waits for no such work. `learning_ahead` learns from finished groups, and
+`drafter_publisher` trains the drafter.
 """
 
 from collections.abc import Collection, Sequence

@@ -1,4 +1,4 @@
-"""The components of a worker."""
+"""The parts of a worker: generator, learner, drafter and what trains it."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""Losses of EAGLE drafters and their expected acceptance: pure functions of rows of states.
+"""Losses of EAGLE drafters and their expected acceptance, as pure functions of states.
 
 A row is a pair (see `drafter.eagle.layer`) that predicts one token. The target's distribution p and
 the drafter's q come from the same frozen head, so the gradient of the soft cross-entropy is known:

@@ -1,4 +1,4 @@
-"""The drafter's training pass: packed, windowed, unrolled on its own outputs.
+"""The forward pass of EAGLE's training: unrolled on its own outputs, packed and windowed.
 
 This is EAGLE-3's training-time test (Li et al. 2025). A row is a pair (feature at i, token i + 1)
 of one sequence. Step 0 reads the target's features, as prefill does. Step s reads, instead of the

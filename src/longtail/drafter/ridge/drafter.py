@@ -1,4 +1,4 @@
-"""Drafting with a ridge layer: all levels of a draft from one state, by a product each.
+"""The ridge drafter: proposes all levels of a draft from one state, by a product each.
 
 It remembers the state of one token a request, so it costs nothing while the engine decodes plainly.
 """

@@ -1,4 +1,4 @@
-"""Training of a ridge drafter on packed sequences, and EAGLE-1 from its regression."""
+"""Trains a ridge drafter on packed sequences, and converts one to an EAGLE-1 layer."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

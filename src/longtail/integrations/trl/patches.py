@@ -1,4 +1,4 @@
-"""Patches of TRL: the check of its version, and the names that are replaced for a while.
+"""Checks TRL's version; replaces its generation class and log methods for a while.
 
 trl.trainer.grpo_trainer.VLLMGeneration    the class that the trainers generate with
 trl.trainer.rloo_trainer.VLLMGeneration

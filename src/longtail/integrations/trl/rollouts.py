@@ -16,7 +16,7 @@ import torch
 
 from longtail.assembly.drafters import Target, check_names
 from longtail.assembly.precision import is_fast
-from longtail.drafter.formats.layouts import export_drafter
+from longtail.drafter.formats.eagle_export import export_drafter
 from longtail.errors import ConfigError
 from longtail.integrations.trl import patches
 from longtail.integrations.trl.noise_keys import Batch, Tokens

@@ -1,4 +1,4 @@
-"""Rollouts for one trainer: its policy, its drafters and what they learn, keys, metrics, state.
+"""Rollouts of one TRL trainer: policy, drafters and what they learn, keys, metrics, state.
 
 The policy is a copy of the trainer's weights, which is written in place at each change. At the
 begin of a rollout the processes exchange the sums of the completions since the last one. A single

@@ -1,4 +1,4 @@
-"""End tokens of completions, and what the chat template writes behind an answer."""
+"""End tokens of completions, and what the chat template writes after an answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any, final
 
 from longtail.errors import DataError, RequestError
 from longtail.model.hf.chat import ChatTemplate
-from longtail.model.hf.decoding import silent_tokens
+from longtail.model.hf.detokenizer import silent_tokens
 from longtail.types import SamplingParams
 
 _QUESTION = {"role": "user", "content": "3 + 4?"}

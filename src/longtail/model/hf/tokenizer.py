@@ -9,7 +9,7 @@ from typing import Any, final
 
 from longtail.errors import ConfigError, DataError
 from longtail.model.hf.chat import ChatTemplate
-from longtail.model.hf.decoding import TokenDecoder
+from longtail.model.hf.detokenizer import TokenDecoder
 from longtail.model.hf.ends import Ends
 from longtail.system.files import find_surrogate, parse_json, read_object
 

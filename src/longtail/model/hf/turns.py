@@ -1,4 +1,4 @@
-"""Turns of an episode as tokens: its prompt, and what the model reads behind each of its turns.
+"""Turns of an episode as tokens: its prompt, and what the model reads after each turn.
 
 The tokens of a turn are those that were sampled: nothing is decoded and encoded again. Behind them
 comes what the chat template writes between an answer and the start of the next one. Without a chat

@@ -1,4 +1,4 @@
-"""Sampling with keyed noise that is not stored: it is hashed where it is added, in draws.c.
+"""Draws tokens with keyed noise that is hashed where it is added (draws.c), not stored.
 
 With a vocabulary of 150k entries the noise is as large as the logits.
 """

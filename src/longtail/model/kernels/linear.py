@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longtail.model.kernels import native
 from longtail.model.kernels.training_products import training_product
-from longtail.system.tensor_memory import HugePages
+from longtail.system.huge_pages import HugePages
 
 _TILE = 32
 """Number of outputs that product.c computes together."""

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from longtail.model.kernels import library
+from longtail.model.kernels import build
 from longtail.system import machine
 from longtail.system.cache import build_once
 
@@ -83,7 +83,7 @@ def unavailable_because() -> str | None:
         return "LONGTAIL_NATIVE=0 is set"
     if platform.system() != "Linux":
         return f"they are built on Linux only, this is {platform.system()}"
-    if shutil.which("cc") is None and library.shipped(machine.cpu_flags()) is None:
+    if shutil.which("cc") is None and build.shipped(machine.cpu_flags()) is None:
         return _NO_COMPILER
     return None
 
@@ -97,7 +97,7 @@ def _loaded() -> ctypes.CDLL | None:
     why = unavailable_because()
     if why == _NO_COMPILER:
         _log.warning("PyTorch's slower operations are used, there is %s", why)
-    path = None if why else library.shipped(machine.cpu_flags()) or _build()
+    path = None if why else build.shipped(machine.cpu_flags()) or _build()
     return None if path is None else ctypes.CDLL(str(path))
 
 
@@ -159,14 +159,14 @@ def _build() -> Path | None:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)
     cpuinfo = "" if machine.cpu_cap() else Path("/proc/cpuinfo").read_text()
     features = next((x for x in cpuinfo.splitlines() if x.startswith("flags")), "")
-    flags = library.flags_of(machine.cpu_cap())
-    name = library.digest(flags, version.stdout, features)
+    flags = build.flags_of(machine.cpu_cap())
+    name = build.digest(flags, version.stdout, features)
 
-    def build(folder: Path) -> None:
-        library.compile_library(compiler, flags, folder / _LIBRARY)
+    def fill(folder: Path) -> None:
+        build.compile_library(compiler, flags, folder / _LIBRARY)
 
     try:
-        return build_once("kernels", name, build, announce=_ANNOUNCED) / _LIBRARY
+        return build_once("kernels", name, fill, announce=_ANNOUNCED) / _LIBRARY
     except subprocess.CalledProcessError as error:
         _log.warning(
             "%s cannot compile the native kernels; PyTorch's slower operations are used: %s",

@@ -1,4 +1,4 @@
-"""GGUF files, kept as Hugging Face directories.
+"""Converts GGUF files to Hugging Face directories.
 
 A converted model is in the user's cache, under the digest of the file. A file is refused if not
 every tensor of it is a tensor of the model.

@@ -1,4 +1,4 @@
-"""Names of models: the directory that a name stands for, fetched or converted first if needed.
+"""Finds the directory of a model by its name; fetches or converts it first if needed.
 
     a directory             itself
     a .gguf file            its conversion, in the user's cache

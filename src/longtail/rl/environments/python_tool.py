@@ -1,4 +1,4 @@
-"""Python for a model: as a tool, or as an environment that runs the blocks of code in its texts."""
+"""Runs Python that a model writes, as a tool or as an environment."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Process of a user's code, and its keeper, which ends it with all its descendants.
+"""A process that runs a user's code, and its keeper, which kills all its descendants.
 
     owner <--pickled questions, lines of JSON--> program, a child of its keeper
 

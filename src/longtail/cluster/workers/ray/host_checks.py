@@ -1,4 +1,4 @@
-"""Checks that all hosts have the same software and files; sends what only the driver has.
+"""Checks that all hosts have the same software and files; sends files that they lack.
 
 driver   Kit(software, {directory: SHA-256 of its files}) --> every host
 host     same software, or an error that names it and the difference

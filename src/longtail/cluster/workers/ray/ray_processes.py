@@ -24,7 +24,7 @@ from longtail.cluster.workers.processes import Place, Processes
 from longtail.cluster.workers.ray import host_checks
 from longtail.cluster.workers.ray.actor import Actor, send_tensors_as_arrays
 from longtail.cluster.workers.ray.own_ray import OwnRay, quietly
-from longtail.cluster.workers.ray.watch import check_answers, end_with_ray
+from longtail.cluster.workers.ray.watch_ray import check_answers, end_with_ray
 from longtail.cluster.workers.worker import Stopped, Worker
 from longtail.errors import ClusterError, LongtailError, LostWorkerError
 

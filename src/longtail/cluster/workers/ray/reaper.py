@@ -1,4 +1,4 @@
-"""A process that ends all processes of a Ray when its owner ends in any way; run by path.
+"""Kills all processes of a private Ray when its owner has ended; a script.
 
     owner ---pipe---> python -I -S reaper.py FOLDER
 

@@ -1,4 +1,4 @@
-"""The loss and the advantages of a run, by the names of papers or by a path `module:function`."""
+"""Finds the configured loss and advantage, by a paper's name or `module:function`."""
 
 from dataclasses import replace
 from functools import cache, partial

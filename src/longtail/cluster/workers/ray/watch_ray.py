@@ -1,4 +1,4 @@
-"""The end of a run whose Ray has ended: the raylet of this host, or the GCS server, its head.
+"""Ends this process with a message when its Ray has ended: the raylet or the GCS server.
 
 Ray would end its driver seconds later without a word, or let it wait. A raylet also ends with
 its helpers, such as the dashboard's agent; if Ray is faster then, the reaper has the word.

@@ -1,4 +1,4 @@
-"""Published EAGLE drafters: reading the Hugging Face layout, which `layouts` writes.
+"""Published EAGLE drafters: reading the Hugging Face layout, which `eagle_export` writes.
 
     names        midlayer., layers.0., model. -> the parameters of `EagleLayer`, stacked
     d2t          target id = draft id + d2t[draft id]
@@ -25,7 +25,7 @@ from longtail.drafter.formats.checkpoint import (
     TrainingRecord,
     identity,
 )
-from longtail.drafter.formats.layouts import LAYER_IDS, OWN_FIELDS, SECTION, layers_of, parts
+from longtail.drafter.formats.eagle_export import LAYER_IDS, OWN_FIELDS, SECTION, layers_of, parts
 from longtail.drafter.weights import wanted_ids
 from longtail.errors import ConfigError
 from longtail.model.hf.config import Fields, parse

@@ -9,9 +9,9 @@ from longtail.config.losses import ADVANTAGES, LOSSES
 from longtail.config.rl import LearnerSection
 from longtail.errors import ConfigError
 from longtail.rl import loss as losses
+from longtail.rl.configured_loss import by_group, check
 from longtail.rl.data.requests import regroup
 from longtail.rl.group_stream import step_batches, streams
-from longtail.rl.objective import by_group, check
 from longtail.types import SamplingParams
 from support.rank_processes import SETTINGS, new_learner
 from support.rollouts import rollout

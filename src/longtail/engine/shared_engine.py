@@ -1,4 +1,4 @@
-"""An engine for several calls, which may overlap."""
+"""One engine for several calls, which may overlap: all are stepped together."""
 
 import threading
 from collections import deque

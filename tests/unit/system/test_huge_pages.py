@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtail.model.kernels.linear import Linear
-from longtail.system.tensor_memory import HugePages
+from longtail.system.huge_pages import HugePages
 
 shapes = st.tuples(st.integers(0, 300), st.integers(1, 300))
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int8])
