@@ -144,7 +144,7 @@ def test_a_reduced_vocabulary_holds_what_ends_a_text(workshop):
         (["--drafter.recipe=rigid"], "drafter.recipe = 'rigid': give one of eagle1, eagle3, ridge"),
         (["--drafter.draft_vocab_size=999"], "has 128 tokens; give fewer"),
         (["--data.heldout_size=12"], "none would be left to learn"),
-        (["--data.source=short.jsonl", "--data.completions=given"], "none of its texts has 5"),
+        (["--data.source=short.jsonl", "--data.completions=given"], "none of its sequences has 5"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_a_remedy(workshop, monkeypatch, words, message):
