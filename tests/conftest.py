@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 if not os.environ["CUDA_VISIBLE_DEVICES"]:  # before Triton is imported, which some libraries do
@@ -48,6 +49,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.tiny_models import save_tiny
 
     return save_tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return a place to train in, which the tests of a file share."""
+    from end_to_end.workshop import build
+
+    return build(tmp_path_factory.mktemp("workshop"))
 
 
 @pytest.fixture

@@ -125,10 +125,8 @@ def test_both_follow_the_likelier_sibling_where_the_leader_is_known_to_be_wrong(
 def test_a_draft_is_the_same_alone_and_among_others_that_stop_early(dtype, recipe, shape):
     if native.layout(dtype) is None:
         pytest.skip(f"no native round in {dtype}")
-    strategy, drafter = (
-        replace(shape, thresholds=DraftThresholds(expand=0.3)),
-        drafter_of(recipe, dtype),
-    )
+    strategy = replace(shape, thresholds=DraftThresholds(expand=0.3))
+    drafter = drafter_of(recipe, dtype)
     together = drafter.propose(asked(), strategy, keyed_noise(LENGTHS, 128))
     alone = [
         drafter.propose([each], strategy, keyed_noise([len(each.tokens)], 128))[0]

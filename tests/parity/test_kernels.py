@@ -254,10 +254,8 @@ def test_what_is_not_finite_is_passed_on(dtype):
     gate_up[0, 1] = gate_up[0, 8] = bad
     assert kernels.swiglu(gate_up).isnan().tolist() == [[False, True, False, True, False]]
     keys, values = random(1, 2, 2, 5, 1, 16, dtype=dtype)
-    queries, places = (
-        random(2, 2, 1, 16, dtype=dtype),
-        text_places(torch.arange(2), torch.full((2,), 3)),
-    )
+    queries = random(2, 2, 1, 16, dtype=dtype)
+    places = text_places(torch.arange(2), torch.full((2,), 3))
     keys[0, 2] = values[1, 4] = bad  # seen by the first token; not yet seen by the second
     seen = kernels.attend_rows(queries, keys, values, places, 0)
     assert seen[0].isnan().all()

@@ -1,6 +1,7 @@
 """Stand-ins at the engine's seams: models whose text is known, a KV cache that keeps a ledger."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
@@ -11,9 +12,10 @@ from longtail.engine.batch import FlatBatch
 from longtail.engine.kv_cache import KVCache, KVUsage
 from longtail.engine.text import Decode
 from longtail.model.attention import Attention, PackedAttention
-from longtail.model.transformer import ModelConfig, Transformer
+from longtail.model.transformer import Transformer
 from longtail.sampling import gumbel_noise, log_distribution
 from longtail.types import Request
+from support.tiny_models import tiny_config
 
 
 def markov_model(
@@ -24,19 +26,8 @@ def markov_model(
     Embeddings are one-hot, the norm scales them to sqrt(vocab), and the head undoes that.
     """
     vocab_size = scores.shape[0]
-    config = ModelConfig(
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=vocab_size,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        max_positions=4096,
-        norm_eps=0.0,
-    )
-    model = Transformer(config)
+    shape = {"hidden_size": vocab_size, "num_layers": 1, "head_dim": 16, "max_positions": 4096}
+    model = Transformer(replace(tiny_config("llama", vocab_size), **shape, norm_eps=0.0))
     model.initialize(torch.Generator().manual_seed(0))
     layer = model.layers[0]
     with torch.no_grad():

@@ -176,10 +176,8 @@ def _backward(
     grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, starts: Any, ends: Any, longest: int,
     most: int, is_causal: bool, state: Any, scale: Any = None, window: Any = None,
 ) -> Any:  # fmt: skip
-    shares, scale = (
-        _shares(q, k, starts, window or (-1, 0 if is_causal else -1)),
-        q.shape[-1] ** -0.5,
-    )
+    shares = _shares(q, k, starts, window or (-1, 0 if is_causal else -1))
+    scale = q.shape[-1] ** -0.5
     grads = _by_head(grad, q)
     pulls = grads @ _by_head(v, q).transpose(1, 2)
     pulls = shares * (pulls - (pulls * shares).sum(-1, keepdim=True)) * scale

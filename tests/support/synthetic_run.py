@@ -138,9 +138,7 @@ def append_steps(directory: Path, first: int, last: int) -> None:
     if not config.exists():
         config.write_text(CONFIG.format(steps=max(last, 1)))
         (directory / "trace.json").write_text("[\n")
-    files = {name: (directory / name).open("a", encoding="utf-8") for name in FILES}
     for step in range(first, last + 1):
-        files["trace.json"].writelines(trace_lines(step))
         rows = {
             "rollouts.jsonl": rollout_rows(step),
             "speculation.jsonl": [speculation_row(step, worker) for worker in (1, 0)],
@@ -148,7 +146,7 @@ def append_steps(directory: Path, first: int, last: int) -> None:
             "drafter.jsonl": [decision_row(step)],
             "metrics.jsonl": [metrics_row(step)],
         }
-        for name, each in rows.items():
-            files[name].writelines(json.dumps(row) + "\n" for row in each)
-    for file in files.values():
-        file.close()
+        lines = {name: [json.dumps(row) + "\n" for row in each] for name, each in rows.items()}
+        for name, each in ({"trace.json": trace_lines(step)} | lines).items():
+            with (directory / name).open("a", encoding="utf-8") as file:
+                file.writelines(each)

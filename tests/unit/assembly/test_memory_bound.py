@@ -101,24 +101,16 @@ def test_sums_are_exact_where_the_device_has_room_and_otherwise_as_set(monkeypat
     assert memory_bound.fitted(exact) is exact
 
 
-@pytest.mark.parametrize(
-    ("free", "field"),
-    [
-        (1.0, None),
-        (0.39, "lower rollout.vllm.gpu_memory_utilization"),
-    ],
-)
-def test_on_a_gpu_vllm_has_its_share_and_the_learner_the_rest(monkeypatch, free, field):
+def test_on_a_gpu_vllm_has_its_share_and_the_learner_the_rest(monkeypatch):
     own, card = planned(gpus=1.0), 4e9
-    with_card(monkeypatch, free * card, card)
-    if field is None:
+    with_card(monkeypatch, card, card)
+    memory_bound.check(own)
+    found = memory_bound.estimate(own)
+    assert found["share of vLLM"] == round(0.4 * card)
+    assert {"KV cache", "rollout weights"}.isdisjoint(found)
+    with_card(monkeypatch, 0.39 * card, card)
+    with pytest.raises(ConfigError, match=r"lower rollout\.vllm\.gpu_memory_utilization"):
         memory_bound.check(own)
-        found = memory_bound.estimate(own)
-        assert found["share of vLLM"] == round(0.4 * card)
-        assert {"KV cache", "rollout weights"}.isdisjoint(found)
-    else:
-        with pytest.raises(ConfigError, match=field):
-            memory_bound.check(own)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, write_lines
+from end_to_end.workshop import Workshop, write_lines
 from longtail.assembly.prompts import load_prompts
 from longtail.config.rl import load
 from longtail.errors import ConfigError
@@ -14,11 +14,6 @@ TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}(no thinking){% endif %}"
     "{% if note %}{{ note.text }}{% endif %}"
 )
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("workshop"))
 
 
 def _load(workshop: Workshop, *words: str, template: str | None = TEMPLATE) -> HeldOut:

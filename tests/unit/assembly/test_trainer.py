@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from end_to_end.workshop import Workshop, build, write_lines
+from end_to_end.workshop import Workshop, write_lines
 from longtail.assembly import trainer
 from longtail.assembly.plan import RunPlan, plan_run
 from longtail.assembly.prompts import load_prompts
@@ -22,11 +22,6 @@ from longtail.run.base_model import find_base
 from support.tiny_models import tiny_model
 
 DRAFTERS = ("fresh", "history")
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("workshop"))
 
 
 def _config(workshop: Workshop, *words: str) -> RunConfig:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import Workshop, say
 from longtail.assembly import memory_bound
 from longtail.assembly.plan import plan_run
 from longtail.bench import e2e_card as card
@@ -94,11 +94,6 @@ def test_the_first_sentence_is_honest_about_a_gain_nothing_and_a_loss(shares, ve
 
 
 # ---- the arms of a run
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("e2e"))
 
 
 def run_file(workshop: Workshop, *words: str) -> Path:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, save_untaught
+from end_to_end.workshop import Workshop, save_untaught
 from longtail.assembly.drafters import drafter_names
 from longtail.assembly.plan import plan_run
 from longtail.assembly.worker import build_components
@@ -21,11 +21,6 @@ from longtail.types import Request
 from support.drafters import ModelChains
 from support.engine_requests import request_of
 from support.rank_processes import Plan
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("worker"))
 
 
 def make_components(workshop: Workshop, *words: str) -> WorkerComponents:

@@ -36,12 +36,8 @@ _LAST = TREE.depth + 3
 FEATURES = (Taps(final=True), Taps(layers=(0, 1)), Taps(layers=(1,), final=True))
 
 
-def nothing(tokens: Sequence[int]) -> str:
-    return ""
-
-
 def write_plainly(family: Family, requests: Sequence[Request]) -> dict[str, tuple[int, ...]]:
-    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, ROOMY)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), str, ROOMY)
     return known_texts(requests, engine.generate(requests))
 
 
@@ -77,7 +73,7 @@ def test_a_drafter_observes_each_token_once_with_its_features(
     """
     requests = make_requests(prompts, max_tokens=20)
     texts = write_plainly(family, requests)
-    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), str, limits)
     drafter = ScriptedDrafter(texts, script, taps=taps)
     engine.speculate(Speculation.fixed(drafter, TREE))
     engine.generate(requests)
@@ -97,7 +93,7 @@ def test_a_drafter_observes_each_token_once_with_its_features(
 def test_a_drafter_added_later_observes_all_later_tokens():
     requests, taps = make_requests(), FEATURES[1]
     texts = write_plainly("mistral", requests)
-    engine = RolloutEngine(tiny_model("mistral", dtype=torch.float64), nothing, ROOMY)
+    engine = RolloutEngine(tiny_model("mistral", dtype=torch.float64), str, ROOMY)
     drafters = [ScriptedDrafter(texts, ragged(i), taps=taps, informed=i < 1) for i in range(2)]
     for request in requests:
         engine.submit(request)
@@ -138,16 +134,9 @@ def asking(
         return Sketch()
 
     drafter = ScriptedDrafter({f"r{i}": () for i in range(9)}, sketch)
-    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), nothing, limits)
+    engine = RolloutEngine(tiny_model(family, dtype=torch.float64), str, limits)
     engine.speculate(Speculation.fixed(drafter, TREE, **speculation))
     return engine, questions
-
-
-def drafter_in(engine: RolloutEngine) -> ScriptedDrafter:
-    assert engine.speculation is not None
-    drafter = engine.speculation.drafters[0]
-    assert isinstance(drafter, ScriptedDrafter)
-    return drafter
 
 
 @pytest.mark.parametrize(("family", "deepest"), [("llama", 62), ("mistral", 7)])
@@ -201,7 +190,7 @@ def test_no_draft_is_proposed_in_steps_above_max_running():
 def test_a_drafter_keeps_no_finished_request_and_follows_new_weights(removed):
     """Otherwise its state grows, and a reused id matches an old request."""
     engine, _ = asking()
-    drafter = drafter_in(engine)
+    (drafter,) = engine.speculation.drafters
     for request in make_requests()[:3]:
         engine.submit(request)
     engine.step()
@@ -242,7 +231,7 @@ def test_feedback_is_applied_once_the_next_step_is_computed(monkeypatch: pytest.
     log: list[str] = []
     true = ModelRunner.run
     monkeypatch.setattr(ModelRunner, "run", lambda *args: log.append("run") or true(*args))
-    engine = RolloutEngine(scripted_model(60), nothing, ROOMY)
+    engine = RolloutEngine(scripted_model(60), str, ROOMY)
     texts = dict.fromkeys("ab", range(60))
     drafter = ScriptedDrafter(texts, RIGHT, vocab_size=60, informed=False)
     tuner = Turns(log)

@@ -1,6 +1,6 @@
 """Refusals: TRL's settings by name, and its versions by the signatures of functions."""
 
-import inspect
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from longtail.integrations.trl.sampling import (
     sampling_params,
 )
 from longtail.types import SamplingParams
+from support.vllm_releases import function
 
 
 def settings(**changes: Any) -> SimpleNamespace:
@@ -75,15 +76,11 @@ def test_a_text_ends_at_the_tokens_of_tokenizer_and_generation_config() -> None:
 
 def _functions() -> dict[str, Any]:
     found = {name: _with_parameters(names) for name, names in patches._SIGNATURES.items()}
-    return {**found, "VLLMGeneration.__init__": _with_parameters(tuple(patches._SETTINGS))}
+    return {**found, "VLLMGeneration.__init__": _with_parameters(patches._SETTINGS)}
 
 
-def _with_parameters(names: tuple[str, ...]) -> Any:
-    def function() -> None: ...
-
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in names])
-    return function
+def _with_parameters(names: Iterable[str]) -> Any:
+    return function(" ".join(names), lambda: None)
 
 
 def test_a_version_with_other_signatures_is_refused_with_the_range_that_works() -> None:
@@ -95,6 +92,6 @@ def test_a_version_with_other_signatures_is_refused_with_the_range_that_works() 
 
 
 def test_a_version_without_a_setting_is_refused() -> None:
-    fewer = _with_parameters(tuple(patches._SETTINGS - {"temperature"}))
+    fewer = _with_parameters(patches._SETTINGS - {"temperature"})
     with pytest.raises(ConfigError, match="no setting temperature"):
         patches.check("9.0", {**_functions(), "VLLMGeneration.__init__": fewer})

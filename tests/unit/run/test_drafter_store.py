@@ -1,15 +1,20 @@
 """The drafter on disk: written before its checkpoint, whole or not at all, found again by step."""
 
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from longtail.assembly.drafters import Target, located
+from longtail.cluster.group import WorkerGroup
 from longtail.cluster.work.drafter_versions import DrafterState
 from longtail.drafter.formats.checkpoint import LoadedDrafter
 from longtail.errors import CheckpointError, ConfigError
+from longtail.rl.data.prompts import PromptSource
+from longtail.run.checkpoint import RunDirectory
 from longtail.run.drafter_store import INITIAL, DrafterStore, load_run_drafter, run_drafters
+from longtail.run.state import StateSaver, TrainerState
 from support.published import RECORD, our_drafter
 from support.tiny_models import tiny_model, tiny_tokenizer
 
@@ -96,3 +101,19 @@ def test_a_run_with_weights_of_another_drafter_is_refused(run):
     store.save(9, DrafterState(tensors=tensors, numbers={"version": 1}))
     with pytest.raises(ConfigError, match=r"another drafter.*initial, the drafter that the run"):
         norm_of(path, target)
+
+
+def test_a_resumed_run_goes_on_without_the_state_of_another_drafter_and_says_so(tmp_path, caplog):
+    workers = Mock(spec=WorkerGroup)
+    workers.drafter = object()
+    workers.restore_drafter.side_effect = CheckpointError("the drafter's state is another one's")
+    run, fresh = RunDirectory(tmp_path), TrainerState(step=0, cursor={}, seconds=0.0, threads=1)
+    DrafterStore(tmp_path / "drafter").save(2, state(1))
+    run.save(2, lambda _: None, {}, {"cursor": {}, "seconds": 1.0, "threads": 1, "learner": {}})
+    with caplog.at_level("WARNING", logger="longtail"):
+        saver = StateSaver(run, workers, Mock(spec=PromptSource), keep=2)
+        restored = saver.begin(run.load_latest(), fresh)
+        saver.begin_writing()
+    assert restored.step == 2
+    (said,) = caplog.messages
+    assert "another one's; the run goes on with its first drafter" in said

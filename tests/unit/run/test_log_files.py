@@ -1,10 +1,10 @@
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from end_to_end.workshop import read_lines
 from longtail.cluster.records import RolloutResult, ShardResult, TaskResult
 from longtail.config.rl import RunSection, load
 from longtail.engine.report import RolloutReport
@@ -52,10 +52,6 @@ def _record(
     )
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> None:
     """Write some steps of a run."""
     logger = RunLogger(load(None, words).run, directory, last_step=None, shown={})
@@ -66,8 +62,8 @@ def _written(directory: Path, *words: str, steps: int = 1, **more: Any) -> None:
 
 def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path):
     _written(tmp_path)
-    assert _lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
-    (row,) = _lines(tmp_path / "rollouts.jsonl")
+    assert read_lines(tmp_path / "metrics.jsonl") == [{"step": 1, "reward/mean": 0.5}]
+    (row,) = read_lines(tmp_path / "rollouts.jsonl")
     assert row == {
         "step": 1,
         "prompt_id": "p",
@@ -81,13 +77,15 @@ def test_a_step_writes_one_line_of_metrics_and_one_per_rollout(tmp_path):
         "text": "42",
     }
     _written(tmp_path / "b", "--run.save_rollouts=false")
-    assert _lines(tmp_path / "b" / "rollouts.jsonl") == []
+    assert read_lines(tmp_path / "b" / "rollouts.jsonl") == []
 
 
 def test_drafted_characters_stand_apart_from_the_texts(tmp_path):
     for directory, drafted in (("a", {}), ("b", {"p@0#0": (0, 2)})):
         _written(tmp_path / directory, series=SERIES, drafted=drafted)
-    assert _lines(tmp_path / "b" / "drafts.jsonl") == [{"step": 1, "drafted": {"p@0#0": [0, 2]}}]
+    assert read_lines(tmp_path / "b" / "drafts.jsonl") == [
+        {"step": 1, "drafted": {"p@0#0": [0, 2]}}
+    ]
     texts = [(tmp_path / directory / "rollouts.jsonl").read_bytes() for directory in "ab"]
     assert texts[0] == texts[1]
 
@@ -96,7 +94,7 @@ def test_drafted_characters_stand_apart_from_the_texts(tmp_path):
 def test_a_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path, last_step, kept):
     _written(tmp_path, steps=3, series=SERIES)
     series = SERIES.line(TRAINING, 0)
-    lines = _lines(tmp_path / "speculation.jsonl")
+    lines = read_lines(tmp_path / "speculation.jsonl")
     assert lines == [{"step": step, **series} for step in (1, 2, 3)]
     with (tmp_path / "speculation.jsonl").open("a") as file:
         file.write('{"step": 4, "seconds": [0.0')  # killed while writing
@@ -104,4 +102,4 @@ def test_a_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path, last_step,
     resumed.write(4, {}, _record(ROLLOUT, series=SERIES))
     resumed.close()
     for name in ("metrics.jsonl", "rollouts.jsonl", "speculation.jsonl"):
-        assert [line["step"] for line in _lines(tmp_path / name)] == kept
+        assert [line["step"] for line in read_lines(tmp_path / name)] == kept

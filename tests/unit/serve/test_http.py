@@ -3,8 +3,7 @@
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -34,6 +33,7 @@ from support.serving import (
     shared_tokenizer,
 )
 from support.tiny_models import tiny_tokenizer
+from support.waiting import wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -64,13 +64,6 @@ def events(answer: httpx.Response) -> list[Any]:
     lines = [line for line in answer.text.split("\n\n") if line]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_response_has_openais_format_and_counts_its_tokens(client):
@@ -332,12 +325,12 @@ def test_a_client_that_disconnects_frees_its_place_at_once_and_its_kv(stream):
     with live(make_model_server(engine)) as client:
         body = json.dumps(prompt(max_tokens=100, stream=stream)).encode()
         with connected(client, f"POST {TEXT}", body):
-            until(lambda: engine.num_unfinished == 1)
-        until(lambda: counts(client)["longtail_running_completions"] == 0)
+            wait_until(lambda: engine.num_unfinished == 1)
+        wait_until(lambda: counts(client)["longtail_running_completions"] == 0)
         gate.set()  # it has disconnected before the first token
         aborted = 'longtail_finished_completions_total{reason="abort"}'
-        until(lambda: counts(client).get(aborted) == 1)
-        until(lambda: is_free(engine))
+        wait_until(lambda: counts(client).get(aborted) == 1)
+        wait_until(lambda: is_free(engine))
 
 
 @pytest.mark.slow
@@ -352,7 +345,7 @@ def test_unfinished_requests_get_an_error_when_the_server_stops():
                 callers.submit(httpx.post, url, json=chat(stream=stream), trust_env=False)
                 for stream in (False, True)
             ]
-            until(lambda: server.service.num_running == 2)
+            wait_until(lambda: server.service.num_running == 2)
             threading.Timer(0.5, gate.set).start()  # the held step returns at last
         whole, streamed = (each.result() for each in asked)
     assert whole.status_code == 503

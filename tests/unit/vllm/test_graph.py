@@ -69,10 +69,8 @@ def kernels() -> int:
 
     seen: list[list] = []
     # As on a GPU parts are joined by the kernels that make them.
-    config._post_fusion_custom_pass, config.force_pointwise_cat = (
-        lambda n: seen.append(n) or n,
-        True,
-    )
+    config._post_fusion_custom_pass = lambda n: seen.append(n) or n
+    config.force_pointwise_cat = True
     config.cpp.simdlen = 1  # in vectors they do not compile for a CPU
     plain, fast = learner(), learner()
     fast._graph = torch.compile(fast._drafted, fullgraph=True, dynamic=False)
