@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import longtail
-from end_to_end.workshop import Workshop, build, save_untaught, say, write_lines
+from end_to_end.workshop import build, save_untaught, say, write_lines
 from longtail.cli.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
@@ -55,19 +55,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("run.toml", "RUN.toml"):
         (path / name).write_text(model)
     drafter = save_untaught(shop.model, path / "untaught")
-    _train(shop, "runs/first", drafter)
+    fixed = ("--speculation.tuner=fixed", "--speculation.depth=2", "--run.steps=1")
+    said = shop.train("runs/first", f"--speculation.drafter={drafter}", *fixed)
+    assert said.code == 0, said.err
     shutil.copytree(path / "runs/first", path / "runs/quickstart")
     said = say(
         *f"drafter export {drafter} --target {shop.model}".split(), f"--out={path / 'DOWNLOADED'}"
     )
     assert said.code == 0, said.err
     return path
-
-
-def _train(shop: Workshop, run: str, drafter: Path) -> None:
-    fixed = ("--speculation.tuner=fixed", "--speculation.depth=2", "--run.steps=1")
-    said = shop.train(run, f"--speculation.drafter={drafter}", *fixed)
-    assert said.code == 0, said.err
 
 
 def commands(page: Path) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import longtail
-from end_to_end.workshop import Workshop, build, say
+from end_to_end.workshop import read_lines, say
 from longtail import RunConfig
 from support import toy
 
@@ -20,11 +20,6 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RUNNING = ("test_examples.py", "test_trl.py")
 """Files of this folder that run examples."""
-
-
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.fixture
@@ -84,10 +79,10 @@ def test_a_reward_in_the_example_grades_the_completions(tmp_path, monkeypatch):
     assert example["short_answer"](["3 + 4 = 7.", "8"], ["7", "7"]) == [1.4975, 0]
     example["main"].__globals__["train"] = changed(longtail.train, "data", heldout_size=0)
     assert example["main"](str(tmp_path / "run"), str(toy.REASONER), steps=1, threads=1) == 0
-    rewards = [row["reward"] for row in lines(tmp_path / "run" / "rollouts.jsonl")]
+    rewards = [row["reward"] for row in read_lines(tmp_path / "run" / "rollouts.jsonl")]
     assert len(rewards) == 16
     assert all(reward == 0 or 1 < reward < 1.5 for reward in rewards)
-    (row,) = lines(tmp_path / "run" / "metrics.jsonl")
+    (row,) = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert row["reward/failures"] == 0
 
 
@@ -98,9 +93,9 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(tmp_path, monkeypa
     main.__globals__["train"] = changed(longtail.train, "data", heldout_size=0)
     assert main("", str(toy.REASONER), steps=1, threads=1) == 0
     assert Path("runs/gsm8k.parquet").exists()
-    (row,) = lines(Path("runs/gsm8k/metrics.jsonl"))
+    (row,) = read_lines(Path("runs/gsm8k/metrics.jsonl"))
     assert row["reward/failures"] == 0
-    for each in lines(Path("runs/gsm8k/rollouts.jsonl")):
+    for each in read_lines(Path("runs/gsm8k/rollouts.jsonl")):
         prompt, text = (
             list(map(int, re.findall(r"\d+", each[name]))) for name in ("prompt", "text")
         )
@@ -108,7 +103,7 @@ def test_a_parquet_file_in_the_columns_of_gsm8k_is_trained_on(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_drafter_is_trained_and_exported_for_vllm(shop, tmp_path, monkeypatch):
+def test_a_drafter_is_trained_and_exported_for_vllm(workshop, tmp_path, monkeypatch):
     """The script calls a `longtail` that writes its words down; here they are run."""
     stub, log = tmp_path / "longtail", tmp_path / "words"
     stub.write_text(f'#!/bin/sh\nprintf "%s\\t" "$@" >> {log}\necho >> {log}\n')
@@ -116,30 +111,30 @@ def test_a_drafter_is_trained_and_exported_for_vllm(shop, tmp_path, monkeypatch)
     more = ("--data.max_tokens=8", "--data.heldout_size=2", "--run.threads=1")
     script = ("bash", str(EXAMPLES / "drafter_for_vllm.sh"))
     subprocess.run(
-        (*script, str(shop.model), "drafter", str(shop.prompts), *more),
+        (*script, str(workshop.model), "drafter", str(workshop.prompts), *more),
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         check=True,
     )
-    monkeypatch.chdir(shop.path)
+    monkeypatch.chdir(workshop.path)
     commands = [line.split("\t")[:-1] for line in log.read_text().splitlines()]
     assert [words[1] for words in commands] == ["train", "eval", "export"]
     for words in commands:
         said = say(*words)
         assert said.code == 0, said.err
-    exported = {path.name for path in (shop.path / "drafter-vllm").iterdir()}
+    exported = {path.name for path in (workshop.path / "drafter-vllm").iterdir()}
     assert exported == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow
-def test_the_notebook_plots_a_run(shop, monkeypatch, tmp_path):
+def test_the_notebook_plots_a_run(workshop, monkeypatch, tmp_path):
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    said = shop.train("plotted", "--run.steps=2")
+    said = workshop.train("plotted", "--run.steps=2")
     assert said.code == 0, said.err
-    monkeypatch.setenv("RUN", str(shop.path / "plotted"))
+    monkeypatch.setenv("RUN", str(workshop.path / "plotted"))
     notebook = json.loads((EXAMPLES / "plot_run.ipynb").read_text(encoding="utf-8"))
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     script = tmp_path / "cells.py"
@@ -153,7 +148,3 @@ def test_the_notebook_plots_a_run(shop, monkeypatch, tmp_path):
         *("Seconds of a step", "Accept length", "Step 2"),
     ]
     assert [row["step"] for row in drawn["metrics"]] == [1, 2]
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]

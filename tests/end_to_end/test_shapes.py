@@ -2,16 +2,11 @@
 
 import pytest
 
-from end_to_end.workshop import Workshop, build, save_untaught
+from end_to_end.workshop import save_untaught
 
 pytestmark = [pytest.mark.shapes, pytest.mark.slow]
 CHECKPOINTING = "--learner.gradient_checkpointing=true"
 BRIEF = ("--run.steps=2", "--rollout.max_tokens=6", "--data.heldout_size=2")
-
-
-@pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    return build(tmp_path_factory.mktemp("shapes"))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import runpy
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import longtail
 from longtail.errors import ConfigError
 from support import toy, trl_jobs
+from support.rank_processes import free_address
 
 pytest.importorskip("trl")
 pytestmark = [
@@ -31,26 +31,32 @@ def _quiet() -> Any:
     del os.environ["TRL_EXPERIMENTAL_SILENCE"]
 
 
-def train(out: Path, *, drafter: str = "none", trainer: str = "GRPO", **changes: Any) -> Any:
+def train(
+    out: Path,
+    *,
+    drafter: str = "none",
+    trainer: str = "GRPO",
+    resume_from: str | None = None,
+    **changes: Any,
+) -> Any:
     """Train; return the trainer, the texts and the rollouts."""
     import trl
 
     from longtail.integrations.trl import longtail_rollouts
 
-    named = {name: changes.pop(name) for name in ("resume_from",) if name in changes}
     extra = {name: changes.pop(name) for name in ("peft_config",) if name in changes}
     recorder = trl_jobs.Recorder()
     args = trl_jobs.arguments(getattr(trl, f"{trainer}Config"), out, use_vllm=True, **changes)
     with longtail_rollouts(drafter=drafter) as rollouts:
         made = getattr(trl, f"{trainer}Trainer")(
-            model=trl_jobs.model(),
+            model=str(toy.REASONER),
             reward_funcs=recorder,
             train_dataset=trl_jobs.dataset(),
             args=args,
             callbacks=[rollouts.callback()],
             **extra,
         )
-        made.train(resume_from_checkpoint=named.get("resume_from"))
+        made.train(resume_from_checkpoint=resume_from)
     return made, recorder.texts, rollouts
 
 
@@ -150,14 +156,12 @@ def test_the_trainer_without_the_callback_is_refused(tmp_path):
         longtail_rollouts(),
         pytest.raises(ConfigError, match=r"callbacks=\[rollouts\.callback\(\)\]"),
     ):
-        GRPOTrainer(model=trl_jobs.model(), args=args, **made)
+        GRPOTrainer(model=str(toy.REASONER), args=args, **made)
 
 
 def test_texts_do_not_depend_on_the_number_of_processes(plain, tmp_path):
     """Two processes with gloo, each with half a batch and a drafter that learns from both."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_address().rpartition(":")[2]
     sources = Path(longtail.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, trl_jobs.__file__, str(tmp_path), "2"],
@@ -166,7 +170,7 @@ def test_texts_do_not_depend_on_the_number_of_processes(plain, tmp_path):
             "PYTHONPATH": f"{sources}{os.pathsep}{ROOT / 'tests'}",
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": port,
             "ACCELERATE_USE_CPU": "true",
         },
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Failures during a run: it stops with a message, and its checkpoints stay usable."""
+"""Failures before and during a run: a message and an exit code; its checkpoints stay usable."""
 
 import contextlib
 import os
@@ -9,11 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from end_to_end.processes import signalled
-from end_to_end.workshop import PLAIN, Workshop, build, write_lines
-from longtail.model.hf.model import load_model
+from end_to_end.workshop import PLAIN, Said, Workshop, build, write_lines
+from longtail.model.hf.model import load_model, save_model
 from longtail.run.checkpoint import RunDirectory
+from support.tiny_models import tiny_model
 
 BEFORE_A_STEP = "stopped before the first step was complete; the same command starts again"
 
@@ -29,6 +31,49 @@ def _newest(workshop: Workshop, run: str) -> int:
     assert checkpoint is not None
     load_model(checkpoint.policy)
     return checkpoint.step
+
+
+def _assert_refused(said: Said, *parts: str) -> None:
+    assert (said.code, said.out) == (2, ""), said.err
+    assert "Traceback" not in said.err
+    message = said.err[said.err.rindex("longtail: ") :]
+    assert all(part in message for part in parts), message
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_used_is_refused_and_its_run_begins_once_it_is_mended(workshop):
+    broken = tiny_model()
+    with torch.no_grad():
+        broken.layers[1].feed_forward.down.weight[3, 4] = float("nan")
+    save_model(broken, workshop.model)
+    reason = "model.layers.1.mlp.down_proj.weight holds 1 values that are NaN or infinite"
+    _assert_refused(workshop.train("run"), reason)
+    assert not list((workshop.path / "run" / "checkpoints").iterdir())
+    save_model(tiny_model(), workshop.model)
+    quick = ("--run.steps=1", "--rollout.max_tokens=2", "--data.heldout_size=0")
+    assert workshop.train("run", *quick).code == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "parts"),
+    [
+        (
+            '{"prompt": "1"}\n' * 4,
+            [],
+            ["data.heldout_size = 4", "4 prompts, none would be left to train on"],
+        ),
+        (
+            '{"prompt": "1", "answer": "7"}\n{"prompt": "2", "answer": NaN}\n',
+            ["--reward.name=exact"],
+            ["bad.jsonl', row 1, column 'answer'", "the reference answer of this row is nan"],
+        ),
+    ],
+)
+def test_data_that_cannot_be_used(workshop, tmp_path, rows, words, parts):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(rows)
+    words = [f"--data.source={file}", f"--run.dir={tmp_path / 'run'}", *words]
+    _assert_refused(workshop.train("unused", *words), *parts)
 
 
 @pytest.mark.slow

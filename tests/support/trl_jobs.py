@@ -53,11 +53,6 @@ def dataset(size: int = 32) -> Any:
     return Dataset.from_list([{"prompt": row["prompt"]} for row in rows])
 
 
-def model() -> str:
-    """Return the directory of the toy."""
-    return str(toy.REASONER)
-
-
 def main(out: str, processes: str) -> int:
     """Import TRL, run the ranks of a GRPO job as forks of this process; 1 if one failed."""
     import torch
@@ -90,7 +85,7 @@ def rank(folder: Path, processes: int) -> None:
     recorder, size = Recorder(), COMPLETIONS // processes
     with longtail_rollouts(drafter="fresh") as rollouts:
         trainer = GRPOTrainer(
-            model=model(),
+            model=str(toy.REASONER),
             reward_funcs=recorder,
             train_dataset=dataset(),
             args=arguments(
