@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SRC, TESTS = 38_400, 32_200
+SRC, TESTS = 38_400, 31_900
 """Most lines of Python in src/longtail and in tests: the count when it was set, and 3 %."""
 DOCS, IDEA = 17_120, 310
 """Most words of all pages in docs/ that are written by hand, and of one in docs/ideas/."""

@@ -16,6 +16,7 @@ from longtail.config import files
 from longtail.config.drafter import DrafterTrainConfig
 from longtail.config.rl import RunConfig
 from longtail.config.sft import SftConfig
+from support.metric_names import NAMES, is_described
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "longtail"
@@ -117,3 +118,20 @@ def test_each_ratio_in_a_row_of_the_readme_is_in_the_card_that_it_links() -> Non
         ratios = re.findall(r"\d+\.\d\d", stated.partition("|")[0])
         assert ratios
         assert set(ratios) <= known, line
+
+
+def test_each_metric_that_the_code_names_is_described_once() -> None:
+    sections = "|".join({name.partition("/")[0] for name in NAMES})
+    written = {
+        node.value
+        for path in SOURCES
+        if path.parent.name not in ("bench", "view")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if re.fullmatch(rf"({sections})/[a-z0-9_/]+", node.value)
+    }
+    assert len(written) > 40
+    # a part filled in at run time, such as cluster/*_s, is compared with a run's own names
+    whole = {f"{name}1" if name.endswith("_") else name for name in written}
+    assert not [name for name in whole if not is_described(name)]
+    assert len(NAMES) == len(set(NAMES))

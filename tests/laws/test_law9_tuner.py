@@ -23,7 +23,7 @@ from longtail.tuner.cost import CostModel, DraftCost, TimeCurve
 from longtail.tuner.guard import Guard
 from longtail.tuner.messages import Batch, DraftTiming, Outcome, Plan
 from longtail.tuner.tuner import PLAIN, FixedTuner, Tuner
-from support.worked import confidences
+from support.worked import chain, confidences
 
 LIKELY, DOUBTFUL = 3.0, 0.3
 """Margins of nodes."""
@@ -97,7 +97,7 @@ class Shifting:
             if not going_on or gain < thresholds.level:
                 break
         pairs = zip(looks, reach, strict=True)
-        trees = [chain(1, margins[: len(by)], by) for margins, by in pairs]
+        trees = [chain((1,) * len(by), by, margins[: len(by)]) for margins, by in pairs]
         return [prune(keep_reached(each, thresholds.verify), strategy.num_nodes) for each in trees]
 
     def text(self, step, request):
@@ -148,7 +148,7 @@ class Sources:
         reach = tuple(accumulate(confidences(curve, margins), operator.mul))
         least = max(strategy.thresholds.verify, strategy.thresholds.expand)
         size = sum(each >= least for each in reach) + 1
-        tree = chain(self.sources[index].token, margins, reach)
+        tree = chain((self.sources[index].token,) * strategy.depth, reach, margins)
         return [keep_reached(prune(tree, size), strategy.thresholds.verify)] * num
 
     def text(self, step, request):
@@ -163,16 +163,6 @@ class Sources:
     def expected(self, step, request, tree):
         counts = {source: tree.tokens.count(source.token) for source in self.sources}
         return sum(s.first * s.next**depth for s, count in counts.items() for depth in range(count))
-
-
-def chain(token: int, margins: Sequence[float], reach: Sequence[float]) -> DraftTree:
-    size = len(margins)
-    return DraftTree(
-        tokens=(token,) * size,
-        parents=tuple(range(size)),
-        margins=tuple(margins),
-        reach=tuple(reach),
-    )
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2
 from longtail.model.attention import PackedAttention
 from longtail.model.hf.model import load_config, load_model, save_model
 from longtail.model.transformer import Transformer
+from support.causal import model_of
 
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -58,19 +59,7 @@ LENGTHS = (100, 37)
 def build_theirs(case: str) -> Any:
     config_class, changes = CASES[case]
     # copied, because a configuration writes rope_theta into the rope_scaling it is given
-    config = config_class(**copy.deepcopy({**SHAPE, **changes}))
-    model = AutoModelForCausalLM.from_config(config).eval()
-    generator = torch.Generator().manual_seed(len(case))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if name.endswith("norm.weight"):
-                parameter.copy_(1.0 + 0.2 * noise)
-            elif name.endswith("bias"):
-                parameter.copy_(0.3 * noise)
-            else:
-                parameter.copy_(0.8 * noise * parameter.shape[1] ** -0.5)
-    return model
+    return model_of(config_class(**copy.deepcopy({**SHAPE, **changes})), scale=0.8).eval()
 
 
 def sequences() -> list[Tensor]:

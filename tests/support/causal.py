@@ -48,13 +48,18 @@ PROMPTS = [6, 4, 6, 1]
 def random_model(family: str, **changes: Any) -> PreTrainedModel:
     """A tiny model of the family, with logits of standard deviation about 1."""
     config = AutoConfig.for_model(family, **{**SHAPE, **FAMILIES[family], **changes})
+    return model_of(config)
+
+
+def model_of(config: Any, scale: float = 1.5) -> PreTrainedModel:
+    """A random model of a configuration, no norm at one and no bias at zero."""
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+                parameter.copy_(scale * noise * parameter.shape[-1] ** -0.5)
             else:
                 noise = 0.1 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(1.0 + noise if "norm.weight" in name else noise)

@@ -1,6 +1,5 @@
 """Random drafters for tests of the engines' layouts: ours, and published ones."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from longtail.drafter.eagle.layer import EagleConfig, EagleLayer, Recipe
 from longtail.drafter.formats.checkpoint import LoadedDrafter, TrainingRecord, identity
 from longtail.model.hf.tokenizer import Tokenizer
 from longtail.model.transformer import Transformer
-from support.tiny_models import tiny_config
+from support.tiny_models import tiny_model
 
 VOCAB, HIDDEN = 128, 32
 DRAFT_IDS = (1, 5, 7, 30, 64, 100)
@@ -19,14 +18,7 @@ RECORD = TrainingRecord(steps=5, tokens=900, unroll_steps=2, overlap=(0.6, 0.5),
 
 def target_of_six(seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
     """Make a random target with six layers and random norms."""
-    generator = torch.Generator().manual_seed(seed)
-    model = Transformer(replace(tiny_config(), num_layers=6))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            scale = 0.1 if name.endswith("norm.weight") else parameter.shape[-1] ** -0.5
-            parameter.copy_(noise * scale + name.endswith("norm.weight"))
-    return model.to(dtype)
+    return tiny_model(seed=seed, dtype=dtype, num_layers=6)
 
 
 def our_drafter(

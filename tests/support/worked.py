@@ -23,6 +23,16 @@ TREE_DRAWN = (5, 7, 9, 4, 8)
 TREE_ACCEPTED = Accepted(path=(1, 3), tokens=(5, 7, 4))
 
 
+def chain(
+    tokens: Sequence[int], reach: Sequence[float] = (), margins: Sequence[float] = ()
+) -> DraftTree:
+    """Return a chain; its margins are 0 unless given."""
+    size = len(tokens)
+    margins = tuple(margins) or (0.0,) * size
+    parents = tuple(range(size))
+    return DraftTree(tokens=tuple(tokens), parents=parents, margins=margins, reach=tuple(reach))
+
+
 def confidences(curve: ConfidenceCurve, margins: Sequence[float]) -> list[float]:
     """Return the confidence of each node given that its parent is right."""
     return [curve.table()[bisect_right(EDGES, margin)] for margin in margins]

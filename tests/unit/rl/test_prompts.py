@@ -2,8 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from longtail.config.rewards import RewardSection
 from longtail.errors import ConfigError, DataError
-from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, make_prompts
+from longtail.rl.data.prompts import Encoder, PromptSource, fingerprint, hold_out, make_prompts
+from longtail.rl.grading.pool import GraderPool, gradable
+from longtail.rl.grading.reward import Grader
 
 PLAIN = Encoder(encode=lambda text, **_: tuple(text.encode()), render=None)
 BEGUN = Encoder(
@@ -228,3 +231,56 @@ def test_a_named_column_is_the_whole_prompt():
     row = {"instruction": "no", "input": "6*7=", "question": "no", "context": "no"}
     for column, text in (("input", "<user>6*7=<bot>"), ("question", "<user>no<bot>")):
         assert prompts_of([row], CHAT, prompt_column=column).prompts[0].text == text
+
+
+# ---- rows that no completion can be graded by are found before any work
+
+
+def answered(*answers):
+    rows = [{"prompt": f"{n}?", "solution": answer} for n, answer in enumerate(answers)]
+    return prompts_of(rows, source="math.jsonl", drop_long=True)
+
+
+def gradable_here(prompts, *, drop=False):
+    return gradable(prompts, "exact", Grader("exact").check, drop=drop)
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), "", "####", [1]], ids=repr)
+def test_the_row_the_column_the_value_and_the_remedy_are_named(answer):
+    with pytest.raises(DataError) as raised:
+        gradable_here(answered("42", "41", answer, answer))
+    said = str(raised.value)
+    assert said.startswith("data.source = 'math.jsonl', row 2, column 'solution': reward")
+    assert ("lacks (it has prompt, solution, answer)" if answer is None else repr(answer)) in said
+    assert "1 more of 4 rows have such faults" in said
+    assert "data.drop_ungradable = true" in said
+
+
+def test_rows_that_cannot_be_graded_may_be_left_out():
+    kept = gradable_here(answered("1", float("nan"), "3", None, 4.0), drop=True)
+    assert [prompt.prompt_id for prompt in kept.prompts] == ["math/0", "math/2", "math/4"]
+    assert kept.rows == (0, 2, 4)
+    assert hold_out(kept, 1).heldout.rows == (4,)
+
+
+def test_alike_rows_are_checked_once():
+    asked = []
+
+    def check(rows):
+        asked.extend(rows)
+        return [None] * len(rows)
+
+    gradable(answered("1", "2", "1", 1), "exact", check, drop=False)
+    assert asked == [{"answer": "1"}, {"answer": "2"}, {"answer": 1}]
+    gradable(answered("1", "2"), "any:function", check, drop=False)
+    assert asked[3:] == [dict.fromkeys(["prompt", "solution", "answer"])]
+
+
+def test_graders_check_rows_in_their_own_processes():
+    answers = ["1", float("nan"), "", "2"]
+    with GraderPool(RewardSection(name="exact", workers=2)) as pool:
+        reasons = pool.check([{"answer": answer} for answer in answers])
+        with pytest.raises(DataError, match=r"row 1, column 'solution': .* is nan"):
+            gradable(answered(*answers), "exact", pool.check, drop=False)
+    assert [why is None for why in reasons] == [True, False, False, True]
+    assert "is nan, expected text or a finite number" in str(reasons[1])

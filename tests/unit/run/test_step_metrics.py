@@ -6,6 +6,7 @@ from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
 from longtail.generator import StepReport
 from longtail.run.step_metrics import rollout_metrics
+from longtail.system.stopwatch import Stopwatch
 from longtail.types import Completion
 from support.rollouts import completion
 
@@ -74,3 +75,14 @@ def test_a_report_adds_steps_up():
     # Four places for 6 s; taken: 4 for 1 s, 2 for 5 s.
     assert found.tail_idle_share == pytest.approx(1 - 14 / 24)
     assert RolloutReport().tokens_per_s == 0.0
+
+
+def test_a_stopwatch_sums_sections_and_restarts_with_each_lap() -> None:
+    now = iter([0.0, 1.0, 3.0, 4.0, 4.5, 10.0, 11.0])
+    watch = Stopwatch(lambda: next(now))
+    with watch.section("rollout"):
+        pass
+    with pytest.raises(KeyError), watch.section("rollout"):
+        raise KeyError
+    assert watch.lap() == {"rollout": 2.5, "step": 10.0}
+    assert watch.lap() == {"step": 1.0}

@@ -1,15 +1,61 @@
-"""trace.json: the events of each step, over resumed runs."""
+"""Timelines, drawn as pictures, and trace.json: the events of each step, over resumed runs."""
 
 import json
 import time
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from longtail.cluster.workers.states import Mark
+from longtail.cluster.workers.states import Mark, Span, State, Timeline
 from longtail.run.trace import TraceFile
-from support.timelines import drawn
+
+LETTERS = {
+    "+": State.STARTING, "G": State.GENERATING, ".": State.IDLE, "s": State.SPOT,
+    "a": State.AHEAD, "L": State.LEARNING, "x": State.DEAD, "o": State.ABSENT,
+}  # fmt: skip
+
+
+def drawn(*workers: str, begin_s: float = 0.0, marks: tuple[Mark, ...] = ()) -> Timeline:
+    """Return the timeline of a picture: one line per worker, one letter per second."""
+    spans = []
+    for worker, letters in enumerate(workers):
+        at = begin_s
+        for letter, same in groupby(letters):
+            end = at + len(list(same))
+            spans.append(Span(worker=worker, state=LETTERS[letter], begin_s=at, end_s=end))
+            at = end
+    return Timeline(
+        spans=tuple(spans), marks=marks, begin_s=begin_s, end_s=begin_s + len(workers[0])
+    )
+
+
+def test_the_metrics_of_a_step_are_seconds_of_its_states() -> None:
+    metrics = drawn("GGG.LL", "Gaas+L", "GGsxsL", begin_s=2.0).metrics()
+    assert metrics == pytest.approx(
+        {
+            "cluster/generating_s": 6.0,
+            "cluster/idle_s": 1.0,
+            "cluster/spot_s": 3.0,
+            "cluster/learning_ahead_s": 2.0,
+            "cluster/learning_s": 4.0,
+            "cluster/idle_utilization": 1.0,
+            "cluster/spot_stop_latency_s": 2.0,
+        }
+    )
+    assert drawn("GGLL", "GGLL").metrics()["cluster/idle_utilization"] == 0.0
+    empty = Timeline(spans=(), marks=(), begin_s=1.0, end_s=1.0)
+    assert set(empty.metrics().values()) == {0.0}
+
+
+def test_a_timeline_in_json_begins_at_zero() -> None:
+    mark = Mark(worker=1, at_s=2.5, name="drafter v1 offered")
+    assert drawn("GL", "ss", begin_s=2.0, marks=(mark,)).as_json() == {
+        "end_s": 2.0,
+        "spans": [[0, "generating", 0.0, 1.0], [0, "learning", 1.0, 2.0], [1, "spot", 0.0, 2.0]],
+        "marks": [[1, 0.5, "drafter v1 offered"]],
+    }
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:

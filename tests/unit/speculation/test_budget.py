@@ -1,6 +1,5 @@
 """The draft budget against brute force, what it cuts, and how drafts of several are joined."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +19,7 @@ from longtail.speculation.tree import (
     prune,
     ranked,
 )
-from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH, reach_probabilities
+from support.worked import TREE, TREE_ACCEPTED, TREE_DRAWN, TREE_REACH, chain, reach_probabilities
 
 LIKELY = ranked(replace(TREE, reach=TREE_REACH))
 
@@ -51,13 +50,6 @@ def paths(tree: DraftTree) -> dict[tuple[int, ...], float]:
         found.append((*found[parent], token))
         sure[found[-1]] = max(likely, sure.get(found[-1], 0.0))
     return sure
-
-
-def chain(tokens: Sequence[int], reach: Sequence[float] = ()) -> DraftTree:
-    size = len(tokens)
-    return DraftTree(
-        tokens=tuple(tokens), parents=tuple(range(size)), margins=(0.0,) * size, reach=tuple(reach)
-    )
 
 
 @given(

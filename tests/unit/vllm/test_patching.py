@@ -1,12 +1,22 @@
 """A function of vLLM is replaced only where its parameters are known, and features are refused."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
+from longtail.config.vllm_plugin import VllmSettings
 from longtail.errors import ConfigError
 from longtail.vllm import coupled_v2, patching
-from longtail.vllm.patching import admit, admit_learned, check, check_room, module_of
+from longtail.vllm.patching import (
+    admit,
+    admit_learned,
+    check,
+    check_room,
+    module_of,
+    requested,
+    speculation,
+)
 from support.vllm_releases import PARAMETERS, function, module, release
 
 
@@ -75,9 +85,7 @@ def test_a_release_with_a_new_feature_is_refused(monkeypatch, place, name):
     ],
 )
 def test_where_no_drafter_can_be_learned_the_field_is_named(changes, said):
-    def asked(
-        runner_type="generate", pipeline_parallel_size=1, is_hybrid=False, **config
-    ):  # fmt: skip
+    def asked(runner_type="generate", pipeline_parallel_size=1, is_hybrid=False, **config):
         return SimpleNamespace(
             model_config=SimpleNamespace(runner_type=runner_type, is_hybrid=is_hybrid),
             device_config=SimpleNamespace(device_type="cpu"),
@@ -107,3 +115,54 @@ def test_a_gpu_without_room_for_the_sums_is_refused_before_the_model_is_loaded(m
         check_room(admitted)
     with pytest.raises(ConfigError, match=r"0\.95 leaves 0\.8 GB .* sums take 1\.3 GB; lower it"):
         check_room(asked())
+
+
+# ---- settings: strict, and asked for in one of two ways
+
+
+def test_an_engine_that_does_not_ask_has_no_settings():
+    assert requested({}, {}) is None
+    assert requested(None, {"LONGTAIL_VLLM": ""}) is None
+    assert requested({"gdn_prefill_backend": "x"}, {"LONGTAIL_VLLM": "off"}) is None
+
+
+def test_either_way_of_asking_gives_the_same_settings():
+    assert requested({"longtail": {}}, {}) == VllmSettings()
+    assert requested({}, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings()
+    assert requested(None, {"LONGTAIL_VLLM": " Learned "}) == VllmSettings(drafter="learned")
+
+
+def test_additional_config_goes_before_the_variable_unless_that_says_off():
+    asked = {"longtail": {"depth": 3}}
+    assert requested(asked, {"LONGTAIL_VLLM": "coupled"}) == VllmSettings(depth=3)
+    assert requested(asked, {"LONGTAIL_VLLM": "off"}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (True, "additional_config.longtail = true: it must be a valid dictionary"),
+        ({"draft": "coupled"}, "longtail.draft: it is unknown; known are drafter, depth, begin"),
+        ({"drafter": "eagle"}, "longtail.drafter = \"eagle\": it must be 'learned'"),
+        ({"depth": 17}, "longtail.depth = 17: it must be less than or equal to 16"),
+        ({"begin": 1}, "longtail.begin = 1: it must be a valid string"),
+    ],
+)
+def test_an_impossible_setting_is_named(value, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        requested({"longtail": value}, {})
+
+
+def test_a_mistyped_variable_is_refused():
+    with pytest.raises(ConfigError, match="LONGTAIL_VLLM must be learned, coupled or off"):
+        requested({}, {"LONGTAIL_VLLM": "on"})
+
+
+def test_speculation_can_come_from_the_environment():
+    assert speculation({}) is None
+    text = '{"method": "eagle3", "num_speculative_tokens": 3}'
+    found = speculation({"LONGTAIL_VLLM_SPECULATIVE": text})
+    assert found == {"method": "eagle3", "num_speculative_tokens": 3}
+    for wrong in ("eagle3", "[1]", "{}"):
+        with pytest.raises(ConfigError, match="LONGTAIL_VLLM_SPECULATIVE"):
+            speculation({"LONGTAIL_VLLM_SPECULATIVE": wrong})
