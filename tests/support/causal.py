@@ -61,7 +61,7 @@ def model_of(config: Any, scale: float = 1.5) -> PreTrainedModel:
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(scale * noise * parameter.shape[-1] ** -0.5)
             else:
-                noise = 0.1 * torch.randn(parameter.shape, generator=generator)
+                noise = 0.2 * torch.randn(parameter.shape, generator=generator)
                 parameter.copy_(1.0 + noise if "norm.weight" in name else noise)
     return model
 
