@@ -31,7 +31,7 @@ import psutil
 from end_to_end import processes
 from end_to_end.workshop import Workshop, build, save_untaught
 from longtail.cluster.workers.worker_pool import WorkerPool
-from support.listening import command, family
+from support.run_processes import command, family
 
 SIGNALS = {name: signal.Signals[name] for name in ("SIGTERM", "SIGINT", "SIGHUP")}
 OF_RAY = {

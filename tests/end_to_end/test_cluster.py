@@ -22,7 +22,7 @@ from end_to_end.workshop import EXACT, Workshop, build, save_untaught
 from longtail.cluster.workers.worker import Worker
 from longtail.errors import ClusterError, LostWorkerError
 from longtail.system.files import process_of
-from support.listening import family, listening
+from support.run_processes import family, listening
 
 pytest.importorskip("ray")
 

@@ -62,7 +62,7 @@ def engine(job: dict[str, Any], drafter: str | None, **options: Any) -> Iterator
     elif drafter == "stock":
         own = {}
     elif drafter is not None:
-        methods = {"ridge": "eagle", "target": "draft_model"}
+        methods = {"ridge": "eagle", "target": "draft_model", "mtp": "mtp"}
         options["speculative_config"] = {
             "method": methods.get(drafter, "eagle3"),
             "model": job[drafter],
@@ -173,6 +173,15 @@ def draft_model(job: dict[str, Any]) -> Any:
     """A draft model, which is the target itself."""
     with engine(job, "target") as llm:
         return texts(job, llm)
+
+
+def mtp(job: dict[str, Any]) -> Any:
+    """A model with an MTP head, random like all of it, and the same without drafts."""
+    model = job | {"target": job["mtp"]}
+    with engine(model, None, load_format="dummy") as llm:
+        plain = texts(job, llm)["tokens"]
+    with engine(model, "mtp", load_format="dummy") as llm:
+        return texts(job, llm) | {"plain": plain}
 
 
 def cramped(job: dict[str, Any]) -> Any:

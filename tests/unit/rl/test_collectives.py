@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from longtail.errors import ProcessGroupError
 from longtail.rl.collectives import ProcessGroup, TorchProcessGroup, balance
-from support.listening import listening
 from support.rank_processes import PATIENCE_S, free_address
+from support.run_processes import listening
 
 
 @given(st.lists(st.integers(0, 60), max_size=6), st.integers(1, 3))

@@ -21,6 +21,7 @@ from longtail.serve import server
 from longtail.speculation.strategy import Strategy
 from longtail.system import tensor_files
 from support.published import our_drafter
+from support.run_processes import wait_until
 from support.serving import (
     NAME,
     OPTIONS,
@@ -33,7 +34,6 @@ from support.serving import (
     shared_tokenizer,
 )
 from support.tiny_models import tiny_tokenizer
-from support.waiting import wait_until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 

@@ -17,7 +17,7 @@ from longtail.rl.environments.pool import open_environments
 from longtail.rl.environments.session import Reply
 from longtail.rl.processes import pool
 from longtail.rl.processes.pool import ProcessPool, confinement
-from support.waiting import wait_until
+from support.run_processes import wait_until
 
 TOY = '''
 import json, os, signal, socket, subprocess, sys, tempfile, time

@@ -1,8 +1,9 @@
-"""TCP sockets on which a run's processes listen."""
+"""Processes of a run: those below one, the TCP sockets on which they listen, waiting for them."""
 
 import ipaddress
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -59,3 +60,11 @@ def _program(words: list[str]) -> str:
     is_python = names[0].startswith("python") and len(names) > 1 and names[1]
     name = names[1] if is_python else names[0]
     return re.sub(r"^(ray::\w+).*", r"\1", name)  # without the name of the current task
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds, at most a minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "the condition did not hold within a minute"
+        time.sleep(0.01)
