@@ -80,7 +80,7 @@ class LagSums:
         }
 
     def check(self) -> None:
-        """Raise NonFiniteError unless some sequence has such sums: products of sizes bound them."""
+        """Raise NonFiniteError if no sequences have such sums: sizes bound their products."""
         sizes = self.products[0].diagonal().double().add(1).sqrt()
         most = 1 + _SLACK * sizes[:, None] * sizes
         if not all(bool((each.abs() <= most).all()) for each in self.products):
