@@ -6,7 +6,6 @@ preemption; so is the drafter. Whole runs: end_to_end/test_cluster.py, test_law8
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -57,12 +56,17 @@ def _engine(
     return engine, texts
 
 
-def _write(requests: list[Request], *how: Any) -> Sums:
+def _write(
+    requests: list[Request],
+    limits: EngineLimits,
+    strategy: Strategy | None = None,
+    learned: Sums | None = None,
+) -> Sums:
     """Return the sums over what an engine writes."""
     meter = RolloutReport()
-    engine, texts = _engine(*how)
+    engine, texts = _engine(limits, strategy, learned)
     engine.generate(requests, meter.add)
-    assert how[1:2] in ((), (None,)) or meter.accept_length > 1.3, "texts also end in drafts"
+    assert strategy is None or meter.accept_length > 1.3, "texts also end in drafts"
     return texts.take()
 
 

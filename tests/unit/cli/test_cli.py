@@ -63,7 +63,12 @@ def test_version_and_summary_of_the_verbs(capsys):
             "qqq: no such verb; the verbs are train, sft, drafter, merge, generate, serve, bench, ",
         ),
         (["train", "no.toml"], "no.toml: no such file"),
-        (["train", "--learner.loss", "ppo", "quickstart"], "learner.loss = 'ppo': it must be grpo"),
+        (["train", "--learner.los", "dapo"], "--learner.los (did you mean --learner.loss?)"),
+        (
+            ["train", "--learner.loss", "ppo", "quickstart"],
+            "learner.loss = 'ppo': it must be grpo, dr_grpo",
+        ),
+        (["train", "--run.steps=0", "--rollout.top_p=2"], "2 problems"),
         (["train", "--dry-run", "--reward.name=no_such:f"], "reward.name = 'no_such:f': no mod"),
         (["generate", "nowhere", "--prompt", "x"], "'nowhere': no such directory"),
         (

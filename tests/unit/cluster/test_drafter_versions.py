@@ -44,22 +44,19 @@ def test_a_better_replica_is_offered_and_published_once_adopted():
     assert [(each.before, each.after) for each in decisions[1:]] == [(2.0, pytest.approx(2.2))] * 2
 
 
-def test_replicas_are_merged_in_proportion_to_their_tokens_without_those_not_finite():
+def test_replicas_are_merged_in_proportion_to_their_tokens():
     one = versions()
     offer = one.offer(
         [
             replica(0.1, weight=1.0, tokens=300),
             replica(0.2, weight=5.0, tokens=100),
             replica(-0.1, weight=100.0, tokens=100),
-            replica(0.5, weight=math.nan),
         ]
     )
     assert offer is not None
     assert offer.tensors["w"].item() == 2.0
-    decisions = one.drain_decisions()
-    decided = [(each.what, each.version) for each in decisions]
-    assert sorted(decided) == [("kept", 0), ("kept", 0), ("offered", 1), *[("trained", 0)] * 2]
-    assert "it is not finite" in [each.reason for each in decisions if each.what == "kept"]
+    decided = [(each.what, each.version) for each in one.drain_decisions()]
+    assert decided == [("trained", 0), ("trained", 0), ("kept", 0), ("offered", 1)]
 
 
 def test_equal_replicas_keep_every_bit():
@@ -68,3 +65,13 @@ def test_equal_replicas_keep_every_bit():
     mean = weighted_mean([{"w": values}] * 3, [3, 7, 1])["w"]
     assert mean.dtype == dtype
     assert torch.equal(mean, values)
+
+
+def test_a_replica_that_is_not_finite_is_left_out_and_recorded():
+    one = versions()
+    broken = replica(0.5, weight=math.nan)
+    offer = one.offer([replica(0.1, weight=4.0), broken])
+    assert offer is not None
+    assert offer.tensors["w"].item() == 4.0
+    decisions = one.drain_decisions()
+    assert [each.reason for each in decisions if each.what == "kept"] == ["it is not finite"]
