@@ -1,8 +1,9 @@
-"""Graded completions, made of tokens whose first part is the prompt, and graders of them."""
+"""Graded completions, graders of them, and steps of a rollout."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from longtail.generator import StepReport
 from longtail.rl.grading.pool import Graded, GraderPool
 from longtail.types import Completion, FinishReason, GradingFailure, Prompt, Rollout
 
@@ -22,7 +23,7 @@ def rollout(
     reward: float = 0.0,
     **fields: object,
 ) -> Rollout:
-    """Return a rollout; `fields` are those of the completion."""
+    """Return a rollout of tokens that begin with the prompt; `fields` are the completion's."""
     prompt = Prompt(prompt_id=f"p{number}", tokens=tuple(tokens[:prompt_len]), text="")
     request_id = str(fields.pop("request_id", f"r{number}"))
     made = completion(request_id, tokens[prompt_len:], **fields)
@@ -44,3 +45,10 @@ def graders(reward: Callable[[str], float | None]) -> GraderPool:
     pool: Any = object.__new__(GraderPool)
     pool.grade = grade
     return pool
+
+
+def step_report(num_running: int, *, step_s: float = 0.25, **fields: Any) -> StepReport:
+    """Return the report of a step of 10 tokens; the pass takes half of it, drawing a quarter."""
+    usual = {"num_tokens": 10, "forward_s": step_s / 2, "sample_s": step_s / 4}
+    usual |= {"emitted": (), "finished": ()}
+    return StepReport(num_running=num_running, step_s=step_s, **{**usual, **fields})

@@ -1,13 +1,13 @@
 import io
 import sys
 import threading
-from dataclasses import replace
 
 import pytest
 
 from longtail.cluster.records import Progress
-from longtail.generator import StepReport, Verified
+from longtail.generator import Verified
 from longtail.run.console import Console
+from support.rollouts import step_report
 
 METRICS = {
     "reward/mean": 0.4137, "response_length/p50": 96.0, "response_length/max": 1024.0,
@@ -22,18 +22,6 @@ DRAFT = Verified(request_id="a", position=0, num_drafted=3, depth=3, num_accepte
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-def _report(num_running: int) -> StepReport:
-    return StepReport(
-        num_tokens=num_running,
-        num_running=num_running,
-        step_s=0.1,
-        forward_s=0.1,
-        sample_s=0.0,
-        emitted=(),
-        finished=(),
-    )
 
 
 def test_a_step_is_one_line_on_any_terminal_width(capsys, monkeypatch):
@@ -119,7 +107,7 @@ def test_a_terminal_shows_a_live_line_and_clears_it(monkeypatch, changes, word):
     monkeypatch.setenv("COLUMNS", "60")
     console = Console()
     with console.phase("step", "1/2"), console.phase("rollout", total=4):
-        console.rollout_step(replace(_report(3), **changes))
+        console.rollout_step(step_report(3, **changes))
         console.beat()
     line = f"step 1/2, rollout: 0/4 done, 3 running,{word} 0 tokens/s, 0 s so far"
     assert terminal.getvalue().endswith(f"\r\x1b[2K{line[:59]}")

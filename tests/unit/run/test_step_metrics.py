@@ -4,11 +4,10 @@ import pytest
 
 from longtail.engine.report import RolloutReport, merge_reports
 from longtail.engine.rollout_log import RolloutSeries
-from longtail.generator import StepReport
 from longtail.run.step_metrics import rollout_metrics
 from longtail.system.stopwatch import Stopwatch
 from longtail.types import Completion
-from support.rollouts import completion
+from support.rollouts import completion, step_report
 
 REPORT = RolloutReport(
     **{"seconds": 2.0, "engine_s": 2.0, "forward_s": 1.0, "sample_s": 0.5, "running_s": 6.0},
@@ -47,29 +46,16 @@ def test_metrics_of_drafting_exist_only_for_steps_that_drafted() -> None:
     assert metrics["rollout/bookkeeping_share"] == plain["rollout/bookkeeping_share"] - 0.125
 
 
-def report(num_running: int, *, step_s: float = 0.25, speculates: bool = True) -> StepReport:
-    return StepReport(
-        num_tokens=10,
-        num_running=num_running,
-        step_s=step_s,
-        forward_s=step_s / 2,
-        sample_s=step_s / 4,
-        emitted=(),
-        finished=(),
-        speculates=speculates,
-    )
-
-
 def test_an_engine_without_speculation_logs_nothing() -> None:
     series = RolloutSeries()
-    series.add(report(8, speculates=False))
+    series.add(step_report(8, speculates=False))
     assert series == RolloutSeries()
 
 
 def test_a_report_adds_steps_up():
     found = RolloutReport()
     for num_running, step_s in ((4, 1.0), (2, 2.0), (2, 3.0)):
-        found.add(report(num_running, step_s=step_s))
+        found.add(step_report(num_running, step_s=step_s))
     assert (found.seconds, found.num_steps, found.num_computed) == (6.0, 3, 30)
     assert found.bookkeeping_share == pytest.approx(0.25)
     # Four places for 6 s; taken: 4 for 1 s, 2 for 5 s.
