@@ -214,10 +214,9 @@ def _generate(
 def save_sequences(path: Path, sequences: Sequence[Example], origin: str) -> None:
     """Write sequences as JSON lines of token ids, atomically; the first line is `origin`."""
     rows = ({"prompt_len": each.prompt_len, "tokens": each.tokens} for each in sequences)
+    lines = [json.dumps(row) + "\n" for row in ({"origin": origin}, *rows)]
     with writing("the sequences", path, "free some space, then start again"):
-        write_atomically(
-            path, "".join(json.dumps(row) + "\n" for row in ({"origin": origin}, *rows))
-        )
+        write_atomically(path, "".join(lines))
 
 
 def read_sequences(path: Path, origin: str) -> list[Example] | None:

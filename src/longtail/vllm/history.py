@@ -17,7 +17,7 @@ from torch import Tensor
 
 LONGEST = 8
 """Most tokens of an end that are compared."""
-_TEXTS, _SEARCHED = 16, 1 << 23
+_MOST_SEQUENCES, _SEARCHED = 16, 1 << 23
 """Most sequences that are searched for a request, and most tokens of them for all requests."""
 _SAME = 1 << 40
 """Rank of a sequence of the same prompt: its own goes first, then these, then others, newest first.
@@ -49,7 +49,9 @@ class SequenceTable:
 
     def __init__(self, max_running: int, max_len: int, device: torch.device) -> None:
         self.max_running, self.max_len = max_running, max_len
-        size = max(max_running + _TEXTS, min(8 * max_running, _MOST_BYTES // (4 * max_len)))
+        size = max(
+            max_running + _MOST_SEQUENCES, min(8 * max_running, _MOST_BYTES // (4 * max_len))
+        )
         self.num_places = size + 1
         """The last one takes what is written for no request."""
         self._tokens = torch.zeros(size + 1, max_len, device=device, dtype=torch.int32)
@@ -60,7 +62,7 @@ class SequenceTable:
         self._weights = weights.to(device)
         """Weights of a prompt's tokens in its hash; the sum may overflow."""
         self._begun = torch.zeros(size + 1, device=device, dtype=torch.int64)
-        self._searched = self._begun.new_zeros(size + 1, min(_TEXTS, size))
+        self._searched = self._begun.new_zeros(size + 1, min(_MOST_SEQUENCES, size))
         """Sequences that are searched for the request of each place, the first ones first."""
         self._num_begun, self._has_begun = 0, False
         self.width = 0

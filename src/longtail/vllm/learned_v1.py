@@ -64,8 +64,8 @@ def _propose_draft_token_ids(stock: Callable[..., Any], self: Any, *args: Any) -
     prompt_lens = batch.num_prompt_tokens[: len(names)].tolist()
     lengths = batch.num_tokens_no_spec[: len(names)].tolist()
     for row in learned.sequences.keep(self.requests, names):
-        text = batch.token_ids_cpu_tensor[row, : lengths[row]]
-        learned.sequences.begin(names[row], text.to(states.device), prompt_lens[row])
+        sequence = batch.token_ids_cpu_tensor[row, : lengths[row]]
+        learned.sequences.begin(names[row], sequence.to(states.device), prompt_lens[row])
     drafts = scheduler_output.scheduled_spec_decode_tokens
     rejected = [
         len(drafts.get(name, ())) + 1 - len(new) if new else 0

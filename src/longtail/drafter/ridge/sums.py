@@ -289,7 +289,7 @@ class SequenceSums:
     def _add(self, tokens: Int[Tensor, "rows"], states: Float[Tensor, "rows hidden"]) -> None:
         """Add consecutive rows; the first ones, as many as slots, are in the sums already.
 
-        Products with embeddings are first summed by token: they write few different ones.
+        Products with embeddings are first summed by token: sequences have few different ones.
         """
         h, sums = states.shape[1], self._sums
         heads, is_new = (states.double() / self._steps[:h]).round(), tokens >= 0

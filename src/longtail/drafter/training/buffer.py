@@ -22,7 +22,7 @@ from longtail.rl.data.examples import Example
 from longtail.sampling import noise_key
 from longtail.types import Completion, Request
 
-_TOKEN_BYTES, _TEXT_BYTES = 4, 256
+_TOKEN_BYTES, _SEQUENCE_BYTES = 4, 256
 """Bytes of a token, and of a sequence's other data."""
 _HELDOUT_ONE_IN = 8
 _MIN_LEN = 3
@@ -244,7 +244,7 @@ def _step_of(item: tuple[Key, _Kept]) -> int:
 
 
 def _bytes_of(num_tokens: int) -> int:
-    return _TOKEN_BYTES * num_tokens + _TEXT_BYTES
+    return _TOKEN_BYTES * num_tokens + _SEQUENCE_BYTES
 
 
 def _is_heldout(request_id: str) -> bool:

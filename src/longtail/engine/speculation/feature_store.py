@@ -1,6 +1,6 @@
 """The feature store: the target's features of generated sequences, for drafter training.
 
-    step --pending--> spans --> a row for each token after those so far --find(tokens)--> rows
+    step --pending--> spans --> a row for each token, by those before --find(tokens)--> rows
 
 A feature depends on the weights and the tokens so far, and on nothing else. So the rows are the
 nodes of a tree, a token below those before it: requests share the rows of a beginning, like its
