@@ -5,12 +5,9 @@ A fork server imports PyTorch once, so that a process costs a tenth of a second 
 
 import multiprocessing
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -50,26 +47,6 @@ def wait_until(
         assert time.monotonic() < deadline, f"the condition did not hold within {PATIENCE_S} s"
         time.sleep(poll_s)
     return True
-
-
-@contextmanager
-def signalled(number: signal.Signals, condition: Callable[[], bool]) -> Iterator[None]:
-    """Send this process a signal as soon as the condition holds in the context."""
-    ended = threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            if condition():
-                os.kill(os.getpid(), number)
-                return
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def _run(words: list[str], log: str, prepare: Callable[[], object]) -> None:
