@@ -3,8 +3,8 @@
 Every completion runs and no prompt is read, so neither the tail of a rollout nor its start counts.
 Models and numbers of rows take turns. The limit is that of `longtail doctor MODEL`: reading the
 weights once, or the products of all rows, without keys and values and without sampling. It follows
-from the least seconds of a product and of reading, so the least seconds of a step stand beside it;
-others share the cores of a virtual machine, and slow down a median by up to a half.
+from the least seconds of a product and of reading, measured just before, so the least seconds of a
+step stand beside it; others may share the cores of a virtual machine and slow down a median by half.
 """
 
 from script import Batches, Json, Repeats, Threads, pin, pinned, start
@@ -61,8 +61,8 @@ def run(options: Options) -> int:
     least: dict[tuple[str, int], list[float]] = {}
     for turn in range(options.repeats):
         for name, model in zip(options.models, opened, strict=True):
-            limit = limit_of(model.config, model.dtype, measure(model.device, model.dtype))
             for rows in options.rows:
+                limit = limit_of(model.config, model.dtype, measure(model.device, model.dtype))
                 seconds = list(steady(model, rows, options.steps))
                 took.setdefault((name, rows), []).append(min(seconds))
                 least.setdefault((name, rows), []).append(limit.seconds(rows))
