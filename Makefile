@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
+# Packages are installed without bytecode, which their first use writes; without it an import of
+# PyTorch takes three times as long in each process.
+export PYTHONDONTWRITEBYTECODE =
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
@@ -106,13 +109,13 @@ test-capped: develop
 			tests/unit/rl/test_learner.py; \
 	fi
 	for layout in $(EMULATED); do \
-		LONGTAIL_ISA=$$layout-emulated $(PYTEST) $(UNCHECKED) \
+		LONGTAIL_ISA=$$layout-emulated $(PYTEST) -n 2 $(UNCHECKED) \
 			-k "not float32" $(LAYOUTS:%=tests/parity/test_%.py) tests/laws/test_law4_bits.py \
 			|| exit 1; \
 	done
 	rm -rf build/capped
 	$(CAPPED) $(BIN)/longtail train quickstart --model.path=smollm2 --run.steps=1 --run.dir=build/capped \
-		--rollout.prompts_per_step=2 --rollout.max_tokens=256 --data.heldout_size=4
+		--rollout.prompts_per_step=1 --rollout.max_tokens=256 --data.heldout_size=2
 
 test-fast: develop
 	$(PYTEST) -m "not slow or shapes"

@@ -4,7 +4,7 @@ Every completion runs and no prompt is read, so neither the tail of a rollout no
 Models and numbers of rows take turns. The limit is that of `longtail doctor MODEL`: reading the
 weights once, or the products of all rows, without keys and values and without sampling. It follows
 from the least seconds of a product and of reading, measured just before, so the least seconds of a
-step stand beside it; others may share the cores of a virtual machine and slow down a median by half.
+step stand beside it; others may share the cores of a virtual machine and slow a median by half.
 """
 
 from script import Batches, Json, Repeats, Threads, pin, pinned, start

@@ -185,14 +185,16 @@ def test_a_full_disk_costs_the_new_checkpoint_only(workshop):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(workshop, number):
+def test_a_signal_while_a_run_is_being_set_up_ends_it_with_a_word(workshop):
     """In a process of its own, whose end closes what was being opened."""
-    log = workshop.path / "log"
-    process = start(workshop.words("early", "--run.steps=1000"), log)
-    assert wait_until((workshop.path / "early" / "config.toml").exists, process)
-    os.kill(process.pid, number)
-    assert finish(process) == 130, log.read_text()
-    said = log.read_text()
-    assert said.splitlines()[-1] in ("longtail: interrupted", BEFORE_A_STEP)
-    assert "Traceback" not in said
+    for number in (signal.SIGINT, signal.SIGHUP):
+        name = f"early-{number}"
+        log, config = workshop.path / f"{name}.log", workshop.path / name / "config.toml"
+        process = start(workshop.words(name, "--run.steps=1000"), log)
+        assert wait_until(config.exists, process)
+        assert process.pid is not None
+        os.kill(process.pid, number)
+        assert finish(process) == 130, log.read_text()
+        said = log.read_text()
+        assert said.splitlines()[-1] in ("longtail: interrupted", BEFORE_A_STEP)
+        assert "Traceback" not in said

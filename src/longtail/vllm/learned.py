@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, final
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch._dynamo.decorators import mark_unbacked
-from torch._dynamo.exc import TorchDynamoException
 
 from longtail.vllm.history import LONGEST, Found, SequenceTable, sent
 from longtail.vllm.ridge import Block, SlotDraw
@@ -129,6 +127,9 @@ class Learned:
         """Draft, by a graph where there is one."""
         if self._graph is None or not self.block.is_ready:
             return self._drafted(step, *where)
+        from torch._dynamo.decorators import mark_unbacked  # takes over a second
+        from torch._dynamo.exc import TorchDynamoException
+
         for each in filter(torch.is_tensor, step):  # shapes that differ from step to step
             mark_unbacked(each, 0)
         try:

@@ -35,8 +35,8 @@ _ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
     "avx2": ("-march=x86-64-v3",),
     "avx512": ("-march=x86-64-v4",),
     "generic": ("-march=x86-64",),
-    "bf16-emulated": ("-march=x86-64", "-DLT_EMULATED=1"),
-    "amx-emulated": ("-march=x86-64", "-DLT_EMULATED=2"),
+    "bf16-emulated": ("-march=x86-64", "-Og", "-DLT_EMULATED=1"),
+    "amx-emulated": ("-march=x86-64", "-Og", "-DLT_EMULATED=2"),
 }
 """Flags by LONGTAIL_ISA."""
 _FAST = ("-ffast-math", "-fno-finite-math-only")
