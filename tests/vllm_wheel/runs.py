@@ -33,6 +33,15 @@ def play(script: str, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=1500)
 
 
+def play_scenes(job: dict[str, Any]) -> dict[str, Any]:
+    """Play the scenes of a job, one after the other; return what each found."""
+    done = play("scenes.py", json.dumps(job))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert not [each["failed"] for each in found.values() if "failed" in each]
+    return found
+
+
 @contextmanager
 def training(
     path: Path, *options: str, steps: int = 4, program: str = "longtail.cli.main"

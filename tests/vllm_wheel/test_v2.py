@@ -4,7 +4,6 @@ It runs on the CPU with its kernels under Triton's interpreter; as on a GPU but 
 compilation, CUDA graphs and streams.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from longtail.drafter.formats.eagle_export import write_layout
 from longtail.model.hf.model import load_model
 from support import toy
 from support.contract import toy_target
-from vllm_wheel.runs import NEEDS_VLLM, play, same, written
+from vllm_wheel.runs import NEEDS_VLLM, play_scenes, same, written
 from vllm_wheel.test_v1 import accepted_share
 
 pytestmark = NEEDS_VLLM
@@ -37,10 +36,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     job |= {name: str(root / name) for name in ("eagle3", "saved")} | {"runner": "v2", "turns": 3}
     found = dict[str, Any]()
     for scenes in SCENES:
-        done = play("scenes.py", json.dumps(job | {"scenes": scenes}))
-        assert done.returncode == 0, done.stderr[-3000:]
-        found |= json.loads(done.stdout)
-    assert not [each["failed"] for each in found.values() if "failed" in each]
+        found |= play_scenes(job | {"scenes": scenes})
     return found
 
 
