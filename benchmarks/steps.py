@@ -2,9 +2,8 @@
 
 Every completion runs and no prompt is read, so neither the tail of a rollout nor its start counts.
 Models and numbers of rows take turns. The limit is that of `longtail doctor MODEL`: reading the
-weights once, or the products of all rows, without keys and values and without sampling. It follows
-from the least seconds of a product and of reading, measured just before, so the least seconds of a
-step stand beside it; others may share the cores of a virtual machine and slow a median by half.
+weights once, or the products of all rows, without keys and values and without sampling; it is
+measured before each cell.
 """
 
 from script import Batches, Json, Repeats, Threads, pin, pinned, start
@@ -14,6 +13,7 @@ from script import Batches, Json, Repeats, Threads, pin, pinned, start
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
             for rows in options.rows:
                 limit = limit_of(model.config, model.dtype, measure(model.device, model.dtype))
                 seconds = list(steady(model, rows, options.steps))
-                took.setdefault((name, rows), []).append(min(seconds))
+                took.setdefault((name, rows), []).append(median(seconds))
                 least.setdefault((name, rows), []).append(limit.seconds(rows))
             log(f"turn {turn + 1} of {options.repeats}: {name}")
     cells = [_cell(name, rows, took[name, rows], least[name, rows]) for name, rows in took]

@@ -36,9 +36,9 @@
 #elif LT_LANES == 8 /* 16 registers */
 #define LT_MOST 6
 #define LT_WIDTH(R) ((R) <= 3 ? 4 : 2)
-/* The 8 sums of 4 rows hide the latency of a multiplication only if nothing else runs on the core:
- * so 8 rows are 5 and 3, 9 are 6 and 3, 13 are 5, 5 and 3, but 10 are 5 and 5. */
-#define LT_TAKEN(left, passes) ((passes) == 1 ? (left) : (left) % 6 % 3 == 0 || (left) % 6 == 5 ? 6 : 5)
+/* No tile of several has 4 rows: their 8 sums hide the latency of a multiplication only if nothing else
+ * runs on the core. Example: 8 rows are 5 and 3, 9 are 6 and 3, 13 are 5, 5 and 3. */
+#define LT_TILE_ROWS(left, passes) ((passes) == 1 ? (left) : (left) % 6 % 3 == 0 || (left) % 6 == 5 ? 6 : 5)
 #define LT_SHAPES(DO, K) \
   DO(K, 1, 4) DO(K, 2, 4) DO(K, 3, 4) DO(K, 4, 2) DO(K, 5, 2) DO(K, 6, 2)
 #else /* 32 registers of 4 lanes */
@@ -48,8 +48,8 @@
   DO(K, 1, 8) DO(K, 2, 8) DO(K, 3, 8) DO(K, 4, 4) DO(K, 5, 4) DO(K, 6, 4)
 #endif
 
-#ifndef LT_TAKEN /* Rows of the next tile: tiles are equal. */
-#define LT_TAKEN(left, passes) (((left) + (passes) - 1) / (passes))
+#ifndef LT_TILE_ROWS /* Rows of the next of `passes` tiles, of the rows left: tiles are equal. */
+#define LT_TILE_ROWS(left, passes) (((left) + (passes) - 1) / (passes))
 #endif
 
 /* A kind K of weights W and of rows X:
@@ -198,7 +198,7 @@ LT_INLINE void lt_put_halves(float *sum, const uint16_t *bias, uint16_t *out, in
       depth += depth % STEP_##K;                                                                  \
       const int64_t bytes = depth * LT_PANEL * sizeof(T_##K), steps = depth / STEP_##K;           \
       for (int64_t p = 0, r = 0, here; p < passes; p++, r += here) {                              \
-        here = LT_TAKEN(rows - r, passes - p);                                                    \
+        here = LT_TILE_ROWS(rows - r, passes - p);                                                    \
         const int64_t wide = LT_WIDTH(here) * LT_LANES;                                           \
         const int64_t parts = passes * (LT_PANEL / wide);                                         \
         for (int64_t first = 0; first < LT_PANEL; first += wide) {                                \
